@@ -27,14 +27,21 @@ BASE = [
     "rich>=13.7",
     "sqlalchemy>=2.0.30",
     "structlog>=24",
-    "tenacity>=8.3",
     "tokenizers>=0.19",
     "typer>=0.12",
     "xxhash>=3.4",
     "zstandard>=0.22",
 ]
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
-TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
+# httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
+TRAINER = [
+    "torch>=2.6",
+    "transformers>=4.51",
+    "mpi4py>=4.0",
+    "safetensors>=0.4.3",
+    "httpx2>=2.0",
+    "tenacity>=8.3",
+]
 EXTRAS = {
     "trainer": TRAINER,
     "parquet": PARQUET,
@@ -46,7 +53,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
-    # For trainer.environments. It needs 97 other packages, an older datasets than trl, and an older regex and huggingface_hub than
+    # For trainer.data.environments. It needs 97 other packages, an older datasets than trl, and an older regex and huggingface_hub than
     # constraints.txt has; so it is not in dev, and its tests are skipped without it.
     "verifiers": ["verifiers>=0.1.11,<0.2"],
     "postgres": ["psycopg[binary]>=3.1"],
@@ -66,8 +73,10 @@ EXTRAS = {
         "mypy>=1.11",
         "psutil>=5.9",
         "pytest>=8",
+        "pytest-cov>=6",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
+        "pyyaml>=6",
         "ruff>=0.6",
         "scipy>=1.13",
         "setuptools>=77",
@@ -107,26 +116,32 @@ class BuildWithData(build_py):
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         outputs: list[str] = super().get_outputs(include_bytecode)
-        return outputs if self.editable_mode else [*outputs, *(str(target) for _, target in self._data_targets())]
+        return (
+            outputs
+            if self.editable_mode
+            else [*outputs, *(str(target) for _, target in self._data_targets())]
+        )
 
 
 readme = ROOT / "README.md"
 
 setup(
     name="scavenger",
-    version="0.1.0",
+    version="0.2.0",
     description="Turns the idle GPUs of a Slurm cluster into rollout capacity for reinforcement learning of LLMs",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["scavenger", "scavenger.*", "rollout", "rollout.*", "trainer", "trainer.*"]),
+    packages=find_packages(
+        include=["scavenger", "scavenger.*", "rollout", "rollout.*", "trainer", "trainer.*"]
+    ),
     package_data=dict.fromkeys(("scavenger", "rollout", "trainer"), PACKAGE_DATA),
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["scavenger = scavenger.cli:main"]},
+    entry_points={"console_scripts": ["scavenger = scavenger.cli.main:main"]},
     cmdclass={"build_py": BuildWithData},
     classifiers=[
         "Programming Language :: Python :: 3.11",

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.many import each, ratio, spread
+from benchmarks.oracle_site import SiteBound
 from benchmarks.policies_cells import fleet_of, scenario_of
 from benchmarks.policies_table import Unit
-from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.oracle_site import SiteBound
 from scavenger.simulate.outcome import StepOutcome
+from scavenger.simulate.policies.make import simulated_policy
 from scavenger.simulate.policies.ours import ABLATIONS
 from scavenger.simulate.policies.registry import MIXTURES
 from scavenger.simulate.scenario import Scenario
@@ -34,7 +34,7 @@ POLICIES = ("ours", "rlboost", *MIXTURES, *ABLATIONS, "clairvoyant")
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class UnitResult:
     """`over_bound`: seconds of the steps after the first over the least that they could have taken; 0 where that was not asked."""
 
     tokens_per_s: float
@@ -50,16 +50,16 @@ def over_bound(scenario: Scenario, steps: Sequence[StepOutcome]) -> tuple[float,
     return sum(step.seconds for step in steps) / sum(one.total_s for one in least), reason
 
 
-def play(folder: Path, asked: tuple[Unit, str]) -> Played:
+def simulate_unit(folder: Path, asked: tuple[Unit, str]) -> UnitResult:
     unit, name = asked
     scenario = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
-    out = simulate(scenario, contender(name, scenario))
+    out = simulate(scenario, simulated_policy(name, scenario))
     if name not in BOUNDED or len(out.steps) < 2:
-        return Played(out.tokens_per_s)
-    return Played(out.tokens_per_s, *over_bound(scenario, out.steps[1:]))
+        return UnitResult(out.tokens_per_s)
+    return UnitResult(out.tokens_per_s, *over_bound(scenario, out.steps[1:]))
 
 
-Found = Mapping[tuple[Unit, str], Played]
+Found = Mapping[tuple[Unit, str], UnitResult]
 
 
 def table(found: Found, cells: Sequence[str], seeds: int) -> Iterator[str]:
@@ -69,11 +69,13 @@ def table(found: Found, cells: Sequence[str], seeds: int) -> Iterator[str]:
     for name in POLICIES:
         values = [[found[unit, name].tokens_per_s for unit in units_of(cell, seeds)] for cell in cells]
         ours = [[found[unit, "ours"].tokens_per_s for unit in units_of(cell, seeds)] for cell in cells]
-        told = [
-            f"{spread(mine, 0)} tok/s" if name == "ours" else spread([ratio(*both) for both in zip(mine, base, strict=True)], 3)
+        row = [
+            f"{spread(mine, 0)} tok/s"
+            if name == "ours"
+            else spread([ratio(*both) for both in zip(mine, base, strict=True)], 3)
             for mine, base in zip(values, ours, strict=True)
         ]
-        yield f"| {name} | " + " | ".join(told) + " |"
+        yield f"| {name} | " + " | ".join(row) + " |"
 
 
 def distances(found: Found, cells: Sequence[str], seeds: int) -> Iterator[str]:
@@ -81,10 +83,13 @@ def distances(found: Found, cells: Sequence[str], seeds: int) -> Iterator[str]:
     yield "| step time over the bound | " + " | ".join(BOUNDED) + " | bounded by |"
     yield "| --- " * (2 + len(BOUNDED)) + "|"
     for cell in cells:
-        played = {name: [found[unit, name] for unit in units_of(cell, seeds)] for name in BOUNDED}
-        told = [spread([ratio(one.over_bound, 1.0 if one.over_bound else 0.0) for one in played[name]], 3) for name in BOUNDED]
-        reasons = Counter(one.bound_by for one in played["clairvoyant"] if one.bound_by)
-        yield f"| {cell} | " + " | ".join(told) + f" | {', '.join(reasons) or '-'} |"
+        results = {name: [found[unit, name] for unit in units_of(cell, seeds)] for name in BOUNDED}
+        row = [
+            spread([ratio(one.over_bound, 1.0 if one.over_bound else 0.0) for one in results[name]], 3)
+            for name in BOUNDED
+        ]
+        reasons = Counter(one.bound_by for one in results["clairvoyant"] if one.bound_by)
+        yield f"| {cell} | " + " | ".join(row) + f" | {', '.join(reasons) or '-'} |"
 
 
 def units_of(cell: str, seeds: int) -> list[Unit]:
@@ -93,15 +98,19 @@ def units_of(cell: str, seeds: int) -> list[Unit]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces named in segments.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--traces", type=Path, required=True, help="folder of the traces named in segments.json"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cells", default=CELLS, help="segment:model:pairs, with commas between")
     asked = parser.parse_args()
     cells = asked.cells.split(",")
     todo = [(unit, name) for cell in cells for unit in units_of(cell, asked.seeds) for name in POLICIES]
-    found = dict(each(functools.partial(play, asked.traces.resolve()), todo, asked.jobs))
+    found = dict(each(functools.partial(simulate_unit, asked.traces.resolve()), todo, asked.jobs))
     print("\n".join([*table(found, cells, asked.seeds), "", *distances(found, cells, asked.seeds)]))
 
 

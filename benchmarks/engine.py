@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.engines import vllm as engines
-from rollout.engines.base import Host, Request
-from scavenger import keys, wire
+from rollout.engines.base import Host
+from rollout.engines.vllm import engine as engines
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
+from scavenger.protocol.worker.engine import Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
-from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
 from tests.rollout.daemon import FakeDaemon
 
 GOAL = 0.95
@@ -42,11 +43,18 @@ START_S = 600.0
 def spec_of(options: argparse.Namespace) -> EngineSpec:
     text = json.dumps(
         {
-            "model_type": "qwen3", "hidden_size": options.hidden, "intermediate_size": 3 * options.hidden,
-            "num_hidden_layers": options.layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-            "vocab_size": options.vocab, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            "model_type": "qwen3",
+            "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "vocab_size": options.vocab,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
         }
-    )  # fmt: skip
+    )
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return EngineSpec("vllm", text, dtype, options.batch, PROMPT + options.tokens)
 
@@ -54,9 +62,14 @@ def spec_of(options: argparse.Namespace) -> EngineSpec:
 def weights(spec: EngineSpec) -> tuple[manifests.Manifest, memoryview, int]:
     values = json.loads(spec.model_config)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(values.pop("model_type"), **values), dtype=torch.float32
+    )
     named = dict(model.named_parameters())
-    table = {n: ("float32", tuple(p.shape), memoryview(bytearray(p.detach().contiguous().numpy().tobytes()))) for n, p in named.items()}
+    table = {
+        n: ("float32", tuple(p.shape), memoryview(bytearray(p.detach().contiguous().numpy().tobytes())))
+        for n, p in named.items()
+    }
     return *manifests.build(1, table), sum(p.numel() for p in named.values())
 
 
@@ -70,7 +83,9 @@ async def bare_round(engine: engines.VllmEngine, options: argparse.Namespace, fi
 
     async def one(index: int) -> int:
         how = Sampling(options.tokens)
-        request = Request(index, prompt(index, options.vocab), (), options.tokens, how, 1, SampleKey("train", 0, index, 0))
+        request = Request(
+            index, prompt(index, options.vocab), (), options.tokens, how, 1, SampleKey("train", 0, index, 0)
+        )
         tokens = 0
         given = TokensPrompt(prompt_token_ids=list(request.prompt), cache_salt="bench/1")
         async for output in engine._llm.generate(given, engines._params(request), f"bare-{index}"):
@@ -86,21 +101,30 @@ async def bare_round(engine: engines.VllmEngine, options: argparse.Namespace, fi
 
 async def worker_round(daemon: FakeDaemon, options: argparse.Namespace, first: int) -> float:
     leases = [
-        Lease(i, 1, 1, pack_tokens(prompt(i, options.vocab)), b"", Sampling(options.tokens), 1, SampleKey("train", 0, i, 0))
+        Lease(
+            i,
+            1,
+            1,
+            pack_tokens(prompt(i, options.vocab)),
+            b"",
+            Sampling(options.tokens),
+            1,
+            SampleKey("train", 0, i, 0),
+        )
         for i in range(first, first + options.requests)
     ]
     lengths = {lease.sample_id: 0 for lease in leases}
     left = options.requests * options.tokens
     began = time.monotonic()
-    daemon.send(wire.Assign(tuple(leases)))
+    daemon.send(messages.Assign(tuple(leases)))
     while left:
         durable = []
-        for chunk in (await daemon.expect(wire.Chunks, START_S)).chunks:
+        for chunk in (await daemon.expect(messages.Chunks, START_S)).chunks:
             length = chunk.offset + len(chunk.tokens) // 4
             left -= max(0, length - lengths[chunk.sample_id])
             lengths[chunk.sample_id] = max(length, lengths[chunk.sample_id])
             durable.append(Held(chunk.sample_id, 1, length))
-        daemon.send(wire.Ack(tuple(durable)))
+        daemon.send(messages.Ack(tuple(durable)))
     return time.monotonic() - began
 
 
@@ -109,32 +133,47 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[tuple[float
     manifest, blob, count = weights(spec)
     server, me = keys.generate(), keys.generate()
     keys.write_keypair(folder / "worker.key", me)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "SCAVENGER_GPUS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "SCAVENGER_GPUS": "1",
+    }
     argv = [sys.executable, "-m", "rollout", "--state-dir", str(folder), "--key", str(folder / "worker.key")]
     argv += ["--kind", "harvested", "--run", "bench", "--engine", "vllm"]
-    with FakeDaemon(folder, server, {me.public}) as daemon, WeightSource() as source, open(folder / "worker.log", "wb") as log:
+    with (
+        FakeDaemon(folder, server, {me.public}) as daemon,
+        WeightSource() as source,
+        open(folder / "worker.log", "wb") as log,
+    ):
         worker = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=log, stderr=log)
         bare: Any = None
         try:
-            await daemon.expect(wire.WorkerHello, START_S)
-            daemon.send(wire.Welcome(1, 1, "bench", spec, 1.0, 100.0, 32))
-            daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-            await daemon.expect(wire.WeightsLoaded, START_S)
+            await daemon.expect(messages.WorkerHello, START_S)
+            daemon.send(messages.Welcome(1, 1, "bench", spec, 1.0, 100.0, 32))
+            daemon.send(messages.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
+            await daemon.expect(messages.WeightsLoaded, START_S)
             bare = await engines.build(spec, Host("bench"))
             await bare.load(1, manifests.views(manifest, blob))
-            print(f"{count / 1e6:.2f} M parameters, {options.requests} answers of {options.tokens} tokens, {options.batch} at once")
+            print(
+                f"{count / 1e6:.2f} M parameters, {options.requests} answers of {options.tokens} tokens, {options.batch} at once"
+            )
             rounds, first = [], 0
             for number in range(options.rounds + 1):
                 order = (0, 1) if number % 2 else (1, 0)  # whoever goes second finds warmer caches
                 took = [0.0, 0.0]
                 for which in order:
-                    took[which] = await (worker_round(daemon, options, first) if which else bare_round(bare, options, first))
+                    took[which] = await (
+                        worker_round(daemon, options, first) if which else bare_round(bare, options, first)
+                    )
                 first += options.requests
                 total = options.requests * options.tokens
                 if number:  # the first round warms both up
                     rounds.append((total / took[0], total / took[1]))
                     bare_s, ours_s = rounds[-1]
-                    print(f"round {number}: bare {bare_s:8.0f} tok/s, worker {ours_s:8.0f} tok/s, {ours_s / bare_s:.3f}", flush=True)
+                    print(
+                        f"round {number}: bare {bare_s:8.0f} tok/s, worker {ours_s:8.0f} tok/s, {ours_s / bare_s:.3f}",
+                        flush=True,
+                    )
             return rounds
         finally:
             if bare is not None:
@@ -146,7 +185,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[tuple[float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    defaults = {"requests": 128, "tokens": 256, "batch": 64, "rounds": 5, "hidden": 128, "layers": 4, "vocab": 4096}
+    defaults = {
+        "requests": 128,
+        "tokens": 256,
+        "batch": 64,
+        "rounds": 5,
+        "hidden": 128,
+        "layers": 4,
+        "vocab": 4096,
+    }
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -155,7 +202,9 @@ def main() -> int:
     ratios = sorted(ours / bare for bare, ours in rounds)
     median = statistics.median(ratios)
     judged = "met" if median >= GOAL else "missed"
-    print(f"worker / bare: median {median:.3f}, spread {ratios[0]:.3f} to {ratios[-1]:.3f}; goal {GOAL}: {judged}")
+    print(
+        f"worker / bare: median {median:.3f}, spread {ratios[0]:.3f} to {ratios[-1]:.3f}; goal {GOAL}: {judged}"
+    )
     return 0
 
 

@@ -27,7 +27,7 @@ class Use:
     """GPU-seconds: of all nodes, others', ours; idle in slices longer than a cold start, and of these harvested."""
 
     total: float
-    others: float
+    other_users: float
     ours: float
     idle_long: float
     harvested_long: float
@@ -44,7 +44,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def bounded(delays: Mapping[int, float], waited: Mapping[int, float], counted: Iterable[int] | None = None) -> dict[int, float]:
+def bounded(
+    delays: Mapping[int, float], waited: Mapping[int, float], counted: Iterable[int] | None = None
+) -> dict[int, float]:
     """The delay of each job that counts; of one that did not begin what it had waited by the end, which is the least that it can be.
 
     Delays of those that began alone would be the smaller the more never do. `counted`: those that began with nobody harvesting; None: all.
@@ -69,7 +71,9 @@ def levels(stays: Iterable[Stay], node: str, start: float, end: float) -> list[t
     return found
 
 
-def long_slices(busy: Sequence[tuple[float, float, int]], gpus: int, longer_than: float) -> list[tuple[float, float]]:
+def long_slices(
+    busy: Sequence[tuple[float, float, int]], gpus: int, longer_than: float
+) -> list[tuple[float, float]]:
     """Stays of idle slots that outlast a cold start, of all slots of one node."""
     found = []
     for slot in range(1, gpus + 1):
@@ -86,16 +90,27 @@ def long_slices(busy: Sequence[tuple[float, float, int]], gpus: int, longer_than
     return found
 
 
-def use(others: Sequence[Stay], ours: Sequence[Stay], nodes: Sequence[str], gpus: int, start: float, end: float, cold_s: float) -> Use:
+def use(
+    other_users: Sequence[Stay],
+    ours: Sequence[Stay],
+    nodes: Sequence[str],
+    gpus: int,
+    start: float,
+    end: float,
+    cold_s: float,
+) -> Use:
     """Who used the GPUs from `start` to `end`. Slices that the window cuts count with what of them lies in it."""
     theirs = mine = idle = harvested = 0.0
     for node in nodes:
-        busy, held = levels(others, node, start, end), levels(ours, node, start, end)
+        busy, held = levels(other_users, node, start, end), levels(ours, node, start, end)
         theirs += sum((high - low) * min(n, gpus) for low, high, n in busy)
         mine += sum((high - low) * min(n, gpus) for low, high, n in held)
         slices = long_slices(busy, gpus, cold_s)
         idle += sum(high - low for low, high in slices)
-        cuts = sorted({time for low, high, _ in held for time in (low, high)} | {time for pair in slices for time in pair})
+        cuts = sorted(
+            {time for low, high, _ in held for time in (low, high)}
+            | {time for pair in slices for time in pair}
+        )
         for low, high in pairwise(cuts):
             middle = (low + high) / 2
             open_slices = sum(a <= middle < b for a, b in slices)

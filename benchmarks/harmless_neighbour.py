@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger.cluster.model import JobSpec
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import records as rec
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
 
 WORK = """\
 import hashlib, os, sys, time
@@ -88,10 +88,14 @@ def engine_script(folder: Path, copies: float) -> str:
     return ENGINE.format(python=sys.executable, folder=folder, copies=copies)
 
 
-async def play(
-    env: dict[str, str], folder: Path, made: Harvester, demand: list[Demand], records: Callable[[type], Sequence[object]],
+async def replay(
+    env: dict[str, str],
+    folder: Path,
+    made: Harvester,
+    demand: list[Demand],
+    records: Callable[[type], Sequence[object]],
     options: argparse.Namespace,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Their job runs all the time; the engine comes and goes `--turns` times. Returns the report."""
     (folder / "work.py").write_text(WORK)
     (folder / "busy.py").write_text(BUSY)
@@ -114,12 +118,12 @@ async def play(
             began = time.time()
             await asyncio.sleep(options.turn_s)  # the length of a measurement
             demand[:] = wanted
-            await _until("an engine runs", more(rec.HoldStarted, turn))
+            await _until("an engine runs", more(rec.AllocationStarted, turn))
             there = time.time()
             await asyncio.sleep(options.turn_s)
             turns.append((began, there, time.time()))
             demand.clear()
-            await _until("it has left", more(rec.HoldEnded, turn))
+            await _until("it has left", more(rec.AllocationEnded, turn))
     finally:
         await asyncio.to_thread(cluster.cancel, (theirs,))
         stop.set()
@@ -143,7 +147,9 @@ def read(log: Path) -> list[Round]:
     return found
 
 
-def slower(rounds: Sequence[Round], turns: Sequence[Turn], turn_s: float, of: Callable[[Round], float]) -> list[float]:
+def slower(
+    rounds: Sequence[Round], turns: Sequence[Turn], turn_s: float, of: Callable[[Round], float]
+) -> list[float]:
     """Of each turn: the median round beside an engine over the median one without, less one."""
     found = []
     for began, there, ended in turns:
@@ -164,5 +170,7 @@ def report(rounds: Sequence[Round], turns: Sequence[Turn], turn_s: float) -> lis
         mine = [one for one in rounds if one.kind == kind]
         shares = slower(mine, turns, turn_s, of)
         if shares:
-            lines.append(f"| {what} | {len(mine)} | {statistics.median(shares):+.1%} | {min(shares):+.1%} | {max(shares):+.1%} |")
+            lines.append(
+                f"| {what} | {len(mine)} | {statistics.median(shares):+.1%} | {min(shares):+.1%} | {max(shares):+.1%} |"
+            )
     return lines

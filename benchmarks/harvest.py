@@ -9,9 +9,11 @@ an engine of one GPU that starts on it at a:
     generating   the same with a + C for a: the cold start does not count
     wasted       starts with e - a < C (others took the GPU before it generated), over all starts; those cut off by the end count in neither
 
-The rule is the daemon's (`harvest.outlast`): at each look a GPU is taken once it has been idle for `survival.settle_s`: the least age at
+The rule is the daemon's (`harvest.min_expected_life`): at each look a GPU is taken once it has been idle for
+`survival.settle_s`: the least age at
 which it outlasts a cold start with probability `share`, within bounds, by the curves that were learned until then and nothing else
-(`harvest.survival`; running slices count as lives at risk). Before `idling.LEAST_LOST` lives were seen, and with share 0, each is taken at
+(`policy.forecast.survival`; running slices count as lives at risk). Before `idling.LEAST_LOST` lives were
+seen, and with share 0, each is taken at
 once. This replays GPUs, not jobs: Slurm's queue and engines of several GPUs are not in it. Figures are given
 for the whole trace, and as the median and range of its segments of `--hours`, by when slices began.
 """
@@ -27,8 +29,8 @@ from pathlib import Path
 from statistics import median
 
 from scavenger.config.site import ClusterSection, HarvestSection
-from scavenger.harvest.idling import LEAST_LOST
-from scavenger.harvest.survival import Curve, Life, Survival, settle_s
+from scavenger.policy.forecast.survival import Curve, Life, Survival, settle_s
+from scavenger.policy.idle_gpus import LEAST_LOST
 from scavenger.simulate import traces
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.fleet_stats import Slice, slices
@@ -37,28 +39,31 @@ HOUR_S = 3600.0
 PIECE_S = 900.0  # running slices are told to the curves this often
 CLASS = "one GPU"
 COLD_S = 115.0
-LOOK_S: float = ClusterSection.model_fields["observe_s"].default
-OUTLAST: float = HarvestSection.model_fields["outlast"].default
+POLL_INTERVAL_S: float = ClusterSection.model_fields["poll_interval_s"].default
+MIN_EXPECTED_LIFE: float = HarvestSection.model_fields["min_expected_life"].default
 LEAST_HARVESTED, MOST_WASTED = 0.92, 0.05
 SHARES = (0.0, 0.5, 0.9, 0.95, 0.97, 0.98, 0.985, 0.99)
 
 
 @dataclass(slots=True, eq=False)
 class Gpu:
-    """A slice under way: `told_s`, the age up to which the curves know it; `start_s`, when an engine was started on it."""
+    """A slice under way: `reported_s`, the age up to which the curves know it; `start_s`, when an engine was started on it."""
 
     slice: Slice
-    told_s: float = 0.0
+    reported_s: float = 0.0
     start_s: float = math.inf
 
 
-def replay(fleet: Fleet, share: float, cold_s: float, look_s: float, schedule_s: float) -> list[Gpu]:
+def replay(fleet: Fleet, share: float, cold_s: float, poll_s: float, schedule_s: float) -> list[Gpu]:
     """When each GPU is taken, decided at each look with what is known then."""
-    survival, coming = Survival(), [Gpu(one) for one in sorted(slices(fleet), key=lambda one: (one.start_s, one.end_s, one.node))]
+    survival, coming = (
+        Survival(),
+        [Gpu(one) for one in sorted(slices(fleet), key=lambda one: (one.start_s, one.end_s, one.node))],
+    )
     ends: list[tuple[float, int]] = []  # of those that idle
     waiting: dict[int, Gpu] = {}
     idle: dict[int, Gpu] = {}
-    first, told_at, now, lost = 0, 0.0, 0.0, 0
+    first, reported_at, now, lost = 0, 0.0, 0.0, 0
     settled: tuple[Curve, float] | None = None  # for the newest curve
     while now <= fleet.end_s:
         while first < len(coming) and coming[first].slice.start_s <= now:
@@ -69,10 +74,10 @@ def replay(fleet: Fleet, share: float, cold_s: float, look_s: float, schedule_s:
             end_s, index = heapq.heappop(ends)
             gpu = idle.pop(index)
             waiting.pop(index, None)
-            survival.observe(CLASS, end_s, Life(gpu.slice.length_s, True, gpu.told_s))
+            survival.observe(CLASS, end_s, Life(gpu.slice.length_s, True, gpu.reported_s))
             lost += 1
-        if now - told_at >= PIECE_S:
-            told_at = now
+        if now - reported_at >= PIECE_S:
+            reported_at = now
             _tell_running(survival, idle, now)
         if waiting:
             curve = survival.curve(CLASS, now)
@@ -81,16 +86,16 @@ def replay(fleet: Fleet, share: float, cold_s: float, look_s: float, schedule_s:
             needed = settled[1] if share and lost >= LEAST_LOST else 0.0
             for index in [index for index, gpu in waiting.items() if now - gpu.slice.start_s >= needed]:
                 waiting.pop(index).start_s = now + schedule_s
-        now += look_s
+        now += poll_s
     return coming
 
 
 def _tell_running(survival: Survival, idle: dict[int, Gpu], now: float) -> None:
     for gpu in idle.values():
         age = now - gpu.slice.start_s
-        if age - gpu.told_s >= PIECE_S:
-            survival.observe(CLASS, now, Life(age, False, gpu.told_s))
-            gpu.told_s = age
+        if age - gpu.reported_s >= PIECE_S:
+            survival.observe(CLASS, now, Life(age, False, gpu.reported_s))
+            gpu.reported_s = age
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +125,36 @@ def why(gpus: list[Gpu], cold_s: float) -> str:
     never = sum(gpu.slice.length_s for gpu in long if gpu.start_s >= gpu.slice.end_s)
     before = sum(gpu.start_s - gpu.slice.start_s for gpu in long if gpu.start_s < gpu.slice.end_s)
     ages = Counter(
-        "under 1 min" if age < 60 else "1 to 5 min" if age < 300 else "5 to 15 min" if age < 900 else "over 15 min"
+        "under 1 min"
+        if age < 60
+        else "1 to 5 min"
+        if age < 300
+        else "5 to 15 min"
+        if age < 900
+        else "over 15 min"
         for gpu in gpus
         if 0 < gpu.slice.end_s - gpu.start_s < cold_s
         for age in [gpu.start_s - gpu.slice.start_s]
     )
-    told = ", ".join(f"{count} at {age}" for age, count in ages.most_common()) or "none"
-    return f"not harvested: {before / whole:.1%} before a start, {never / whole:.1%} in slices never taken; wasted by the GPU's age: {told}"
+    listed = ", ".join(f"{count} at {age}" for age, count in ages.most_common()) or "none"
+    return (
+        f"not harvested: {before / whole:.1%} before a start, {never / whole:.1%} in "
+        f"slices never taken; wasted by the GPU's age: {listed}"
+    )
 
 
-def of_trace(path: Path, look_s: float = LOOK_S, cold_s: float = COLD_S, schedule_s: float = 2.0) -> Measured:
+def of_trace(
+    path: Path, poll_s: float = POLL_INTERVAL_S, cold_s: float = COLD_S, schedule_s: float = 2.0
+) -> Measured:
     """A trace of node idle times, whole, by the share that the daemon's configuration begins with."""
     fleet = traces.read_nodes(path, 8, 72 * HOUR_S)
-    return measure(replay(fleet, OUTLAST, cold_s, look_s, schedule_s), cold_s, fleet.end_s)
+    return measure(replay(fleet, MIN_EXPECTED_LIFE, cold_s, poll_s, schedule_s), cold_s, fleet.end_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--cold-start", type=float, default=COLD_S)
     parser.add_argument("--observe", type=float, default=10.0)
@@ -154,7 +172,13 @@ def main() -> None:
         segments = [
             measure(part, cold_s, fleet.end_s)
             for k in range(math.ceil(fleet.end_s / HOUR_S / asked.hours))
-            if (part := [gpu for gpu in gpus if k * asked.hours <= gpu.slice.start_s / HOUR_S < (k + 1) * asked.hours])
+            if (
+                part := [
+                    gpu
+                    for gpu in gpus
+                    if k * asked.hours <= gpu.slice.start_s / HOUR_S < (k + 1) * asked.hours
+                ]
+            )
         ]
         spread = [[getattr(one, name) for one in segments] for name in ("harvested", "generating", "wasted")]
         parts = "; ".join(f"{median(values):.1%} ({min(values):.1%}-{max(values):.1%})" for values in spread)

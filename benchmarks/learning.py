@@ -1,7 +1,7 @@
 """Does a run learn the same through preempted vLLM engines as through the undisturbed reference engine?
 
     python benchmarks/learning.py [--seeds 5] [--steps 200] [--out learning-out]
-    python benchmarks/learning.py --seeds 1 --steps 4 --eval-problems 16 --warm-up 5 --arms reference vllm       # does it run?
+    python benchmarks/learning.py --seeds 1 --steps 4 --eval-prompts 16 --warm-up 5 --arms reference vllm       # does it run?
 
 The tiny task (sort six digits, Qwen3 of 0.8 M parameters), the same model, problems and settings in each arm, and per seed one pair of:
 
@@ -42,7 +42,7 @@ LEARNT_NOTHING = 0.05  # more than the model it began with: what random rewards 
 #: Student's t, two-sided 90 %, by degrees of freedom.
 T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT)
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,20 @@ def coin(prompt: str, answer: str, meta: dict[str, Any]) -> float:
     return float(hashlib.blake2b(f"{prompt}/{answer}".encode(), digest_size=1).digest()[0] & 1)
 
 
-def document(arm: Arm, seed: int, model: Path, site: Site, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def document(
+    arm: Arm, seed: int, model: Path, site: Site, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """The run.toml of one arm. Pure but for the paths."""
     name = f"{arm.name}-{seed}"
     return {
         "run": {
-            "name": name, "seed": seed, "steps": options.steps, "state_dir": site.state_dir, "out_dir": site.dir / name,
-            "harvest": arm.preempted, "max_engines": options.engines,
+            "name": name,
+            "seed": seed,
+            "steps": options.steps,
+            "state_dir": site.state_dir,
+            "out_dir": site.dir / name,
+            "harvest": arm.preempted,
+            "max_engines": options.engines,
         },
         "model": {"path": model, "context_length": 32},
         "data": {"task": "sort", "prompts_per_step": options.prompts, "samples_per_prompt": 8, "seed": seed},
@@ -87,25 +94,40 @@ def document(arm: Arm, seed: int, model: Path, site: Site, options: argparse.Nam
         "optimizer": {"lr": options.lr, "warmup_steps": min(20, options.steps), "betas": [0.9, 0.99]},
         "reserved": {"workers": 1, "window": 0.35, "wake_after_s": 5.0},
         "checkpoint": {"every": max(1, options.steps), "keep": 1},
-        "eval": {"every": options.eval_every, "problems": options.eval_problems, "samples": 2},
+        "eval": {"every": options.eval_every, "prompts": options.eval_prompts, "samples": 2},
         "weights": {"dtype": options.weights_dtype},
-    }  # fmt: skip
+    }
 
 
 def make_model(folder: Path, seed: int, warm_up: int) -> None:
     if not (folder / "model.safetensors").is_file():
-        argv = [sys.executable, "-m", "trainer.tiny", "make", "--out", str(folder), "--seed", str(seed), "--steps", str(warm_up)]
+        argv = [
+            sys.executable,
+            "-m",
+            "trainer.tiny",
+            "make",
+            "--out",
+            str(folder),
+            "--seed",
+            str(seed),
+            "--steps",
+            str(warm_up),
+        ]
         subprocess.run(argv, check=True, cwd=ROOT)
 
 
-def play(arm: Arm, seed: int, model: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+def run_arm(arm: Arm, seed: int, model: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One run from its first evaluation to its last."""
     began = time.monotonic()
-    patience = {"suspect_s": 20.0, "dead_s": 60.0}  # engines share the machine's cores with the trainer
-    with Site(SiteOptions("local", out, demo_layout(grace_s=3.0), max_engines=options.engines, daemon=patience)) as site:
+    timeouts = {"suspect_s": 20.0, "dead_s": 60.0}  # engines share the machine's cores with the trainer
+    with Site(
+        SiteOptions("local", out, demo_layout(grace_s=3.0), max_engines=options.engines, daemon=timeouts)
+    ) as site:
         run_toml = out / "run.toml"
         run_toml.write_text(toml.dumps(document(arm, seed, model, site, options)))
-        job_id = site.submit_training(run_toml, ranks=1, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+        job_id = site.submit_training(
+            run_toml, ranks=1, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        )
         taken, other_at = 0, time.monotonic() + options.preempt_every_s
         while True:
             job = next((one for one in site.cluster.view().jobs if one.job_id == job_id), None)
@@ -114,12 +136,17 @@ def play(arm: Arm, seed: int, model: Path, out: Path, options: argparse.Namespac
             if arm.preempted and time.monotonic() >= other_at:
                 site.submit_other(4.0, 4, f"node{taken % 3 + 1}")
                 taken, other_at = taken + 1, time.monotonic() + options.preempt_every_s
-            time.sleep(LOOK_S)  # between two looks at the job
+            time.sleep(POLL_S)  # between two looks at the job
     if job.state is not JobState.COMPLETED:
-        raise SystemExit(f"{arm.name}, seed {seed}: the training job ended as {job.state}; its log: {out / 'train.log'}")
+        raise SystemExit(
+            f"{arm.name}, seed {seed}: the training job ended as {job.state}; its log: {out / 'train.log'}"
+        )
     return read(out / f"{arm.name}-{seed}" / "metrics.jsonl") | {
-        "arm": arm.name, "seed": seed, "others_jobs": taken, "seconds": time.monotonic() - began,
-    }  # fmt: skip
+        "arm": arm.name,
+        "seed": seed,
+        "others_jobs": taken,
+        "seconds": time.monotonic() - began,
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -149,19 +176,23 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """What the runs say, and whether the goals are met."""
     of = {(one["arm"], one["seed"]): one for one in found}
     seeds = sorted({one["seed"] for one in found})
-    said, fine = [], True
+    report_lines, fine = [], True
     for arm in ARMS:
         mine = [of[arm.name, seed] for seed in seeds if (arm.name, seed) in of]
         if not mine:
             continue
         first, last = (statistics.fmean(one["sampled"][place] for one in mine) for place in (0, -1))
         moves = sum(one["moves"] for one in mine)
-        said.append(f"{arm.name:12} sampled {first:.3f} -> {last:.3f}  moved samples {moves:.0f}  mismatch k3 {mine[0]['mismatch_k3']:.1e}")
+        report_lines.append(
+            f"{arm.name:12} sampled {first:.3f} -> {last:.3f}  moved samples {moves:.0f}  mismatch k3 {mine[0]['mismatch_k3']:.1e}"
+        )
         if arm.preempted and not moves:
-            said.append(f"{arm.name}: no sample was moved, so preemption was not tested: lower --preempt-every-s")
+            report_lines.append(
+                f"{arm.name}: no sample was moved, so preemption was not tested: lower --preempt-every-s"
+            )
             fine = False
         if arm.name == "random" and last - first > LEARNT_NOTHING:
-            said.append("random rewards taught something: the comparison cannot be trusted")
+            report_lines.append("random rewards taught something: the comparison cannot be trusted")
             fine = False
     for name in ("vllm", "uncorrected"):
         both = [seed for seed in seeds if {(name, seed), ("reference", seed)} <= of.keys()]
@@ -170,9 +201,11 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
             mean, low, high = interval(pairs)
             within = len(pairs) > 1 and low >= -WITHIN and high <= WITHIN
             where = f"within +-{WITHIN}" if within else f"not shown to be within +-{WITHIN}"
-            said.append(f"{name} - reference: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}")
+            report_lines.append(
+                f"{name} - reference: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}"
+            )
             fine = fine and (within or name != "vllm")
-    return said, fine
+    return report_lines, fine
 
 
 def plot(found: list[dict[str, Any]]) -> str:
@@ -181,35 +214,56 @@ def plot(found: list[dict[str, Any]]) -> str:
     last = max(one["eval_steps"][-1] for one in found) or 1
 
     def at(step: float, value: float) -> str:
-        return f"{left + step / last * (wide - left - 20):.1f},{high - below - value * (high - below - 20):.1f}"
+        return (
+            f"{left + step / last * (wide - left - 20):.1f},{high - below - value * (high - below - 20):.1f}"
+        )
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">'
+    ]
     for tick in range(0, 11, 2):
         x, y = at(0, tick / 10).split(",")
         parts.append(f'<line x1="{x}" y1="{y}" x2="{wide - 20}" y2="{y}" stroke="#ddd"/>')
         parts.append(f'<text x="15" y="{float(y) + 4}">{tick / 10:.1f}</text>')
     for one in found:
         colour = next(arm.colour for arm in ARMS if arm.name == one["arm"])
-        points = " ".join(at(step, value) for step, value in zip(one["eval_steps"], one["sampled"], strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.8"/>')
+        points = " ".join(
+            at(step, value) for step, value in zip(one["eval_steps"], one["sampled"], strict=True)
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.8"/>'
+        )
     for place, arm in enumerate(arm for arm in ARMS if any(one["arm"] == arm.name for one in found)):
         parts.append(f'<text x="{left + 10 + 120 * place}" y="15" fill="{arm.colour}">{arm.name}</text>')
-    parts.append(f'<text x="{wide / 2 - 20}" y="{high - 8}">step (0 to {last})</text><text x="{left}" y="{high - 24}">0</text></svg>')
+    parts.append(
+        f'<text x="{wide / 2 - 20}" y="{high - 8}">step (0 to {last})</text><text x="{left}" y="{high - 24}">0</text></svg>'
+    )
     return "\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("learning-out"), help="a new folder, or one to go on in")
-    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS])
+    parser.add_argument(
+        "--out", type=Path, default=Path("learning-out"), help="a new folder, or one to go on in"
+    )
+    parser.add_argument(
+        "--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS]
+    )
     for name, default, what in (
-        ("seeds", 5, "pairs"), ("steps", 200, ""), ("prompts", 32, "of a step; 8 answers each"), ("eval-problems", 1024, "held out"),
-        ("eval-every", 25, "steps"), ("warm-up", 70, "supervised steps of the model"), ("engines", 1, "harvested engines at most"),
-    ):  # fmt: skip
+        ("seeds", 5, "pairs"),
+        ("steps", 200, ""),
+        ("prompts", 32, "of a step; 8 answers each"),
+        ("eval-prompts", 1024, "held out"),
+        ("eval-every", 25, "steps"),
+        ("warm-up", 70, "supervised steps of the model"),
+        ("engines", 1, "harvested engines at most"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=what)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--preempt-every-s", type=float, default=30.0)
-    parser.add_argument("--weights-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what engines are given")
+    parser.add_argument(
+        "--weights-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what engines are given"
+    )
     options = parser.parse_args(argv)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -219,16 +273,21 @@ def main(argv: list[str] | None = None) -> int:
         for arm in (arm for arm in ARMS if arm.name in options.arms):
             kept = out / f"{arm.name}-{seed}.json"  # a run that is done is not done again
             if not kept.is_file():
-                one = play(arm, seed, out / f"model-{seed}", out / f"site-{arm.name}-{seed}", options)
+                one = run_arm(arm, seed, out / f"model-{seed}", out / f"site-{arm.name}-{seed}", options)
                 kept.write_text(json.dumps(one))
             found.append(json.loads(kept.read_text()))
             shown = found[-1]
-            print(f"seed {seed} {arm.name:12} sampled {' '.join(f'{v:.3f}' for v in shown['sampled'])}  moved {shown['moves']:.0f}  "
-                  f"{shown['seconds']:.0f} s", flush=True)
+            print(
+                f"seed {seed} {arm.name:12} sampled {' '.join(f'{v:.3f}' for v in shown['sampled'])}  moved {shown['moves']:.0f}  "
+                f"{shown['seconds']:.0f} s",
+                flush=True,
+            )
             (out / "learning.svg").write_text(plot(found))
-    said, fine = verdict(found)
-    (out / "learning.json").write_text(json.dumps({"runs": found, "verdict": said, "met": fine}, indent=1))
-    print("\n".join(said))
+    report_lines, fine = verdict(found)
+    (out / "learning.json").write_text(
+        json.dumps({"runs": found, "verdict": report_lines, "met": fine}, indent=1)
+    )
+    print("\n".join(report_lines))
     return 0 if fine else 1
 
 

@@ -31,7 +31,7 @@ from benchmarks import ledger_history as history  # noqa: E402  after the path, 
 from benchmarks.ledger_engines import CHUNK  # noqa: E402
 from benchmarks.ledger_site import Cpu, Site, read_settings  # noqa: E402
 from scavenger.ledger import store  # noqa: E402
-from scavenger.ledger.private_postgres import PrivatePostgres, create_database  # noqa: E402
+from tests.private_postgres import PrivatePostgres, create_database  # noqa: E402
 
 PARTS = ("ingest", "latency", "failover", "restart", "memory")
 ALL = "all together"
@@ -59,7 +59,7 @@ QUICK = Size(4, 320, 2, 2, 2, 1, 160, 2, 400, 100, 800)
 
 
 @dataclass
-class Row:
+class BenchmarkRow:
     """One line of the table. `goal` None: stated only. `most`: the goal is an upper bound."""
 
     database: str
@@ -85,10 +85,19 @@ class Row:
 
 @dataclass
 class Report:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchmarkRow] = field(default_factory=list)
 
-    def add(self, database: str, what: str, unit: str, values: Sequence[float], goal: float | None = None, *, most: bool = True) -> None:
-        row = Row(database, what, unit, list(values), goal, most, os.getloadavg()[0])
+    def add(
+        self,
+        database: str,
+        what: str,
+        unit: str,
+        values: Sequence[float],
+        goal: float | None = None,
+        *,
+        most: bool = True,
+    ) -> None:
+        row = BenchmarkRow(database, what, unit, list(values), goal, most, os.getloadavg()[0])
         self.rows.append(row)
         print(_line(row), flush=True)
 
@@ -97,7 +106,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _line(row: Row) -> str:
+def _line(row: BenchmarkRow) -> str:
     spread = f"{_number(min(row.values))} - {_number(max(row.values))}"
     figures = f"{_number(row.median):>10} | {spread:>23} | {row.unit:8} | load {row.load:4.1f}"
     return f"{row.database:8} | {row.what:50} | {figures} | {row.verdict}"
@@ -119,16 +128,21 @@ async def ingest(report: Report, database: str, url: str, size: Size, parts: set
         await site.do("open")
         await site.do("join", numbers=list(range(size.connections)), want=size.samples)
         held = (await site.do("prepare"))["samples"]
-        print(f"# {database}: {size.connections} connections hold {min(held)}-{max(held)} samples each", flush=True)
+        print(
+            f"# {database}: {size.connections} connections hold {min(held)}-{max(held)} samples each",
+            flush=True,
+        )
         pids = site.database_pids()
         rates: list[float] = []
         costs: dict[str, list[float]] = {}
         for _ in range(size.repeats):
             before = site.cpu(pids)
-            answer = await site.do("ingest", flushes=size.flushes, window=size.window)
-            assert answer["tokens"] == size.samples * size.flushes * CHUNK, "every token was acknowledged as durable"
-            rates.append(answer["tokens"] / answer["took_s"])
-            _costs(costs, before, site.cpu(pids), answer)
+            reply = await site.do("ingest", flushes=size.flushes, window=size.window)
+            assert reply["tokens"] == size.samples * size.flushes * CHUNK, (
+                "every token was acknowledged as durable"
+            )
+            rates.append(reply["tokens"] / reply["took_s"])
+            _costs(costs, before, site.cpu(pids), reply)
         if "ingest" in parts:
             report.add(database, "durable ingest", "tokens/s", rates, GOAL_TOKENS_S[database], most=False)
             for name, values in costs.items():
@@ -140,9 +154,9 @@ async def ingest(report: Report, database: str, url: str, size: Size, parts: set
             await _latency(report, database, site, size, statistics.median(rates) / 2)
 
 
-def _costs(costs: dict[str, list[float]], before: Cpu, after: Cpu, answer: dict[str, Any]) -> None:
+def _costs(costs: dict[str, list[float]], before: Cpu, after: Cpu, reply: dict[str, Any]) -> None:
     """Microseconds of CPU a chunk, by who spent them."""
-    chunks = answer["tokens"] / CHUNK
+    chunks = reply["tokens"] / CHUNK
 
     def add(name: str, seconds: float) -> None:
         costs.setdefault(name, []).append(1e6 * seconds / chunks)
@@ -150,24 +164,24 @@ def _costs(costs: dict[str, list[float]], before: Cpu, after: Cpu, answer: dict[
     core, loop = after.core - before.core, after.loop - before.loop
     writer, process = after.writer - before.writer, after.process - before.process
     database = after.database - before.database
-    add("generator", answer["cpu_s"])
+    add("generator", reply["cpu_s"])
     add("router core", core)
     add("server edge (loop's thread less core)", loop - core)
     add("server I/O (ZeroMQ's threads, CURVE)", process - loop - writer)
     add("writer thread", writer)
     if database:
         add("PostgreSQL's processes", database)
-    add(ALL, answer["cpu_s"] + process + database)
+    add(ALL, reply["cpu_s"] + process + database)
 
 
 async def _latency(report: Report, database: str, site: Site, size: Size, rate: float) -> None:
     every = size.samples * CHUNK / rate
     p50, p99, got = [], [], []
     for _ in range(size.repeats):
-        answer = await site.do("paced", every_s=every, flushes=size.paced_flushes)
-        p50.append(1e3 * percentile(answer["latencies"], 0.5))
-        p99.append(1e3 * percentile(answer["latencies"], 0.99))
-        got.append(answer["tokens"] / answer["took_s"])
+        reply = await site.do("paced", every_s=every, flushes=size.paced_flushes)
+        p50.append(1e3 * percentile(reply["latencies"], 0.5))
+        p99.append(1e3 * percentile(reply["latencies"], 0.99))
+        got.append(reply["tokens"] / reply["took_s"])
     report.add(database, "commit latency p50, at half that load", "ms", p50)
     report.add(database, "commit latency p99, at half that load", "ms", p99, 250.0)
     report.add(database, "  load while that was measured", "tokens/s", got)
@@ -196,7 +210,7 @@ async def failover(report: Report, database: str, url: str, size: Size) -> None:
             site.begin("moved")
             declared = time.monotonic()
             site.declare_dead(dead)
-            arrived = (await site.answer())["at"]
+            arrived = (await site.reply())["at"]
             p50.append(1e3 * (percentile(arrived, 0.5) - declared))
             p99.append(1e3 * (percentile(arrived, 0.99) - declared))
             await site.settled()
@@ -214,7 +228,10 @@ def restart(report: Report, database: str, url: str, size: Size, folder: Path) -
     started = time.monotonic()
     history.write(url, size.restart_samples, size.restart_tokens)
     took = time.monotonic() - started
-    print(f"# {database}: wrote {size.restart_samples:,} samples x {size.restart_tokens} tokens in {took:.0f} s", flush=True)
+    print(
+        f"# {database}: wrote {size.restart_samples:,} samples x {size.restart_tokens} tokens in {took:.0f} s",
+        flush=True,
+    )
     seconds, rss = [], []
     for _ in range(size.repeats):
         with history.daemon(folder, url) as (start_s, pid):
@@ -236,7 +253,9 @@ def memory(report: Report, database: str, new_url: Any, size: Size, folder: Path
                 figures.setdefault(samples, []).append(history.rss_bytes(pid))
     report.add(database, "memory of a daemon without samples", "MiB", [v / 2**20 for v in figures[0]])
     many = figures[size.memory_samples]
-    report.add(database, f"memory with {size.memory_samples:,} samples in flight", "MiB", [v / 2**20 for v in many])
+    report.add(
+        database, f"memory with {size.memory_samples:,} samples in flight", "MiB", [v / 2**20 for v in many]
+    )
     base = statistics.median(figures[0])
     report.add(database, "  that is, a sample", "bytes", [(v - base) / size.memory_samples for v in many])
 
@@ -268,7 +287,10 @@ def databases(kind: str, folder: Path) -> Iterator[Any]:
 
 
 def measure(kind: str, size: Size, parts: set[str], report: Report) -> None:
-    with tempfile.TemporaryDirectory(prefix="scavenger-bench-") as name, databases(kind, Path(name)) as new_url:
+    with (
+        tempfile.TemporaryDirectory(prefix="scavenger-bench-") as name,
+        databases(kind, Path(name)) as new_url,
+    ):
         folder = Path(name)
         url = new_url()
         store.upgrade(url)
@@ -284,21 +306,23 @@ def measure(kind: str, size: Size, parts: set[str], report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--database", choices=("sqlite", "postgres", "both"), default="both")
     parser.add_argument("--only", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--quick", action="store_true", help="tiny: shows that it works")
-    given = parser.parse_args()
-    parts = set(given.only.split(","))
+    options = parser.parse_args()
+    parts = set(options.only.split(","))
     if unknown := parts - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))}? choose from {', '.join(PARTS)}")
     print(
         f"# {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, host {platform.node()}, {len(os.sched_getaffinity(0))} cores, "
-        f"{platform.platform()}, Python {platform.python_version()}{', QUICK: figures mean nothing' if given.quick else ''}"
+        f"{platform.platform()}, Python {platform.python_version()}{', QUICK: figures mean nothing' if options.quick else ''}"
     )
     report = Report()
-    for kind in ("sqlite", "postgres") if given.database == "both" else (given.database,):
-        measure(kind, QUICK if given.quick else Size(), parts, report)
+    for kind in ("sqlite", "postgres") if options.database == "both" else (options.database,):
+        measure(kind, QUICK if options.quick else Size(), parts, report)
     missed = [row.what for row in report.rows if "MISSED" in row.verdict]
     print(f"# goals missed: {'; '.join(missed) if missed else 'none'}")
     sys.exit(0)

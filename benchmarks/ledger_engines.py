@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from scavenger import wire
+from scavenger.protocol import messages
 
 CHUNK = 32
 POOL = 8  # different payloads, so that no two chunks in a row are equal
@@ -31,8 +31,8 @@ HEARTBEAT_S = 1.0
 class Template:
     """A message that lists n equal parts, as bytes to patch: encoded once by `wire`, its integers widened to 32 bits."""
 
-    def __init__(self, empty: wire.Message, part: msgspec.Struct, n: int) -> None:
-        head = wire.encode(empty)
+    def __init__(self, empty: messages.Message, part: msgspec.Struct, n: int) -> None:
+        head = messages.encode(empty)
         assert head[-1] == 0x90, "the parts are the last field"
         self.head = head[:-1] + b"\xdd" + struct.pack(">I", n)
         self.encoded = msgspec.msgpack.encode(part)
@@ -63,30 +63,44 @@ class Payloads:
         self.raw_logprobs = rng.uniform(-12, 0, shape).astype("<f4").view(np.uint8)
 
 
-class Engine:
+class FakeEngine:
     """One connection: a worker with its leases, what it has sent and what is durable of it."""
 
-    def __init__(self, context: zmq.Context[Any], spec: dict[str, Any], number: int, incarnation: int = 0) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], spec: dict[str, Any], number: int, incarnation: int = 0
+    ) -> None:
         self.number, self.pair, self.incarnation = number, spec["engines"][number], incarnation
         self.run = spec["run"]
         self.socket = connect(context, spec, self.pair)
-        self.leases: dict[int, wire.Lease] = {}
+        self.leases: dict[int, messages.Lease] = {}
         self.arrived: list[tuple[int, float]] = []  # (sample, when its Assign was here)
         self.have: dict[int, int] = {}
         self.sent = self.durable = self.sent_tokens = self.durable_tokens = self.flushes = 0
-        self.under_way: list[tuple[int, float]] = []  # (durable tokens that answer the flush, when it was sent)
+        self.under_way: list[
+            tuple[int, float]
+        ] = []  # (durable tokens that answer the flush, when it was sent)
         self.latencies: list[float] = []
         self.version = -1
         self.heard = 0
         self.beat_at = 0.0
         self.say(
-            wire.WorkerHello(
-                wire.PROTOCOL, "harvested", self.run, f"{number}-{incarnation}", incarnation, number + 1, f"n{number}", 1, "bench", "0", 1
+            messages.WorkerHello(
+                messages.PROTOCOL,
+                "harvested",
+                self.run,
+                f"{number}-{incarnation}",
+                incarnation,
+                number + 1,
+                f"n{number}",
+                1,
+                "bench",
+                "0",
+                1,
             )
         )
 
-    def say(self, message: wire.Message) -> None:
-        self.socket.send(wire.encode(message))
+    def say(self, message: messages.Message) -> None:
+        self.socket.send(messages.encode(message))
 
     def hear(self) -> None:
         """Take all that has arrived."""
@@ -95,28 +109,28 @@ class Engine:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(wire.decode_to_worker(frame))
+            self._take(messages.decode_to_worker(frame))
 
-    def _take(self, message: wire.ToWorker) -> None:
+    def _take(self, message: messages.ToWorker) -> None:
         match message:
-            case wire.Ack(durable=durable):
+            case messages.Ack(durable=durable):
                 have, gained = self.have, 0
                 for held in durable:
                     gained += held.length - have[held.sample_id]
                     have[held.sample_id] = held.length
                 self._gained(gained)
-            case wire.Assign(leases=leases):
+            case messages.Assign(leases=leases):
                 now = time.monotonic()
                 for lease in leases:
                     self.leases[lease.sample_id] = lease
                     self.have[lease.sample_id] = len(lease.accepted) // 4
                     self.arrived.append((lease.sample_id, now))
-            case wire.UseWeights(version=version):
+            case messages.UseWeights(version=version):
                 self.version = version
-                self.say(wire.WeightsLoaded(version, ROOT))
-            case wire.HeartbeatAck(number=number):
+                self.say(messages.WeightsLoaded(version, ROOT))
+            case messages.HeartbeatAck(number=number):
                 self.heard = number
-            case wire.Welcome():
+            case messages.Welcome():
                 pass
             case _:
                 raise SystemExit(f"engine {self.number} was told {message!r}"[:500])
@@ -134,7 +148,9 @@ class Engine:
         self.held, self.payloads = held, payloads
         marks = [bytes([200 + i]) * (4 * CHUNK) for i in range(3)]
         ids = (SENTINEL, SENTINEL + 1, SENTINEL + 2, SENTINEL + 3)
-        flush = self.flush_template = Template(wire.Chunks(()), wire.Chunk(*ids, marks[0], marks[1], marks[2]), n)
+        flush = self.flush_template = Template(
+            messages.Chunks(()), messages.Chunk(*ids, marks[0], marks[1], marks[2]), n
+        )
         self.payload_at = [flush.at(mark) for mark in marks]
         self.offset_at = flush.number(ids[2])
         flush.put(flush.number(ids[0]), [lease.sample_id for lease in held])
@@ -143,16 +159,23 @@ class Engine:
         self.offsets = np.array([self.have[lease.sample_id] for lease in held], np.int64)
         self._verify(self._flush_bytes(), held)
 
-    def _verify(self, message: bytes, held: list[wire.Lease]) -> None:
+    def _verify(self, message: bytes, held: list[messages.Lease]) -> None:
         pool = self.payloads
         chunks = tuple(
-            wire.Chunk(
-                lease.sample_id, lease.epoch, int(self.offsets[i]), lease.version,
-                pool.tokens[0][i].tobytes(), pool.logprobs[0][i].tobytes(), pool.raw_logprobs[0][i].tobytes(),
+            messages.Chunk(
+                lease.sample_id,
+                lease.epoch,
+                int(self.offsets[i]),
+                lease.version,
+                pool.tokens[0][i].tobytes(),
+                pool.logprobs[0][i].tobytes(),
+                pool.raw_logprobs[0][i].tobytes(),
             )
             for i, lease in enumerate(held)
-        )  # fmt: skip
-        assert wire.decode_to_daemon(message) == wire.Chunks(chunks), "a patched message is the one that `wire` would make"
+        )
+        assert messages.decode_to_daemon(message) == messages.Chunks(chunks), (
+            "a patched message is the one that `wire` would make"
+        )
 
     def _flush_bytes(self) -> bytes:
         template, n = self.flush_template, len(self.held)
@@ -177,8 +200,8 @@ class Engine:
         if now - self.beat_at >= HEARTBEAT_S:
             self.beat_at = now
             lengths = zip(self.held, self.offsets.tolist(), strict=True) if self.leases else ()
-            held = tuple(wire.Held(lease.sample_id, lease.epoch, length) for lease, length in lengths)
-            self.say(wire.Heartbeat(held, self.flushes, self.version, 0.0, self.heard))
+            held = tuple(messages.Held(lease.sample_id, lease.epoch, length) for lease, length in lengths)
+            self.say(messages.Heartbeat(held, self.flushes, self.version, 0.0, self.heard))
 
 
 ROOT = b"r" * 32
@@ -201,32 +224,38 @@ class Fleet:
         self.context: zmq.Context[Any] = zmq.Context()
         self.trainer = connect(self.context, spec, spec["owner"])
         self.calls = 0
-        self.engines: dict[int, Engine] = {}
+        self.engines: dict[int, FakeEngine] = {}
         self.poller = zmq.Poller()
         self.payloads = Payloads(spec["samples_each"])
 
     # ---------------------------------------------------------------- the trainer
 
-    def call(self, body: wire.CallBody, attempt: int = 1) -> wire.ReplyBody:
+    def call(self, body: messages.CallBody, attempt: int = 1) -> messages.ReplyBody:
         self.calls += 1
-        self.trainer.send(wire.encode(wire.Call(self.calls, self.spec["run"], attempt, body)))
+        self.trainer.send(messages.encode(messages.Call(self.calls, self.spec["run"], attempt, body)))
         while True:
-            message = wire.decode_to_trainer(self.trainer.recv())
-            if isinstance(message, wire.Reply) and message.id == self.calls:
-                assert not isinstance(message.body, wire.Denied), message.body
+            message = messages.decode_to_trainer(self.trainer.recv())
+            if isinstance(message, messages.Reply) and message.id == self.calls:
+                assert not isinstance(message.body, messages.Denied), message.body
                 return message.body
 
     def open(self, _: dict[str, Any]) -> dict[str, Any]:
         s = self.spec
-        engine = wire.EngineSpec("bench", "{}", "float32", s["samples_each"], 20_000)
-        self.call(wire.OpenRun(wire.PROTOCOL, s["run"], 0, "{}", engine, "", True, 4096, 1, 0, "h", 1), 0)
-        self.call(wire.PublishVersion(1, 0, ROOT, b"m", (wire.WeightSource("tcp://127.0.0.1:1", "k", b"t"),)))
-        prompt = wire.pack_tokens(range(64))
+        engine = messages.EngineSpec("bench", "{}", "float32", s["samples_each"], 20_000)
+        self.call(
+            messages.OpenRun(messages.PROTOCOL, s["run"], 0, "{}", engine, "", True, 4096, 1, 0, "h", 1), 0
+        )
+        self.call(
+            messages.PublishVersion(
+                1, 0, ROOT, b"m", (messages.WeightSource("tcp://127.0.0.1:1", "k", b"t"),)
+            )
+        )
+        prompt = messages.pack_tokens(range(64))
         left, step = s["samples"], 1
         while left:
             groups = min(1000, left // 8)
-            specs = tuple(wire.GroupSpec(i, prompt, 8, wire.Sampling(16_384)) for i in range(groups))
-            self.call(wire.SubmitGroups(step, 1, "train", specs))
+            specs = tuple(messages.GroupSpec(i, prompt, 8, messages.Sampling(16_384)) for i in range(groups))
+            self.call(messages.SubmitGroups(step, 1, "train", specs))
             left, step = left - 8 * groups, step + 1
         return {}
 
@@ -236,27 +265,31 @@ class Fleet:
         """Connect engines; wait until these hold `want` samples together and their weights are loaded."""
         numbers, want = command["numbers"], command["want"]
         for number in numbers:
-            self.leave(number)
-            engine = self.engines[number] = Engine(self.context, self.spec, number, command.get("incarnation", 0))
+            self.disconnect(number)
+            engine = self.engines[number] = FakeEngine(
+                self.context, self.spec, number, command.get("incarnation", 0)
+            )
             self.poller.register(engine.socket, zmq.POLLIN)
         mine = [self.engines[n] for n in numbers]
         self._until(lambda: all(e.version >= 0 for e in mine) and sum(len(e.leases) for e in mine) >= want)
         return {}
 
-    def leave(self, number: int) -> None:
+    def disconnect(self, number: int) -> None:
         engine = self.engines.pop(number, None)
         if engine is not None:
             self.poller.unregister(engine.socket)
             engine.socket.close()
 
-    def _until(self, done: Callable[[], bool], each: Callable[[], None] = lambda: None, wait_ms: int = 50) -> None:
-        give_up = time.monotonic() + 120
+    def _until(
+        self, done: Callable[[], bool], each: Callable[[], None] = lambda: None, wait_ms: int = 50
+    ) -> None:
+        deadline = time.monotonic() + 120
         by_socket = {engine.socket: engine for engine in self.engines.values()}
         while not done():
             for socket, _ in self.poller.poll(wait_ms):
                 by_socket[socket].hear()
             each()
-            assert time.monotonic() < give_up, "the daemon answers too slowly, or not at all"
+            assert time.monotonic() < deadline, "the daemon answers too slowly, or not at all"
 
     def prepare(self, _: dict[str, Any]) -> dict[str, Any]:
         for engine in self.engines.values():
@@ -284,8 +317,13 @@ class Fleet:
         self._until(lambda: all(e.flushes >= target[e.number] and not e.under_way for e in engines), go_on)
         took = time.monotonic() - started
         tokens = sum(e.durable_tokens for e in engines) - before
-        return {"took_s": took, "tokens": tokens, "cpu_s": time.process_time() - cpu, "thread_s": time.thread_time() - thread,
-                "latencies": [x for e in engines for x in e.latencies]}  # fmt: skip
+        return {
+            "took_s": took,
+            "tokens": tokens,
+            "cpu_s": time.process_time() - cpu,
+            "thread_s": time.thread_time() - thread,
+            "latencies": [x for e in engines for x in e.latencies],
+        }
 
     def paced(self, command: dict[str, Any]) -> dict[str, Any]:
         """A flush of each connection every `every_s`, the connections evenly apart; latency counts from when a flush was due."""
@@ -306,16 +344,21 @@ class Fleet:
                     due[e.number] += every
                 e.beat(now)
 
-        self._until(lambda: all(e.flushes >= target[e.number] and not e.under_way for e in engines), go_on, wait_ms=2)
+        self._until(
+            lambda: all(e.flushes >= target[e.number] and not e.under_way for e in engines), go_on, wait_ms=2
+        )
         took = time.monotonic() - started
-        return {"took_s": took, "tokens": sum(e.durable_tokens for e in engines) - before,
-                "latencies": [x for e in engines for x in e.latencies]}  # fmt: skip
+        return {
+            "took_s": took,
+            "tokens": sum(e.durable_tokens for e in engines) - before,
+            "latencies": [x for e in engines for x in e.latencies],
+        }
 
     def die(self, command: dict[str, Any]) -> dict[str, Any]:
         """These engines are gone, without a word; their samples are expected at the others."""
         self.lost = {sample for n in command["numbers"] for sample in self.engines[n].leases}
         for number in command["numbers"]:
-            self.leave(number)
+            self.disconnect(number)
         for engine in self.engines.values():
             engine.arrived.clear()
         return {"samples": len(self.lost)}
@@ -334,8 +377,8 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        answer = getattr(fleet, command.pop("do"))(command)
-        print(json.dumps(answer), flush=True)
+        reply = getattr(fleet, command.pop("do"))(command)
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The daemon's half of `ledger.py`: the real server, router and writer on one loop in this process, and the clocks around them.
 
-Owns the wiring (as `scavenger.daemon` does it), the generator's process and the conversation with it.
+Owns the wiring (as `scavenger.daemon.main` does it), the generator's process and the conversation with it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from typing import Any
 
 import msgspec
 
-from scavenger import interpreter, keys
-from scavenger.clock import Clock
 from scavenger.config import RouterSection
-from scavenger.ledger import reader, store
+from scavenger.daemon import process as interpreter
+from scavenger.daemon.process import Clock
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
 from scavenger.ledger.records import GroupState
-from scavenger.ledger.writer import Writer, WriterState
-from scavenger.router import policies
-from scavenger.router.events import Identity, JobGone, RouterAction, RouterEvent
-from scavenger.router.machine import Router
-from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.server import KeyRing, Server
-from scavenger.router.state import Limits
+from scavenger.ledger.write.writer import Writer, WriterState
+from scavenger.policy import registry
+from scavenger.protocol import keys
+from scavenger.router.core.events import Identity, JobGone, RouterAction, RouterEvent
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.server import KeyRing, Server
 
 RUN = "bench"
 #: Silence is no death here: while the parent sets up, engines do not beat.
@@ -94,7 +96,9 @@ class Site:
                 self.failure = f"the writer is {state}: {reason}"
 
         self._writer_thread_s = 0.0
-        writer = Writer(self.url, "bench", os.getpid(), "bench", self.clock, on_commit=committed, on_state=changed)
+        writer = Writer(
+            self.url, "bench", os.getpid(), "bench", self.clock, on_commit=committed, on_state=changed
+        )
         writer.start()
         self.writer = writer
 
@@ -105,12 +109,16 @@ class Site:
             return await asyncio.to_thread(reader.read_payloads, writer.engine, sample_ids)
 
         kept = PayloadStore(PAYLOAD_BYTES)
-        self.router = TimedRouter(LIMITS, writer.generation, kept, new_policy=policies.named(RouterSection().policy))
+        self.router = TimedRouter(
+            LIMITS, writer.generation, kept, new_policy=registry.named(RouterSection().policy)
+        )
         keyring = KeyRing()
         keyring.allow(self.owner.public, Identity("owner", self.owner.public))
         for pair in self.engine_pairs:
             keyring.allow(pair.public, Identity("worker", pair.public, RUN, pair.intent))
-        self.server = Server(self.router, writer, keyring, self.server_pair, self.clock, history, kept, payloads)
+        self.server = Server(
+            self.router, writer, keyring, self.server_pair, self.clock, history, kept, payloads
+        )
         stop = asyncio.Event()
         port = self.server.bind("127.0.0.1", 0)
         self.server.perform(self.router.restore(reader.read_snapshot(writer.engine), self.clock()))
@@ -131,16 +139,24 @@ class Site:
     async def _generator(self, port: int) -> AsyncIterator[None]:
         program = Path(__file__).with_name("ledger_engines.py")
         self._child = child = await asyncio.create_subprocess_exec(
-            sys.executable, str(program), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 28
+            sys.executable,
+            str(program),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 28,
         )
         try:
             spec = {
-                "endpoint": f"tcp://127.0.0.1:{port}", "server_key": self.server_pair.public, "run": RUN,
-                "owner": msgspec.to_builtins(self.owner), "engines": msgspec.to_builtins(self.engine_pairs),
-                "samples": self.samples, "samples_each": self.samples_each,
-            }  # fmt: skip
+                "endpoint": f"tcp://127.0.0.1:{port}",
+                "server_key": self.server_pair.public,
+                "run": RUN,
+                "owner": msgspec.to_builtins(self.owner),
+                "engines": msgspec.to_builtins(self.engine_pairs),
+                "samples": self.samples,
+                "samples_each": self.samples_each,
+            }
             self._tell(spec)
-            await self.answer()
+            await self.reply()
             yield
         finally:
             assert child.stdin is not None
@@ -156,21 +172,21 @@ class Site:
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(command).encode() + b"\n")
 
-    async def answer(self) -> dict[str, Any]:
+    async def reply(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         line = await self._child.stdout.readline()
         if not line:
             raise SystemExit(f"the generator ended: {self.failure or 'see its message above'}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def begin(self, do: str, **command: Any) -> None:
-        """Have the generator do something; `answer` waits for it."""
+        """Have the generator do something; `reply` waits for it."""
         self._tell({"do": do} | command)
 
     async def do(self, do: str, **command: Any) -> dict[str, Any]:
         self.begin(do, **command)
-        return await self.answer()
+        return await self.reply()
 
     def declare_dead(self, engines: list[int]) -> None:
         """As the harvester does when Slurm says that their jobs are over."""
@@ -184,7 +200,9 @@ class Site:
 
     def cpu(self, database_pids: list[int] | None = None) -> Cpu:
         database = sum(children_cpu(pid) for pid in database_pids or [])
-        return Cpu(self.router.cpu_s, time.thread_time(), self._writer_thread_s, time.process_time(), database)
+        return Cpu(
+            self.router.cpu_s, time.thread_time(), self._writer_thread_s, time.process_time(), database
+        )
 
     def database_pids(self) -> list[int]:
         """The processes of a private PostgreSQL; none for SQLite, which works in the writer's thread."""
@@ -193,7 +211,9 @@ class Site:
         engine = store.open_readonly(self.url)
         try:
             with engine.connect() as connection:
-                rows = connection.exec_driver_sql("SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+                rows = connection.exec_driver_sql(
+                    "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+                )
                 return [int(pid) for (pid,) in rows if Path(f"/proc/{pid}").exists()]
         finally:
             engine.dispose()
@@ -206,10 +226,26 @@ def read_settings(url: str) -> dict[str, str]:
         with engine.connect() as connection:
             if connection.dialect.name == "sqlite":
                 pragmas = ("journal_mode", "synchronous", "wal_autocheckpoint", "page_size", "cache_size")
-                told = {name: str(connection.exec_driver_sql(f"PRAGMA {name}").scalar()) for name in pragmas}
-                told["synchronous"] += {"2": " (FULL)", "1": " (NORMAL)", "0": " (OFF)", "3": " (EXTRA)"}.get(told["synchronous"], "")
-                return {"sqlite": str(connection.exec_driver_sql("SELECT sqlite_version()").scalar())} | told
-            names = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "wal_sync_method", "shared_buffers")
+                settings = {
+                    name: str(connection.exec_driver_sql(f"PRAGMA {name}").scalar()) for name in pragmas
+                }
+                settings["synchronous"] += {
+                    "2": " (FULL)",
+                    "1": " (NORMAL)",
+                    "0": " (OFF)",
+                    "3": " (EXTRA)",
+                }.get(settings["synchronous"], "")
+                return {
+                    "sqlite": str(connection.exec_driver_sql("SELECT sqlite_version()").scalar())
+                } | settings
+            names = (
+                "server_version",
+                "synchronous_commit",
+                "fsync",
+                "full_page_writes",
+                "wal_sync_method",
+                "shared_buffers",
+            )
             return {name: str(connection.exec_driver_sql(f"SHOW {name}").scalar()) for name in names}
     finally:
         engine.dispose()

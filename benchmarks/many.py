@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-Given = TypeVar("Given")
+Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-def each(work: Callable[[Given], Found], units: Sequence[Given], jobs: int) -> Iterator[tuple[Given, Found]]:
+def each(work: Callable[[Item], Found], units: Sequence[Item], jobs: int) -> Iterator[tuple[Item, Found]]:
     """Every unit with what `work` finds of it, in order, by `jobs` processes; how far it is goes to stderr."""
     started = time.monotonic()
     fresh = multiprocessing.get_context("spawn")
@@ -23,7 +23,9 @@ def each(work: Callable[[Given], Found], units: Sequence[Given], jobs: int) -> I
         for number, (unit, found) in enumerate(zip(units, pool.map(work, units), strict=True), 1):
             passed = time.monotonic() - started
             left = passed / number * (len(units) - number)
-            print(f"{number} of {len(units)}, {passed / 60:.1f} min, {left / 60:.1f} min to go", file=sys.stderr)
+            print(
+                f"{number} of {len(units)}, {passed / 60:.1f} min, {left / 60:.1f} min to go", file=sys.stderr
+            )
             yield unit, found
 
 
@@ -46,7 +48,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     there = known(values)
     if not there:
         return "-"
-    told = f"{statistics.median(there):,.{digits}f}"
+    text = f"{statistics.median(there):,.{digits}f}"
     if len(there) > 1:
-        told += f" ({min(there):,.{digits}f} to {max(there):,.{digits}f})"
-    return told + (f", {len(there)} of {len(values)} seeds" if len(there) < len(values) else "")
+        text += f" ({min(there):,.{digits}f} to {max(there):,.{digits}f})"
+    return text + (f", {len(there)} of {len(values)} seeds" if len(there) < len(values) else "")

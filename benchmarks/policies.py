@@ -32,10 +32,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import harvest
-from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, play
+from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, simulate_unit
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
-from scavenger.simulate.contenders import KNOWN
+from scavenger.simulate.policies.make import KNOWN
 
 EARTH = "earth_node_idle_72h.csv.gz"
 
@@ -50,7 +50,7 @@ def work(folder: Path, policies: Sequence[str]) -> None:
     gc.set_threshold(200_000, 20, 100)  # samples live for a step, and name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
-        found = {name: asdict(one) for name, one in play(unit, folder, policies, alone).items()}
+        found = {name: asdict(one) for name, one in simulate_unit(unit, folder, policies, alone).items()}
         print(json.dumps({"unit": asdict(unit), "found": found, "code": code, "commit": commit}), flush=True)
 
 
@@ -61,7 +61,15 @@ def spread(units: Sequence[Unit], jobs: int, argv: Sequence[str]) -> Iterator[st
     """
     todo, lines = deque(units), queue.Queue[str | None]()
     workers = [
-        subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+        subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
         for _ in range(jobs)
     ]
     threads = [threading.Thread(target=_feed, args=(worker, todo, lines), daemon=True) for worker in workers]
@@ -100,9 +108,9 @@ def _feed(worker: subprocess.Popen[str], todo: deque[Unit], lines: queue.Queue[s
         except BrokenPipeError:
             lines.put(None)
             return
-        answer = worker.stdout.readline()
-        lines.put(answer if answer.endswith("\n") else None)
-        if not answer:
+        line = worker.stdout.readline()
+        lines.put(line if line.endswith("\n") else None)
+        if not line:
             return
 
 
@@ -139,18 +147,30 @@ class Kept:
     def _read(self, line: str, where: str) -> None:
         try:
             one = json.loads(line)
-            unit, found = Unit(**one["unit"]), {name: Result(**result) for name, result in one["found"].items()}
+            unit, found = (
+                Unit(**one["unit"]),
+                {name: Result(**result) for name, result in one["found"].items()},
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{where}: {error!r} in what should be a unit's results", "give --keep another file") from error
+            raise ConfigError(
+                f"{where}: {error!r} in what should be a unit's results", "give --keep another file"
+            ) from error
         missing = [name for name in self._policies if name not in found]
         if missing:
-            raise ConfigError(f"{where} was played without {missing[0]}", "give --keep another file, or name its policies with --policy")
+            raise ConfigError(
+                f"{where} was played without {missing[0]}",
+                "give --keep another file, or name its policies with --policy",
+            )
         self.found[unit] = found
         self.codes[unit] = one.get("code", ""), one.get("commit", "")
 
-    def others(self, code: str) -> dict[Unit, str]:
+    def of_other_code(self, code: str) -> dict[Unit, str]:
         """Units that were played by other code than this, and by which."""
-        return {unit: f"commit {commit}" if commit else f"code {made}" for unit, (made, commit) in self.codes.items() if made != code}
+        return {
+            unit: f"commit {commit}" if commit else f"code {made}"
+            for unit, (made, commit) in self.codes.items()
+            if made != code
+        }
 
 
 # ---------------------------------------------------------------- the command
@@ -159,13 +179,27 @@ class Kept:
 def units_of(asked: argparse.Namespace) -> list[Unit]:
     segments = [one["name"] for one in json.loads(SEGMENTS.read_text())["segments"]]
     if asked.reduced:
-        return [Unit(segment, "Qwen3-8B", 4, seed) for segment in ("earth-volatile", "spot-volatile") for seed in range(2)]
-    return [Unit(segment, model, cap, seed) for seed in range(asked.seeds) for segment in segments for model in MODELS for cap in CAPS]
+        return [
+            Unit(segment, "Qwen3-8B", 4, seed)
+            for segment in ("earth-volatile", "spot-volatile")
+            for seed in range(2)
+        ]
+    return [
+        Unit(segment, model, cap, seed)
+        for seed in range(asked.seeds)
+        for segment in segments
+        for model in MODELS
+        for cap in CAPS
+    ]
 
 
-def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces named in segments.json")
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--traces", type=Path, required=True, help="folder of the traces named in segments.json"
+    )
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--reduced", action="store_true", help="two cells, two seeds: minutes")
@@ -175,7 +209,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-run", action="store_true", help="play nothing: the page of what --keep has")
     parser.add_argument("--again", action="store_true", help="play again what another code played")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
+    asked = parser.parse_args(arguments)
     asked.traces = asked.traces.resolve()
     asked.policies = asked.policy.split(",")
     unknown = [name for name in asked.policies if name not in KNOWN]
@@ -184,25 +218,35 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     return asked
 
 
-def run(asked: argparse.Namespace, kept: Kept, answers: Iterable[str], todo: int, units: int) -> None:
+def run(asked: argparse.Namespace, kept: Kept, replies: Iterable[str], todo: int, units: int) -> None:
     """Keep what comes, and tell how far it is. `todo`: answers to come; `units`: of the whole table."""
     started, before = time.monotonic(), units - todo
-    for done, line in enumerate(answers, 1):
+    for done, line in enumerate(replies, 1):
         kept.add(line)
         passed = time.monotonic() - started
         left_s = passed / done * (todo - done)
-        print(f"{before + done} of {units} units, {passed / 60:.1f} min, {left_s / 60:.0f} min to go", file=sys.stderr)
+        print(
+            f"{before + done} of {units} units, {passed / 60:.1f} min, {left_s / 60:.0f} min to go",
+            file=sys.stderr,
+        )
 
 
-def told(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
+def summary(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
     """How the page came about."""
     size = "--reduced" if asked.reduced else f"--seeds {asked.seeds}"
-    lines = [f"`python -m benchmarks.policies --traces DIR --keep FILE {size} --jobs {asked.jobs}`: {len(kept.found)} of {units} units,"]
-    lines += [f"{cpu(kept.found, asked.policies)}. This tree: commit {commit_of() or 'unknown'}, code {code_of()}."]
-    others = Counter(kept.others(code_of()).values())
-    if others:
-        told_ = "; ".join(f"{number} by {name}" for name, number in sorted(others.items()))
-        lines += ["", f"**{sum(others.values())} of {len(kept.found)} units, marked \\*, were not played by this code: {told_}.**"]
+    lines = [
+        f"`python -m benchmarks.policies --traces DIR --keep FILE {size} --jobs {asked.jobs}`: {len(kept.found)} of {units} units,"
+    ]
+    lines += [
+        f"{cpu(kept.found, asked.policies)}. This tree: commit {commit_of() or 'unknown'}, code {code_of()}."
+    ]
+    of_other_code = Counter(kept.of_other_code(code_of()).values())
+    if of_other_code:
+        counts = "; ".join(f"{number} by {name}" for name, number in sorted(of_other_code.items()))
+        lines += [
+            "",
+            f"**{sum(of_other_code.values())} of {len(kept.found)} units, marked \\*, were not played by this code: {counts}.**",
+        ]
     return lines
 
 
@@ -212,7 +256,10 @@ def idle_time(folder: Path) -> list[str]:
         "",
         "## What is idle",
         "",
-        f"{EARTH}, 72 h, every idle GPU wanted, taken by the daemon's rule (`harvest.outlast`). Harvested: of the idle GPU time in",
+        (
+            f"{EARTH}, 72 h, every idle GPU wanted, taken by the daemon's rule "
+            f"(`harvest.min_expected_life`). Harvested: of the idle GPU time in"
+        ),
         f"slices that outlast a cold start of {harvest.COLD_S:g} s. Wasted: starts that others ended before. The rule's 98.5 %",
         "and its bounds were chosen on this same trace.",
         "",
@@ -220,11 +267,11 @@ def idle_time(folder: Path) -> list[str]:
         f"wasted (wanted: under {100 * harvest.MOST_WASTED:.0f} %) | |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for look_s, which in ((harvest.LOOK_S, ", the default"), (10.0, "")):
-        found = harvest.of_trace(folder / EARTH, look_s)
+    for poll_s, which in ((harvest.POLL_INTERVAL_S, ", the default"), (10.0, "")):
+        found = harvest.of_trace(folder / EARTH, poll_s)
         met = found.harvested >= harvest.LEAST_HARVESTED and found.wasted < harvest.MOST_WASTED
-        told = f"{100 * found.harvested:.1f} % | {found.starts:,} | {100 * found.wasted:.1f} %"
-        lines.append(f"| every {look_s:g} s{which} | {told} | {'met' if met else '**missed**'} |")
+        summary = f"{100 * found.harvested:.1f} % | {found.starts:,} | {100 * found.wasted:.1f} %"
+        lines.append(f"| every {poll_s:g} s{which} | {summary} | {'met' if met else '**missed**'} |")
     return [*lines, ""]
 
 
@@ -235,19 +282,38 @@ def main() -> None:
         return
     kept = Kept(asked.keep, asked.policies)
     units = units_of(asked)
-    stale = kept.others(code_of())
-    todo = [] if asked.no_run else [unit for unit in units if unit not in kept.found or (asked.again and unit in stale)]
-    argv = [sys.executable, "-m", "benchmarks.policies", "--traces", str(asked.traces), "--policy", asked.policy, "--worker"]
+    stale = kept.of_other_code(code_of())
+    todo = (
+        []
+        if asked.no_run
+        else [unit for unit in units if unit not in kept.found or (asked.again and unit in stale)]
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.policies",
+        "--traces",
+        str(asked.traces),
+        "--policy",
+        asked.policy,
+        "--worker",
+    ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if todo:
             run(asked, kept, spread(todo, max(1, min(asked.jobs, len(todo))), argv), len(todo), len(units))
     except KeyboardInterrupt:
-        raise SystemExit(f"{len(kept.found)} of {len(units)} units are kept in {asked.keep}: the same command goes on from there") from None
+        raise SystemExit(
+            f"{len(kept.found)} of {len(units)} units are kept in {asked.keep}: the same command goes on from there"
+        ) from None
     if not kept.found:
         raise SystemExit("there is no unit yet: run without --no-run")
-    month, lines, others = f"{datetime.date.today():%B %Y}", told(asked, kept, len(units)), kept.others(code_of()).keys()
-    text = page(kept.found, asked.policies, month, lines, others) + "\n".join(idle_time(asked.traces))
+    month, lines, of_other_code = (
+        f"{datetime.date.today():%B %Y}",
+        summary(asked, kept, len(units)),
+        kept.of_other_code(code_of()).keys(),
+    )
+    text = page(kept.found, asked.policies, month, lines, of_other_code) + "\n".join(idle_time(asked.traces))
     asked.out.write_text(text)
     print(text)
 

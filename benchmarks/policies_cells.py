@@ -17,12 +17,12 @@ from pathlib import Path
 
 from benchmarks.policies_table import Result, Unit
 from scavenger.simulate import traces
-from scavenger.simulate.contenders import contender
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Remembered
 from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.policies.make import simulated_policy
 from scavenger.simulate.published import STACK, Setting, scenario
 from scavenger.simulate.scenario import Scenario
 
@@ -58,26 +58,42 @@ def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
     """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
     return replace(
-        scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
-        observe_s=OBSERVE_S, lengths=lengths_of(setting),
-    )  # fmt: skip
+        scenario(setting, fleet, steps=0, seed=unit.seed),
+        max_engines=unit.pairs or UNCAPPED,
+        relay=True,
+        heartbeat_s=HEARTBEAT_S,
+        poll_interval_s=OBSERVE_S,
+        lengths=lengths_of(setting),
+    )
 
 
 def result_of(out: Outcome, cpu_s: float) -> Result:
     reserved, harvested = PRICES
     parts = ("seed_s", "wait_s", "train_s")
-    seed_s, wait_s, train_s = (statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in parts)
+    seed_s, wait_s, train_s = (
+        statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in parts
+    )
     return Result(
-        out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
-        out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
-        seed_s, wait_s, train_s, cpu_s=cpu_s,
-    )  # fmt: skip
+        out.tokens_per_s,
+        out.tokens_per_dollar(reserved, harvested),
+        out.tokens_per_dollar(reserved, 0.0),
+        len(out.steps),
+        out.starts,
+        out.wasted_starts,
+        out.preemptions,
+        out.harvested_gpu_hours,
+        out.step_seconds / max(1, len(out.steps)),
+        seed_s,
+        wait_s,
+        train_s,
+        cpu_s=cpu_s,
+    )
 
 
 Alone = dict[tuple[str, int], Result]
 
 
-def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
+def simulate_unit(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
     """`alone`: what colocated did by model and seed; added to."""
     cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
     found = {}
@@ -87,7 +103,7 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
             found[name] = replace(known, cpu_s=0.0)
             continue
         started = time.process_time()
-        out = simulate(cell, contender(name, cell))
+        out = simulate(cell, simulated_policy(name, cell))
         found[name] = result_of(out, time.process_time() - started)
     if "colocated" in found:
         alone[unit.model, unit.seed] = found["colocated"]
@@ -97,11 +113,13 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
 @functools.cache
 def code_of() -> str:
     """What a unit's result depends on besides the traces: the modules that are played, and the scenario."""
-    played = [path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")]
-    told = hashlib.blake2b(digest_size=8)
-    for path in sorted([*played, ROOT / "scavenger/phases.py", SEGMENTS, Path(__file__)]):
-        told.update(path.read_bytes())
-    return told.hexdigest()
+    code_paths = [
+        path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")
+    ]
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([*code_paths, ROOT / "scavenger/protocol/train_step.py", SEGMENTS, Path(__file__)]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def commit_of() -> str:
@@ -113,5 +131,7 @@ def commit_of() -> str:
         return ""
 
 
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()

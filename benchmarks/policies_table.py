@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scavenger.simulate.comparison import estimate
 
@@ -49,7 +51,7 @@ class Result:
 
 
 By = Mapping[str, Result]  # what each policy did in one unit
-Figure = Callable[[By], float]  # NaN where there is none
+Metric = Callable[[By], float]  # NaN where there is none
 Found = dict[Unit, dict[str, Result]]
 Cell = tuple[str, str, int]  # segment, model, pairs
 
@@ -65,8 +67,10 @@ def interval(values: Sequence[float]) -> str:
         return "-"
     found = estimate(there)
     digits = 0 if found.value >= 1000 else 2
-    told = f"{found.value:,.{digits}f}" + (f" ± {found.high - found.value:,.{digits}f}" if len(there) > 1 else "")
-    return told + (f" ({len(there)} of {len(values)} seeds)" if len(there) < len(values) else "")
+    summary = f"{found.value:,.{digits}f}" + (
+        f" ± {found.high - found.value:,.{digits}f}" if len(there) > 1 else ""
+    )
+    return summary + (f" ({len(there)} of {len(values)} seeds)" if len(there) < len(values) else "")
 
 
 def reference(by: By) -> Result:
@@ -84,15 +88,15 @@ def _over(value: float, base: float) -> float:
     return value / base if base > 0 else math.nan  # 0: not one whole step in two hours (32B over one pair)
 
 
-def _ratio(first: str, second: str) -> Figure:
+def _ratio(first: str, second: str) -> Metric:
     return lambda by: _over(by[first].tokens_per_s, by[second].tokens_per_s)
 
 
-def _best_over(second: str) -> Figure:
+def _best_over(second: str) -> Metric:
     return lambda by: _over(reference(by).tokens_per_s, by[second].tokens_per_s)
 
 
-def _per_dollar(name: str) -> Figure:
+def _per_dollar(name: str) -> Metric:
     return lambda by: _over(by[name].tokens_per_dollar, by["colocated"].tokens_per_dollar)
 
 
@@ -101,13 +105,13 @@ def _best_per_dollar(by: By) -> float:
     return max(_per_dollar(name)(by) for name in FEASIBLE)
 
 
-def _throughput_of(name: str) -> Figure:
+def _throughput_of(name: str) -> Metric:
     return lambda by: by[name].tokens_per_s
 
 
-def rows(found: Found, policies: Sequence[str], others: Set[Unit] = frozenset()) -> Iterator[str]:
-    """`others`: units that another code played."""
-    columns: list[tuple[str, Figure]] = []
+def rows(found: Found, policies: Sequence[str], of_other_code: Set[Unit] = frozenset()) -> Iterator[str]:
+    """`of_other_code`: units that another code played."""
+    columns: list[tuple[str, Metric]] = []
     columns += [(f"{name} tok/s", _throughput_of(name)) for name in policies]
     if "ours" in policies:
         columns += [(f"ours / {name}", _ratio("ours", name)) for name in policies if name != "ours"]
@@ -116,14 +120,23 @@ def rows(found: Found, policies: Sequence[str], others: Set[Unit] = frozenset())
         if "colocated" in policies:
             columns.append(("tokens/$ over colocated", _per_dollar("ours")))
             columns.append(
-                ("the same at no price", lambda by: _over(by["ours"].tokens_per_dollar_free, by["colocated"].tokens_per_dollar_free))
+                (
+                    "the same at no price",
+                    lambda by: _over(
+                        by["ours"].tokens_per_dollar_free, by["colocated"].tokens_per_dollar_free
+                    ),
+                )
             )
     yield "| segment | model | pairs | seeds | " + " | ".join(name for name, _ in columns) + " |"
     yield "| --- " * (4 + len(columns)) + "|"
-    stale = {(unit.segment, unit.model, unit.pairs) for unit in others}
+    stale = {(unit.segment, unit.model, unit.pairs) for unit in of_other_code}
     for cell, by_seed in _cells(found).items():
         values = [interval([of(one) for one in by_seed]) for _, of in columns]
-        yield f"| {_named(cell)} | {len(by_seed)}{STALE if cell in stale else ''} | " + " | ".join(values) + " |"
+        yield (
+            f"| {_named(cell)} | {len(by_seed)}{STALE if cell in stale else ''} | "
+            + " | ".join(values)
+            + " |"
+        )
 
 
 #: Marks a cell of which some unit was played by another code than the page's.
@@ -138,14 +151,14 @@ class Goal:
     """
 
     name: str
-    figure: Figure
+    metric: Metric
     least: float
-    of_best: Figure
+    of_best: Metric
     allowed: float
     same: bool = True
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         where = f", where the reference has {self.allowed:g} or more" if self.allowed and self.same else ""
         return f"{self.name} >= {self.least:g}{where}"
 
@@ -159,6 +172,45 @@ GOALS = (
 )
 
 
+class _Verdict(NamedTuple):
+    """What became of a goal in one cell. `outcome` is its column: 0 met, 1 missed, 2 not asked, 3 no figure."""
+
+    outcome: int
+    metrics: list[float]  # of the seeds that have a figure
+    best: float  # the reference's mean over the same seeds
+
+
+def _verdict(by_seed: Sequence[By], goal: Goal) -> _Verdict:
+    both = [
+        (metric, best)
+        for one in by_seed
+        if not math.isnan(metric := goal.metric(one)) and not math.isnan(best := goal.of_best(one))
+    ]
+    if not both:
+        return _Verdict(3, [], math.nan)
+    metrics, best = [metric for metric, _ in both], _mean([best for _, best in both])
+    met, asked = _mean(metrics) >= goal.least, best >= goal.allowed
+    return _Verdict(0 if met else 1 if asked else 2, metrics, best)
+
+
+def in_short(found: Found) -> Iterator[str]:
+    """The page on one screen: each goal's figure over all cells, and in how many of them it is met."""
+    cells = _cells(found)
+    yield "*Simulated*: tokens a second of our policy (*ours*) beside four others, and what of its goals is met."
+    yield ""
+    yield "| mean of a cell | lowest | median | highest | goal | cells that meet it | miss it | not asked | no figure |"
+    yield "| --- " * 9 + "|"
+    for goal in GOALS:
+        verdicts = [_verdict(by_seed, goal) for by_seed in cells.values()]
+        counts = Counter(verdict.outcome for verdict in verdicts)
+        means = [_mean(verdict.metrics) for verdict in verdicts if verdict.metrics]
+        span = [f"{of(means):.2f}" for of in (min, statistics.median_low, max)] if means else ["-", "-", "-"]
+        columns = [*span, f"{goal.least:g}", *(str(counts[outcome]) for outcome in range(4))]
+        yield f"| {goal.name} | " + " | ".join(columns) + " |"
+    yield ""
+    yield from IN_SHORT
+
+
 def missed(found: Found) -> Iterator[str]:
     """Goals by cell: met, missed, not asked, or without a figure; and each that is not met, with its figures and the reason."""
     lines: list[str] = []
@@ -166,27 +218,19 @@ def missed(found: Found) -> Iterator[str]:
     counts = {goal.name: [0, 0, 0, 0] for goal in GOALS}
     for cell, by_seed in _cells(found).items():
         for goal in GOALS:
-            both = [
-                (figure, best)
-                for one in by_seed
-                if not math.isnan(figure := goal.figure(one)) and not math.isnan(best := goal.of_best(one))
-            ]
-            if not both:
-                counts[goal.name][3] += 1
+            outcome, metrics, best = _verdict(by_seed, goal)
+            counts[goal.name][outcome] += 1
+            if not metrics:
                 none.setdefault(_comma(cell), []).append(goal.name)
-                continue
-            figures, best = [figure for figure, _ in both], _mean([best for _, best in both])  # over the same seeds
-            met, asked = _mean(figures) >= goal.least, best >= goal.allowed
-            counts[goal.name][0 if met else 1 if asked else 2] += 1
-            if not met:
-                blank = [math.nan] * (len(by_seed) - len(both))
-                told = f"{interval([*figures, *blank])} of {goal.least:g} (reference {best:.2f})"
+            elif outcome:
+                blank = [math.nan] * (len(by_seed) - len(metrics))
+                summary = f"{interval([*metrics, *blank])} of {goal.least:g} (reference {best:.2f})"
                 why = _reason(by_seed, goal, best)
-                lines.append(f"| {_named(cell)} | {goal.name} | {told} | {why} | {_seconds(by_seed)} |")
+                lines.append(f"| {_named(cell)} | {goal.name} | {summary} | {why} | {_seconds(by_seed)} |")
     yield "| goal | cells that meet it | miss it | are under it, and not asked: the reference has too little | have no figure |"
     yield "| --- | --- | --- | --- | --- |"
     for goal in GOALS:
-        yield f"| {goal.told} | " + " | ".join(map(str, counts[goal.name])) + " |"
+        yield f"| {goal.summary} | " + " | ".join(map(str, counts[goal.name])) + " |"
     if none:
         yield ""
         cells = "; ".join(f"{cell} ({', '.join(names)})" for cell, names in none.items())
@@ -202,26 +246,34 @@ def ahead(found: Found) -> str:
     """How often ours was the reference."""
     ratios = {unit: _ratio("ours", "clairvoyant")(by) for unit, by in found.items()}
     more = {unit: ratio for unit, ratio in ratios.items() if ratio > 1}
-    told = f"Ours was ahead of the clairvoyant scheduler in {len(more)} of {len(found)} units"
+    summary = f"Ours was ahead of the clairvoyant scheduler in {len(more)} of {len(found)} units"
     if more:
         most = max(more, key=lambda unit: more[unit])
-        told += f", by {more[most] - 1:.1%} at most ({_comma((most.segment, most.model, most.pairs))}, seed {most.seed})"
-    return told + "."
+        summary += f", by {more[most] - 1:.1%} at most ({_comma((most.segment, most.model, most.pairs))}, seed {most.seed})"
+    return summary + "."
 
 
 def starts(found: Found, policies: Sequence[str]) -> Iterator[str]:
     """Engine starts, the share of them that ended before a token, and preemptions: means over seeds, a column for each cap."""
     cells = _cells(found)
     caps = sorted({pairs for _, _, pairs in cells}, key=lambda pairs: pairs or math.inf)
-    yield "| segment | model | policy | " + " | ".join(f"{pairs or 'all'} pairs" if pairs != 1 else "1 pair" for pairs in caps) + " |"
+    yield (
+        "| segment | model | policy | "
+        + " | ".join(f"{pairs or 'all'} pairs" if pairs != 1 else "1 pair" for pairs in caps)
+        + " |"
+    )
     yield "| --- " * (3 + len(caps)) + "|"
     for segment, model in dict.fromkeys((segment, model) for segment, model, _ in cells):
         for name in policies:
-            told = [_started([by[name] for by in cells.get((segment, model, pairs), ())]) for pairs in caps]
-            yield f"| {segment} | {model} | {name} | " + " | ".join(told) + " |"
+            summary = [
+                _started([by[name] for by in cells.get((segment, model, pairs), ())]) for pairs in caps
+            ]
+            yield f"| {segment} | {model} | {name} | " + " | ".join(summary) + " |"
     yield ""
     for name in policies:
-        all_, wasted = (sum(getattr(by[name], what) for by in found.values()) for what in ("starts", "wasted"))
+        all_, wasted = (
+            sum(getattr(by[name], what) for by in found.values()) for what in ("starts", "wasted")
+        )
         yield f"- {name}: {_share(wasted, all_)} of all {all_:,} starts were wasted (wanted: under 5 %)"
 
 
@@ -243,17 +295,17 @@ def _cells(found: Found) -> dict[Cell, list[By]]:
     return cells
 
 
-def _words(cell: Cell) -> tuple[str, str, int | str]:
+def _cell_columns(cell: Cell) -> tuple[str, str, int | str]:
     segment, model, pairs = cell
     return segment, model, pairs or "all"
 
 
 def _comma(cell: Cell) -> str:
-    return ", ".join(map(str, _words(cell)))
+    return ", ".join(map(str, _cell_columns(cell)))
 
 
 def _named(cell: Cell) -> str:
-    return " | ".join(map(str, _words(cell)))
+    return " | ".join(map(str, _cell_columns(cell)))
 
 
 def _parts(results: Sequence[Result]) -> tuple[float, ...]:
@@ -270,7 +322,13 @@ def _reason(by_seed: Sequence[By], goal: Goal, best: float) -> str:
         return f"not asked: the reference has less than {goal.allowed:g}"
     mine, its = [by["ours"] for by in by_seed], [reference(by) for by in by_seed]
     whole, *more = [my - its_ for my, its_ in zip(_parts(mine), _parts(its), strict=True)]
-    most, part = max(zip(more, ("its window", "waiting for groups", "training", "toggles, update and publication"), strict=True))
+    most, part = max(
+        zip(
+            more,
+            ("its window", "waiting for groups", "training", "toggles, update and publication"),
+            strict=True,
+        )
+    )
     why = f"a step takes {whole:.0f} s more than the reference's, {part} {most:.0f} s"
     if goal.name.startswith("tokens/$"):
         held = [_mean([one.harvested_gpu_hours for one in results]) for results in (mine, its)]
@@ -279,17 +337,21 @@ def _reason(by_seed: Sequence[By], goal: Goal, best: float) -> str:
 
 
 def _seconds(by_seed: Sequence[By]) -> str:
-    told = []
+    summary = []
     for name in ("ours", "clairvoyant", "rlboost"):
         whole, window, wait, train, rest = _parts([by[name] for by in by_seed])
-        told.append(f"{name} {whole:.0f} = {window:.0f} + {wait:.0f} + {train:.0f} + {rest:.0f}")
-    return "; ".join(told)
+        summary.append(f"{name} {whole:.0f} = {window:.0f} + {wait:.0f} + {train:.0f} + {rest:.0f}")
+    return "; ".join(summary)
 
 
 def cpu(found: Found, policies: Sequence[str]) -> str:
     """CPU seconds of a unit, by policy: what was known already counts as nothing."""
     each = {name: _mean([by[name].cpu_s for by in found.values()]) for name in policies}
-    return f"{sum(each.values()):.1f} CPU s a unit (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items()) + ")"
+    return (
+        f"{sum(each.values()):.1f} CPU s a unit ("
+        + ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items())
+        + ")"
+    )
 
 
 #: What the figures rest on, and no column says.
@@ -299,34 +361,49 @@ RESTS_ON = (
     "- Weights go by TCP, from the trainer and on from engines that have them (a relay), for all policies alike.",
     "- On the Earth segments all seeds meet the same fleet: the interval holds answer lengths and cold starts, and says nothing of other"
     " fleets. On the spot segments which instance goes is drawn by the seed too.",
-    "- Ours begins with a prior for how long GPUs last, .63 losses an hour with the trust of 8 lives (`scavenger/harvest/survival.py`),"
+    "- Ours begins with a prior for how long GPUs last, .63 losses an hour with the"
+    " trust of 8 lives (`scavenger/policy/forecast/survival.py`),"
     " which is the Earth trace's own hazard; all else it learns within each simulation.",
 )
 
 
-def page(found: Found, policies: Sequence[str], month: str, told: Sequence[str], others: Set[Unit] = frozenset()) -> str:
-    """`told`: what else there is to say of how these results came about, a line each. `others`: units that another code played."""
+def page(
+    found: Found,
+    policies: Sequence[str],
+    month: str,
+    summary: Sequence[str],
+    of_other_code: Set[Unit] = frozenset(),
+) -> str:
+    """`summary`: what else there is to say of how these results came about, a line each. `of_other_code`:
+    units that another code played."""
     seeds = sorted({unit.seed for unit in found})
+    compared = set(COMPARED) <= set(policies)
     head = [
         "# Policies in simulation",
         "",
+        *([*in_short(found), ""] if compared else []),
         f"*Simulated*, {month}, with the router, harvest policy and step machine that run live, over traces;",
         "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
         f"`scavenger/simulate/published.py`, heartbeats and looks at Slurm every 10 s. Seeds {seeds[0]} to {seeds[-1]};",
         "`pairs`: engines of two GPUs that the run may have.",
         "",
-        *told,
+        *summary,
         "",
         *RESTS_ON,
         "",
     ]
-    compared = set(COMPARED) <= set(policies)
     goals = ["", "## Goals", "", *REFERENCE, ahead(found), "", *missed(found)] if compared else []
     counted = [name for name in ("ours", "rlboost") if name in policies]
     engines = ["", "## Engines", "", *STARTS, "", *starts(found, counted)] if counted else []
-    return "\n".join([*head, *rows(found, policies, others), *goals, *engines, ""])
+    return "\n".join([*head, *rows(found, policies, of_other_code), *goals, *engines, ""])
 
 
+IN_SHORT = (
+    "A cell is one segment of a trace, one model and one cap of the fleet. *Gap closed* is the share of what the",
+    "best known schedule gains over training on the reserved GPUs alone (*colocated*). *Not asked*: that schedule",
+    "has too little itself. *No figure*: the other policy ended no step. Below: how the figures were made, every",
+    "cell, [each miss with its reason](#goals), [engine starts](#engines).",
+)
 REFERENCE = (
     "The reference is, unit by unit, the better of two feasible schedules: the clairvoyant scheduler's, which knows lengths, curves and",
     "losses to come, and ours (who knows everything could have done what ours did). So a gap closed is 1 at most. Neither is the best",

@@ -18,27 +18,39 @@ from dataclasses import replace
 from pathlib import Path
 
 from scavenger.simulate import traces
-from scavenger.simulate.contender import Contender
-from scavenger.simulate.contenders import profiled
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.make import profiled
 from scavenger.simulate.policies.rlboost import rlboost
-from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
+from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.published import (
+    ROWS,
+    STACK,
+    PublishedPoint,
+    Quantity,
+    Setting,
+    scenario,
+    steady,
+    throughput,
+)
 from scavenger.simulate.scenario import Scenario
 
 SEGMENTS = Path(__file__).with_name("segments.json")
 PAIR = STACK.engine_gpus
 
 
-def contender_of(policy: str, cell: Scenario) -> Contender:
+def policy_of(policy: str, cell: Scenario) -> SimulatedPolicy:
     """As in a row, with what is profiled for its scenario."""
     if policy == "colocated":
         return COLOCATED
     settings = profiled(cell)
-    return rlboost(replace(settings, seeds=policy != "rlboost without seeding", memo=policy != "rlboost without memo"), policy)
+    return rlboost(
+        replace(settings, seeds=policy != "rlboost without seeding", memo=policy != "rlboost without memo"),
+        policy,
+    )
 
 
 def spot_fleets(path: Path, seed: int) -> list[Fleet]:
@@ -48,7 +60,9 @@ def spot_fleets(path: Path, seed: int) -> list[Fleet]:
     for one in described["segments"]:
         if one["trace"].startswith("spot"):
             fleet = traces.read_spot(path, one["source"], PAIR, Streams(seed).stream("instances"))
-            fleets.append(fleet.only(sorted(fleet.capacity)[::2]).segment(one["start_s"], described["length_s"]))
+            fleets.append(
+                fleet.only(sorted(fleet.capacity)[::2]).segment(one["start_s"], described["length_s"])
+            )
     return fleets
 
 
@@ -69,7 +83,7 @@ class Bench:
             for seed in range(self._seeds):
                 for fleet, steps in self._fleets(setting, seed):
                     cell = scenario(setting, fleet, steps, seed)
-                    outs.append(simulate(cell, contender_of(policy, cell)))
+                    outs.append(simulate(cell, policy_of(policy, cell)))
             self._known[policy, setting] = outs
         return self._known[policy, setting]
 
@@ -80,23 +94,31 @@ class Bench:
         assert self._spot is not None
         return [(fleet, 0) for fleet in spot_fleets(self._spot, seed)]
 
-    def value(self, row: Row) -> float:
+    def value(self, row: PublishedPoint) -> float:
         ours = self.outcomes(row.policy if not _without(row) else _without(row), row.setting)
         speed = _mean(throughput, ours)
         if row.quantity is Quantity.TOKENS_PER_S:
             return speed
         base = self.outcomes(row.against, row.setting)
-        factor = statistics.mean(throughput(mine) / throughput(other) for mine, other in zip(ours, base, strict=True))
+        factor = statistics.mean(
+            throughput(mine) / throughput(other) for mine, other in zip(ours, base, strict=True)
+        )
         if row.quantity is Quantity.SPEED_UP:
             return factor
         if row.quantity is Quantity.CHANGE:
             return factor - 1
-        price = [row.setting.dollars_per_hour(mean_pairs(mine)) / row.setting.dollars_per_hour(0.0) for mine in ours]
-        gains = [throughput(mine) / throughput(other) / paid for mine, other, paid in zip(ours, base, price, strict=True)]
+        price = [
+            row.setting.dollars_per_hour(mean_pairs(mine)) / row.setting.dollars_per_hour(0.0)
+            for mine in ours
+        ]
+        gains = [
+            throughput(mine) / throughput(other) / paid
+            for mine, other, paid in zip(ours, base, price, strict=True)
+        ]
         return statistics.mean(gains) - 1
 
 
-def _without(row: Row) -> str:
+def _without(row: PublishedPoint) -> str:
     """The contender's name where the row switches something off."""
     off = [switch for switch, on in row.switches.items() if not on]
     return f"{row.policy} without {off[0]}" if off else ""
@@ -107,11 +129,15 @@ def _mean(of: Callable[[Outcome], float], outs: list[Outcome]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--spot", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rows", default="", help="only rows whose names begin with one of these, comma separated")
+    parser.add_argument(
+        "--rows", default="", help="only rows whose names begin with one of these, comma separated"
+    )
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     wanted = tuple(name for name in asked.rows.split(",") if name)
@@ -125,11 +151,22 @@ def main() -> None:
             continue
         started = time.perf_counter()
         value = bench.value(row)
-        found.append({"row": row.name, "published": row.value, "simulated": value, "error": row.error(value), "calibrates": row.calibrates})
+        found.append(
+            {
+                "row": row.name,
+                "published": row.value,
+                "simulated": value,
+                "error": row.error(value),
+                "calibrates": row.calibrates,
+            }
+        )
         form = ",.0f" if row.quantity is Quantity.TOKENS_PER_S else ".2f"
         marked = row.name + (" *" if row.calibrates else "")
         took = time.perf_counter() - started
-        print(f"{marked:34} {row.value:>10{form}} {value:>10{form}} {row.error(value):>+7.1%}  {row.source} ({took:.0f} s)", flush=True)
+        print(
+            f"{marked:34} {row.value:>10{form}} {value:>10{form}} {row.error(value):>+7.1%}  {row.source} ({took:.0f} s)",
+            flush=True,
+        )
     print("* calibrates: the constants were chosen with these rows")
     if left_out:
         print(f"left out, they need --spot: {'; '.join(left_out)}")

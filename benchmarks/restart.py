@@ -16,12 +16,14 @@ import time
 import msgspec
 import sqlalchemy as sa
 
-from scavenger.ledger import reader, store, transaction
 from scavenger.ledger import records as rec
-from scavenger.router.machine import Router
-from scavenger.router.payloads import PayloadStore
-from scavenger.router.state import Limits
-from scavenger.wire import EngineSpec, Sampling, pack_logprobs, pack_tokens
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
+from scavenger.ledger.write import transaction
+from scavenger.protocol.messages import EngineSpec, Sampling, pack_logprobs, pack_tokens
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import PayloadStore
+from scavenger.router.core.state import Limits
 
 N, ENGINES, CHUNK = 16, 1000, 32
 AT = 1_790_000_000.0
@@ -32,7 +34,11 @@ def fill(engine: sa.Engine, samples: int, chunks: int) -> None:
     generation = transaction.grant_generation(engine, "host", 1, "benchmark", AT)
     spec = msgspec.json.encode(EngineSpec("reference", "{}", "float32", 128, 8192)).decode()
     sampling = msgspec.json.encode(Sampling(4096)).decode()
-    prompt, tokens, logprobs = pack_tokens(range(256)), pack_tokens(range(CHUNK)), pack_logprobs([-1.0] * CHUNK)
+    prompt, tokens, logprobs = (
+        pack_tokens(range(256)),
+        pack_tokens(range(CHUNK)),
+        pack_logprobs([-1.0] * CHUNK),
+    )
     batch = 0
     with transaction.open_connection(engine) as connection:
 
@@ -46,18 +52,35 @@ def fill(engine: sa.Engine, samples: int, chunks: int) -> None:
                 rec.RunCreated(1, "r", "owner", 1, "{}", spec, "", AT),
                 rec.AttemptGranted(1, 1, "host", 1, 0, "{}", spec, AT),
                 rec.VersionPublished(1, 1, 0, 1, b"root", b"manifest", 1, AT),
-                *(rec.WorkerJoined(w, 1, "harvested", f"i{w}", f"s{w}", 0, w, f"n{w}", 1, "e", AT) for w in range(1, ENGINES + 1)),
+                *(
+                    rec.WorkerJoined(w, 1, "harvested", f"i{w}", f"s{w}", 0, w, f"n{w}", 1, "e", AT)
+                    for w in range(1, ENGINES + 1)
+                ),
             ]
         )
         for first in range(0, samples // N, 500):
             groups = range(first, min(first + 500, samples // N))
-            made = [rec.GroupCreated(g + 1, 1, "train", 1, g, 0, 1, prompt, N, g * N + 1, sampling, "{}", AT) for g in groups]
-            leases = [rec.LeaseGranted(s, 1, s % ENGINES + 1, 1, 0, AT) for g in groups for s in range(g * N + 1, g * N + N + 1)]
+            made = [
+                rec.GroupCreated(g + 1, 1, "train", 1, g, 0, 1, prompt, N, g * N + 1, sampling, "{}", AT)
+                for g in groups
+            ]
+            leases = [
+                rec.LeaseGranted(s, 1, s % ENGINES + 1, 1, 0, AT)
+                for g in groups
+                for s in range(g * N + 1, g * N + N + 1)
+            ]
             commit([*made, *leases])
         for chunk in range(chunks):
             for first in range(1, samples + 1, 20_000):
                 some = range(first, min(first + 20_000, samples + 1))
-                commit([rec.ChunkAccepted(s, 1, CHUNK * chunk, tokens, logprobs, logprobs, 1, s % ENGINES + 1, AT) for s in some])
+                commit(
+                    [
+                        rec.ChunkAccepted(
+                            s, 1, CHUNK * chunk, tokens, logprobs, logprobs, 1, s % ENGINES + 1, AT
+                        )
+                        for s in some
+                    ]
+                )
 
 
 def measure(url: str, samples: int, tokens: int) -> None:
@@ -67,7 +90,9 @@ def measure(url: str, samples: int, tokens: int) -> None:
     engine = store.open_engine(url)
     try:
         fill(engine, samples, chunks)
-        print(f"{samples:,} samples in flight, {samples * chunks * CHUNK:,} tokens in the ledger ({engine.dialect.name})")
+        print(
+            f"{samples:,} samples in flight, {samples * chunks * CHUNK:,} tokens in the ledger ({engine.dialect.name})"
+        )
         for _ in range(3):
             began, cpu = time.perf_counter(), time.process_time()
             snapshot = reader.read_snapshot(engine)
@@ -94,9 +119,9 @@ def main() -> None:
     parser.add_argument("--url", default="")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=1_000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scavenger-restart-") as home:
-        measure(given.url or f"sqlite:///{home}/ledger.sqlite3", given.samples, given.tokens)
+        measure(options.url or f"sqlite:///{home}/ledger.sqlite3", options.samples, options.tokens)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,7 @@ from __future__ import annotations
 import sys
 import time
 
-from scavenger.router.events import (
-    Committed,
-    HelloReceived,
-    HistoryRead,
-    Identity,
-    ReadHistory,
-    RouterEvent,
-    Send,
-    TrainerCalled,
-    WorkerSaid,
-    Write,
-)
-from scavenger.router.machine import Router
-from scavenger.router.payload_check import checked
-from scavenger.router.payloads import PayloadStore
-from scavenger.router.state import Limits
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     PROTOCOL,
     Assign,
     Call,
@@ -46,6 +30,22 @@ from scavenger.wire import (
     pack_logprobs,
     pack_tokens,
 )
+from scavenger.router.core.events import (
+    Committed,
+    HelloReceived,
+    HistoryRead,
+    Identity,
+    ReadHistory,
+    RouterEvent,
+    Send,
+    TrainerCalled,
+    WorkerSent,
+    Write,
+)
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.pipeline import checked
 
 WORKERS, SAMPLES, TOKENS, CHUNK, COMMIT_EVERY = 64, 100, 64, 8, 16
 OWNER = Identity("owner", "k")
@@ -74,7 +74,9 @@ class Site:
 
     def call(self, body: CallBody) -> None:
         self.calls += 1
-        self.handle(TrainerCalled(1, OWNER, Call(self.calls, "r", 0 if isinstance(body, OpenRun) else 1, body)))
+        self.handle(
+            TrainerCalled(1, OWNER, Call(self.calls, "r", 0 if isinstance(body, OpenRun) else 1, body))
+        )
         self.commit()
 
     def fill(self) -> None:
@@ -88,7 +90,7 @@ class Site:
         for i in range(WORKERS):
             hello = WorkerHello(PROTOCOL, "harvested", "r", f"s{i}", 0, i, f"n{i}", 1, "reference", "0", 1)
             self.handle(HelloReceived(100 + i, Identity("worker", f"k{i}", "r", f"i{i}"), hello))
-            self.handle(WorkerSaid(100 + i, WeightsLoaded(1, b"root")))
+            self.handle(WorkerSent(100 + i, WeightsLoaded(1, b"root")))
             self.commit()
 
 
@@ -98,14 +100,28 @@ def measure(chunks_in_message: int) -> None:
     assert sum(map(len, site.leases.values())) == WORKERS * SAMPLES
     tokens, logprobs = pack_tokens(range(CHUNK)), pack_logprobs([-1.0] * CHUNK)
     messages = [
-        (conn, Chunks(tuple(
-            Chunk(x.sample_id, x.epoch, offset, 1, tokens, logprobs, logprobs, "length" if offset + CHUNK == TOKENS else None)
-            for x in leases[first : first + chunks_in_message]
-        )))
+        (
+            conn,
+            Chunks(
+                tuple(
+                    Chunk(
+                        x.sample_id,
+                        x.epoch,
+                        offset,
+                        1,
+                        tokens,
+                        logprobs,
+                        logprobs,
+                        "length" if offset + CHUNK == TOKENS else None,
+                    )
+                    for x in leases[first : first + chunks_in_message]
+                )
+            ),
+        )
         for offset in range(0, TOKENS, CHUNK)
         for first in range(0, SAMPLES, chunks_in_message)
         for conn, leases in list(site.leases.items())
-    ]  # fmt: skip
+    ]
     started = time.perf_counter()
     for n, (conn, message) in enumerate(messages, 1):
         site.handle(checked(conn, message))
@@ -115,7 +131,9 @@ def measure(chunks_in_message: int) -> None:
     took = time.perf_counter() - started
     chunks = WORKERS * SAMPLES * TOKENS // CHUNK
     assert site.router.core.counters["tokens_accepted"] == WORKERS * SAMPLES * TOKENS
-    print(f"{chunks_in_message:4} chunks a message: {len(messages) / took:9,.0f} events/s, {chunks / took:9,.0f} chunks/s")
+    print(
+        f"{chunks_in_message:4} chunks a message: {len(messages) / took:9,.0f} events/s, {chunks / took:9,.0f} chunks/s"
+    )
 
 
 if __name__ == "__main__":

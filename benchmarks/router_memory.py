@@ -13,12 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from scavenger.router.events import Committed, HelloReceived, HistoryRead, Identity, ReadHistory, RouterEvent, TrainerCalled, Write
-from scavenger.router.machine import Router
-from scavenger.router.payload_check import checked
-from scavenger.router.payloads import FLAT_BYTES, PayloadStore
-from scavenger.router.state import Limits
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     PROTOCOL,
     Call,
     CallBody,
@@ -36,6 +31,20 @@ from scavenger.wire import (
     pack_logprobs,
     pack_tokens,
 )
+from scavenger.router.core.events import (
+    Committed,
+    HelloReceived,
+    HistoryRead,
+    Identity,
+    ReadHistory,
+    RouterEvent,
+    TrainerCalled,
+    Write,
+)
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import FLAT_BYTES, PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.pipeline import checked
 
 N, ENGINES, PROMPT, CHUNK = 16, 1000, 256, 32
 OWNER = Identity("owner", "k")
@@ -66,7 +75,9 @@ class Site:
 
     def call(self, body: CallBody) -> None:
         self.calls += 1
-        self.handle(TrainerCalled(1, OWNER, Call(self.calls, "r", 0 if isinstance(body, OpenRun) else 1, body)))
+        self.handle(
+            TrainerCalled(1, OWNER, Call(self.calls, "r", 0 if isinstance(body, OpenRun) else 1, body))
+        )
         self.commit()
 
 
@@ -85,25 +96,40 @@ def measure(samples: int) -> None:
     prompt = pack_tokens(range(PROMPT))
     for first in range(0, samples // N, 500):
         wanted = range(first, min(first + 500, samples // N))
-        site.call(SubmitGroups(1, 1, "train", tuple(GroupSpec(i, prompt[:-4] + pack_tokens([i]), N, Sampling(4096)) for i in wanted)))
+        site.call(
+            SubmitGroups(
+                1,
+                1,
+                "train",
+                tuple(GroupSpec(i, prompt[:-4] + pack_tokens([i]), N, Sampling(4096)) for i in wanted),
+            )
+        )
     assert sum(len(w.leases) for w in site.router.core.workers.values()) == samples
     leased = resident()
     each = (leased - base) / samples
-    print(f"{samples:,} samples leased: {leased / 2**20:,.0f} MiB, {each:,.0f} bytes a sample (its share of group and prompt included)")
+    print(
+        f"{samples:,} samples leased: {leased / 2**20:,.0f} MiB, {each:,.0f} bytes a sample (its share of group and prompt included)"
+    )
     tokens, logprobs = pack_tokens(range(CHUNK)), pack_logprobs([-1.0] * CHUNK)
     flushes, started = 4, time.perf_counter()
     for offset in range(0, CHUNK * flushes, CHUNK):
         for worker in site.router.core.workers.values():
             assert worker.conn is not None
-            chunks = (Chunk(s.id, s.epoch, offset, 1, tokens, logprobs, logprobs) for s in worker.leases.values())
+            chunks = (
+                Chunk(s.id, s.epoch, offset, 1, tokens, logprobs, logprobs) for s in worker.leases.values()
+            )
             site.handle(checked(worker.conn, Chunks(tuple(chunks))))
             site.commit()
     took = time.perf_counter() - started
     kept = resident() - leased
     counted = site.store.nbytes
-    print(f"{CHUNK * flushes} tokens of each: {kept / 2**20:,.0f} MiB more, the store counts {counted / 2**20:,.0f} MiB")
+    print(
+        f"{CHUNK * flushes} tokens of each: {kept / 2**20:,.0f} MiB more, the store counts {counted / 2**20:,.0f} MiB"
+    )
     flat = (kept - 12 * 9 / 8 * CHUNK * flushes * samples) / samples
-    print(f"  so {flat:,.0f} bytes a kept sample besides its tokens and an eighth of them; FLAT_BYTES is {FLAT_BYTES}")
+    print(
+        f"  so {flat:,.0f} bytes a kept sample besides its tokens and an eighth of them; FLAT_BYTES is {FLAT_BYTES}"
+    )
     print(f"  {samples * flushes / took:,.0f} chunks/s")
 
 

@@ -17,22 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scavenger.ledger import experience, store
-from scavenger.ledger.reader import rows
-from scavenger.ledger.recording import Recording
-from scavenger.router.policy import Standard
-from scavenger.router.predictive import Predictive
-from scavenger.simulate.replay import replay
+from scavenger.ledger import store
+from scavenger.ledger.read import history
+from scavenger.ledger.read.reader import rows
+from scavenger.policy.history import RunHistory
+from scavenger.policy.interface import Standard
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.simulate.replay.replay import replay
 
 SHIPPED = Path(__file__).parents[1] / "tests/data/simulate/demo_ledger.gz"
 QUESTIONS = ("place", "rebalance", "window", "engines", "observe")
 
 
-def read(path: Path) -> Recording:
+def read(path: Path) -> RunHistory:
     engine = store.open_readonly(f"sqlite:///{path.absolute()}", store.MAINTENANCE_S)
     try:
         ((name,),) = rows(engine, "SELECT DISTINCT name FROM runs").rows
-        return experience.read(engine, name)
+        return history.read(engine, name)
     finally:
         engine.dispose()
 
@@ -45,33 +46,39 @@ class Clock:
         self.spent = dict.fromkeys(QUESTIONS, 0.0)
 
     def __enter__(self) -> Clock:
-        for name, answer in self._plain.items():
-            setattr(self._policy, name, self._timed(name, answer))
+        for name, method in self._plain.items():
+            setattr(self._policy, name, self._timed(name, method))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name, answer in self._plain.items():
-            setattr(self._policy, name, answer)
+        for name, method in self._plain.items():
+            setattr(self._policy, name, method)
 
-    def _timed(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(policy: object, *about: Any) -> Any:
             started = time.process_time()
             try:
-                return answer(policy, *about)
+                return method(policy, *about)
             finally:
                 self.spent[name] += time.process_time() - started
 
         return timed
 
 
-def measure(recording: Recording, name: str, policy: type) -> float:
+def measure(run_history: RunHistory, name: str, policy: type) -> float:
     """Prints a row; returns the steps' mean seconds."""
     with Clock(policy) as clock:
-        played = replay(recording, name)
-    steps = len(played.pairs)
-    mean_s = sum(pair.played_s for pair in played.pairs) / steps
-    each = ", ".join(f"{question} {1000 * clock.spent[question] / steps:.1f}" for question in QUESTIONS if clock.spent[question] > 0)
-    print(f"  {name:<11} {mean_s:6.2f} s a step, {1000 * sum(clock.spent.values()) / steps:6.1f} ms of deciding in it ({each or 'none'})")
+        replayed = replay(run_history, name)
+    steps = len(replayed.pairs)
+    mean_s = sum(pair.replayed_s for pair in replayed.pairs) / steps
+    each = ", ".join(
+        f"{question} {1000 * clock.spent[question] / steps:.1f}"
+        for question in QUESTIONS
+        if clock.spent[question] > 0
+    )
+    print(
+        f"  {name:<11} {mean_s:6.2f} s a step, {1000 * sum(clock.spent.values()) / steps:6.1f} ms of deciding in it ({each or 'none'})"
+    )
     return mean_s
 
 
@@ -82,10 +89,12 @@ def main(ledgers: list[str]) -> None:
             shipped.write_bytes(gzip.decompress(SHIPPED.read_bytes()))
             store.upgrade(f"sqlite:///{shipped}")
         for path in map(Path, ledgers or [str(shipped)]):
-            recording = read(path)
-            print(f"{path.name}: {len(recording.steps)} steps of {len(recording.steps[0].answers)} answers")
-            standard = measure(recording, "standard", Standard)
-            print(f"  predictive / standard: {measure(recording, 'predictive', Predictive) / standard:.3f}")
+            run_history = read(path)
+            print(
+                f"{path.name}: {len(run_history.steps)} steps of {len(run_history.steps[0].answers)} answers"
+            )
+            standard = measure(run_history, "standard", Standard)
+            print(f"  predictive / standard: {measure(run_history, 'predictive', Predictive) / standard:.3f}")
 
 
 if __name__ == "__main__":

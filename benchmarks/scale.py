@@ -32,24 +32,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from scavenger import interpreter, keys, toml
-from scavenger.cluster import sandbox, sandbox_conf
+from scavenger import toml
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.cluster.ports import listens, take_ports
-from scavenger.cluster.slurm import SlurmCluster
-from scavenger.harvest.health import HealthRules
-from scavenger.harvest.policy import Limits, OurJob, decide
-from scavenger.harvest.room import owners
-from scavenger.harvest.tracker import Rules, Tracker
-from scavenger.router.machine import Demand
+from scavenger.cluster.sandbox import conf as sandbox_conf
+from scavenger.cluster.sandbox import sandbox
+from scavenger.cluster.sandbox.ports import listens, take_ports
+from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.daemon import process
+from scavenger.harvest.decide.decide import Limits, OurJob, decide
+from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.track.node_health import HealthRules
+from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.policy.demand import Demand
+from scavenger.protocol import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 NOW = 1000.0
 LIMITS = Limits(
-    "scavenge", max_engines=4000, max_pending=32, courtesy_window_s=120.0, headroom_per_node=1, pin=True, drain_before_s=30.0,
+    "scavenge",
+    max_engines=4000,
+    max_pending=32,
+    other_users_window_s=120.0,
+    headroom_per_node=1,
+    pin=True,
+    drain_before_s=30.0,
     user="scavenger",
-)  # fmt: skip
+)
 DEMAND = [Demand(1, "bench", 4000, 1, "whatever is idle")]
 
 
@@ -69,22 +78,59 @@ def busy_site(nodes: int, jobs: int, seed: int) -> tuple[ClusterView, list[OurJo
             gpus = 1 if mine else min(rng.choice((1, 2, 4)), 8 - used)
             used, job_id = used + gpus, job_id + 1
             user, partition = ("scavenger", "scavenge") if mine else (f"u{job_id % 300}", "normal")
-            found.append(Job(job_id, user, partition, JobState.RUNNING, nodes=(name,), gpus=gpus, gpus_by_node=((name, gpus),), cpus=gpus))
+            found.append(
+                Job(
+                    job_id,
+                    user,
+                    partition,
+                    JobState.RUNNING,
+                    nodes=(name,),
+                    gpus=gpus,
+                    gpus_by_node=((name, gpus),),
+                    cpus=gpus,
+                )
+            )
             if mine:
-                ours.append(OurJob(f"scv-{job_id:016x}", 1, job_id, gpus, False, name, connected=True, leases=job_id % 5))
+                ours.append(
+                    OurJob(
+                        f"scv-{job_id:016x}", 1, job_id, gpus, False, name, connected=True, leases=job_id % 5
+                    )
+                )
         held = 0 if idle else 8
-        made.append(Node(name, frozenset({"mixed"}), frozenset({"normal", "scavenge"}), "h100", 8, held, 128, held * 8, 1_000_000, 0))
+        made.append(
+            Node(
+                name,
+                frozenset({"mixed"}),
+                frozenset({"normal", "scavenge"}),
+                "h100",
+                8,
+                held,
+                128,
+                held * 8,
+                1_000_000,
+                0,
+            )
+        )
     while len(found) < jobs:
         job_id += 1
         wide = rng.choice((1, 1, 1, 2, 4, 16, 64, 2000))
         found.append(
             Job(
-                job_id, f"u{job_id % 300}", rng.choice(("normal", "large", "normal,large")), JobState.PENDING, n_nodes=wide,
-                reason=rng.choice(("Resources", "Priority", "Priority", "Dependency", "QOSMaxGRESPerUser", "BeginTime")),
-                gpus=wide * rng.choice((1, 2, 4, 8)), cpus=wide * 8, priority=rng.randrange(10**6), submit_time=rng.random() * NOW,
+                job_id,
+                f"u{job_id % 300}",
+                rng.choice(("normal", "large", "normal,large")),
+                JobState.PENDING,
+                n_nodes=wide,
+                reason=rng.choice(
+                    ("Resources", "Priority", "Priority", "Dependency", "QOSMaxGRESPerUser", "BeginTime")
+                ),
+                gpus=wide * rng.choice((1, 2, 4, 8)),
+                cpus=wide * 8,
+                priority=rng.randrange(10**6),
+                submit_time=rng.random() * NOW,
                 start_time=rng.choice((0.0, NOW + 50, NOW + 1000)),
             )
-        )  # fmt: skip
+        )
     partitions = (
         Partition("normal", frozenset(names), 10, PreemptMode.OFF, 0.0, 1e9),
         Partition("large", frozenset(names[: nodes // 2]), 20, PreemptMode.OFF, 0.0, 1e9),
@@ -97,13 +143,17 @@ def time_policy(nodes: int, jobs: int, repeat: int, seed: int) -> None:
     view, ours = busy_site(nodes, jobs, seed)
     running = sum(job.state is JobState.RUNNING for job in view.jobs)
     took = []
-    limits = replace(LIMITS, could_start_since=tuple((job.job_id, 0.0) for job in view.jobs if job.waits))  # they have waited long enough
-    interpreter.tune()
+    limits = replace(
+        LIMITS, could_start_since=tuple((job.job_id, 0.0) for job in view.jobs if job.waits)
+    )  # they have waited long enough
+    process.tune()
     for _ in range(repeat):
         before = time.process_time()
         decision = decide(view, DEMAND, ours, limits, NOW)
         took.append(1000 * (time.process_time() - before))
-    print(f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({len(view.jobs) - running:,} wait), {len(ours)} engines of ours")
+    print(
+        f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({len(view.jobs) - running:,} wait), {len(ours)} engines of ours"
+    )
     print(f"decide: {min(took):.0f} ms least, {statistics.median(took):.0f} ms median of {repeat}")
     print(f"{len(decision.actions)} actions, {decision.code}")
 
@@ -115,19 +165,29 @@ def cloud_conf(base: Path, nodes: int, port: int) -> str:
     """The sandbox's `slurm.conf` with CLOUD nodes in place of its own."""
     names = ("node0",)
     layout = Layout(
-        nodes=names, gpus=8,
+        nodes=names,
+        gpus=8,
         partitions=(
             PartitionLayout(name="normal", nodes=names, priority_tier=10),
             PartitionLayout(name="scavenge", nodes=names, priority_tier=1, preempt_mode=PreemptMode.REQUEUE),
         ),
-    )  # fmt: skip
+    )
     plugins = next(path for path in sandbox._PLUGINS if os.path.isdir(path))
-    site = sandbox_conf.Site(str(base), os.uname().nodename.split(".")[0], pwd.getpwuid(os.getuid()).pw_name, plugins, port)
+    site = sandbox_conf.Site(
+        str(base), os.uname().nodename.split(".")[0], pwd.getpwuid(os.getuid()).pw_name, plugins, port
+    )
     every = f"cloud[1-{nodes}]"
     node = f"NodeName={every} CPUs=64 RealMemory=1000000 Gres=gpu:h100:8 State=CLOUD"
     text = re.sub(r"^NodeName=.*$", node, sandbox_conf.slurm_conf(layout, site), flags=re.MULTILINE)
-    text = text.replace("Nodes=node0", f"Nodes={every}").replace("bf_interval=1", "bf_interval=30,bf_max_job_test=100")
-    cloud = ("ResumeProgram=/bin/true", "SuspendProgram=/bin/true", "SuspendTime=INFINITE", "PrivateData=cloud")
+    text = text.replace("Nodes=node0", f"Nodes={every}").replace(
+        "bf_interval=1", "bf_interval=30,bf_max_job_test=100"
+    )
+    cloud = (
+        "ResumeProgram=/bin/true",
+        "SuspendProgram=/bin/true",
+        "SuspendTime=INFINITE",
+        "PrivateData=cloud",
+    )
     return "\n".join([*cloud, "MaxJobCount=200000", "MaxArraySize=100001", text])
 
 
@@ -147,10 +207,22 @@ def controller(nodes: int) -> Iterator[dict[str, str]]:
         conf = base / "etc/slurm.conf"
         conf.write_text(cloud_conf(base, nodes, port))
         (base / "etc/gres.conf").write_text("AutoDetect=off\n")
-        env = {**sandbox.slurm_environment(os.environ), "SLURM_CONF": str(conf), "PATH": sandbox._search_path()}
+        env = {
+            **sandbox.slurm_environment(os.environ),
+            "SLURM_CONF": str(conf),
+            "PATH": sandbox._search_path(),
+        }
         run, munge = base / "run", base / "munge"
-        argv = ["munged", "--foreground", "--force", f"--key-file={munge}/munge.key", f"--socket={run}/munge.socket",
-                f"--pid-file={run}/munged.pid", f"--log-file={base}/log/munged.log", f"--seed-file={munge}/munge.seed"]  # fmt: skip
+        argv = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={munge}/munge.key",
+            f"--socket={run}/munge.socket",
+            f"--pid-file={run}/munged.pid",
+            f"--log-file={base}/log/munged.log",
+            f"--seed-file={munge}/munge.seed",
+        ]
         _start(children, argv, env, base)
         _wait("munged", lambda: (run / "munge.socket").exists())
         _start(children, ["slurmctld", "-D", "-c", "-f", str(conf)], env, base)
@@ -175,7 +247,9 @@ def _start(children: list[subprocess.Popen[bytes]], argv: list[str], env: dict[s
     if binary is None:
         raise SystemExit(f"{argv[0]} is not installed: {sandbox.INSTALL}")
     with (base / "log" / f"{argv[0]}.out").open("wb") as log:
-        children.append(subprocess.Popen([binary, *argv[1:]], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        children.append(
+            subprocess.Popen([binary, *argv[1:]], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        )
 
 
 def _wait(what: str, ready: Callable[[], bool]) -> None:
@@ -190,14 +264,21 @@ def fill(env: dict[str, str], nodes: int, pending: int) -> None:
     """Others' jobs: one array for more GPUs than there are, so that all of it waits, and one that needs every node."""
     shape = ["--gres=gpu:8", f"--nodes={nodes}", "--exclusive"]
     for argv in (shape, [f"--array=1-{pending - 1}", "--gres=gpu:2", "--begin=now+1hour"]):
-        subprocess.run(["sbatch", "--partition=normal", "--output=/dev/null", "--time=60", *argv], env=env, input="#!/bin/bash\nsleep 60\n",
-                       text=True, check=True, capture_output=True, cwd="/tmp")  # fmt: skip
+        subprocess.run(
+            ["sbatch", "--partition=normal", "--output=/dev/null", "--time=60", *argv],
+            env=env,
+            input="#!/bin/bash\nsleep 60\n",
+            text=True,
+            check=True,
+            capture_output=True,
+            cwd="/tmp",
+        )
 
 
 def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
     tracker = Tracker(Rules("feedbeef", "scavenger", 30.0, HealthRules(3, 600.0, 5.0)))
     views, decisions, cpu = [], [], []
-    interpreter.tune()
+    process.tune()
     for _ in range(repeat):
         spent, before = _cpu_s(), time.perf_counter()
         view = cluster.view()
@@ -210,9 +291,18 @@ def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
         cpu.append(_cpu_s() - spent)
     both = [a + b for a, b in zip(views, decisions, strict=True)]
     waits = sum(job.waits for job in view.jobs)
-    print(f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({waits:,} wait); {len(decision.actions)} actions, {decision.code}")
-    for what, took in (("observation", views), ("decision", decisions), ("cycle", both), ("CPU of a cycle", cpu)):
-        print(f"{what}: {1000 * min(took):.0f} ms least, {1000 * statistics.median(took):.0f} ms median of {repeat}")
+    print(
+        f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({waits:,} wait); {len(decision.actions)} actions, {decision.code}"
+    )
+    for what, took in (
+        ("observation", views),
+        ("decision", decisions),
+        ("cycle", both),
+        ("CPU of a cycle", cpu),
+    ):
+        print(
+            f"{what}: {1000 * min(took):.0f} ms least, {1000 * statistics.median(took):.0f} ms median of {repeat}"
+        )
 
 
 # ---------------------------------------------------------------- a daemon with nothing to do
@@ -230,7 +320,9 @@ def measure_rest(nodes: int, pending: int, minutes: float) -> bool:
         with (folder / "daemon.log").open("wb") as log:
             daemon = subprocess.Popen(argv, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
         try:
-            _wait("the daemon", settled(lambda: received(env), least=received(env) + 4))  # its first look asks four things
+            _wait(
+                "the daemon", settled(lambda: received(env), least=received(env) + 4)
+            )  # its first look asks four things
             counted, spent, began = received(env), process_cpu_s(daemon.pid), time.monotonic()
             time.sleep(60.0 * minutes)  # what is measured is a length of time
             if daemon.poll() is not None:
@@ -241,9 +333,13 @@ def measure_rest(nodes: int, pending: int, minutes: float) -> bool:
         finally:
             daemon.terminate()
             daemon.wait()
-    print(f"{nodes:,} nodes, {pending:,} jobs wait, {took / 60:.1f} min; the daemon and the commands that it ran:")
+    print(
+        f"{nodes:,} nodes, {pending:,} jobs wait, {took / 60:.1f} min; the daemon and the commands that it ran:"
+    )
     print(f"CPU: {core:.2%} of a core, goal 1 %: {'met' if core < 0.01 else 'MISSED'}")
-    print(f"requests to slurmctld, as sdiag counts: {rpcs:.2f} a minute, goal 2: {'met' if rpcs <= 2.0 else 'MISSED'}")
+    print(
+        f"requests to slurmctld, as sdiag counts: {rpcs:.2f} a minute, goal 2: {'met' if rpcs <= 2.0 else 'MISSED'}"
+    )
     return core < 0.01 and rpcs <= 2.0
 
 
@@ -262,8 +358,8 @@ def settled(count: Callable[[], int], least: int, quiet_s: float = 10.0) -> Call
 
 def received(env: dict[str, str]) -> int:
     """Requests that the controller has had, but for sdiag's own and what its own parts tell it."""
-    told = subprocess.run(["sdiag"], env=env, text=True, check=True, capture_output=True).stdout
-    by_type = told.partition("statistics by message type")[2].partition("statistics by user")[0]
+    output = subprocess.run(["sdiag"], env=env, text=True, check=True, capture_output=True).stdout
+    by_type = output.partition("statistics by message type")[2].partition("statistics by user")[0]
     counts = re.findall(r"(REQUEST_\w+) *\( *\d+\) count:(\d+)", by_type)
     return sum(int(count) for kind, count in counts if kind != "REQUEST_STATS_INFO")
 

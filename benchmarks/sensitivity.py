@@ -20,19 +20,19 @@ from pathlib import Path
 from benchmarks.many import each, median, ratio, spread
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets, synthetic
-from scavenger.simulate.contenders import contender
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.policies.registry import CONTENDERS
+from scavenger.simulate.policies.make import simulated_policy
+from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
 WARM_UP = 0.25
 LENGTH_S = 4 * 3600.0
 #: The trace's statistics at every hour, without the GPUs that nobody ever takes: the few engines of one run would sit on those.
-SITE = replace(synthetic.EARTH_LIKE, standing=(), day=0.0)
+SITE = replace(synthetic.EARTH_LIKE, constant_idle=(), day=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,17 @@ class Cell:
     volatility: float = 1.0
 
     def lengths(self, cap: int) -> Lognormal:
-        return Lognormal.with_capped_share(self.sigma, cap, max(self.capped, 1e-3), self.correlation, self.drift)
+        return Lognormal.with_capped_share(
+            self.sigma, cap, max(self.capped, 1e-3), self.correlation, self.drift
+        )
 
     def fleet(self, seed: int) -> Fleet:
         """A slice of a synthetic site, its clock run faster: the same idle GPUs on average, taken back so much more often."""
         made = synthetic.generate(Streams(seed), LENGTH_S * self.volatility, SITE)
         faster = tuple(replace(change, t_s=change.t_s / self.volatility) for change in made.changes)
-        return Fleet(f"{made.origin}, {self.volatility:g} times as fast", LENGTH_S, made.capacity, made.initial, faster)
+        return Fleet(
+            f"{made.origin}, {self.volatility:g} times as fast", LENGTH_S, made.capacity, made.initial, faster
+        )
 
     @property
     def name(self) -> str:
@@ -78,7 +82,9 @@ AXES: dict[str, tuple[float, ...]] = {
 
 def along(axes: Sequence[str] = tuple(AXES)) -> list[Cell]:
     """The base and each axis by itself: each cell once."""
-    return list(dict.fromkeys([Cell(), *(replace(Cell(), **{axis: value}) for axis in axes for value in AXES[axis])]))
+    return list(
+        dict.fromkeys([Cell(), *(replace(Cell(), **{axis: value}) for axis in axes for value in AXES[axis])])
+    )
 
 
 def corners(axes: Sequence[str] = tuple(AXES)) -> Iterator[Cell]:
@@ -89,7 +95,18 @@ def corners(axes: Sequence[str] = tuple(AXES)) -> Iterator[Cell]:
 
 def scenario(cell: Cell, seed: int, steps: int) -> Scenario:
     engine = presets.engine("Qwen3-8B", "H100")
-    trainer = TrainerSpec(engine.model, engine.gpu, 8, 0.45, 400e9, 25e9, overhead_s=0.3, sleep_s=2.0, wake_s=3.0, hash_bytes_s=2e9)
+    trainer = TrainerSpec(
+        engine.model,
+        engine.gpu,
+        8,
+        0.45,
+        400e9,
+        25e9,
+        overhead_s=0.3,
+        sleep_s=2.0,
+        wake_s=3.0,
+        hash_bytes_s=2e9,
+    )
     return Scenario(
         reserved=engine,
         reserved_engines=8,
@@ -115,12 +132,12 @@ class Unit:
     policies: tuple[str, ...]
 
 
-def play(unit: Unit) -> dict[str, float]:
+def simulate_unit(unit: Unit) -> dict[str, float]:
     """Tokens a second by policy, without the first steps: policies learn. 0: no step ended."""
     found = {}
     for name in unit.policies:
-        played = scenario(unit.cell, unit.seed, unit.steps)
-        done = simulate(played, contender(name, played)).steps
+        simulated = scenario(unit.cell, unit.seed, unit.steps)
+        done = simulate(simulated, simulated_policy(name, simulated)).steps
         kept = done[int(len(done) * WARM_UP) :]
         found[name] = sum(step.tokens for step in kept) / (kept[-1].end_s - kept[0].start_s) if kept else 0.0
     return found
@@ -134,12 +151,15 @@ def ratios(by_seed: Sequence[Mapping[str, float]], other: str) -> list[float]:
 
 
 def table(found: By, policies: Sequence[str]) -> Iterator[str]:
-    others = [name for name in policies if name != "ours"]
-    yield "| cell | seeds | ours tok/s | " + " | ".join(f"ours / {name}" for name in others) + " |"
-    yield "| --- " * (3 + len(others)) + "|"
+    baselines = [name for name in policies if name != "ours"]
+    yield "| cell | seeds | ours tok/s | " + " | ".join(f"ours / {name}" for name in baselines) + " |"
+    yield "| --- " * (3 + len(baselines)) + "|"
     for cell, by_seed in found.items():
-        told = [spread([one["ours"] for one in by_seed], 0), *(spread(ratios(by_seed, name)) for name in others)]
-        yield f"| {cell.name} | {len(by_seed)} | " + " | ".join(told) + " |"
+        row = [
+            spread([one["ours"] for one in by_seed], 0),
+            *(spread(ratios(by_seed, name)) for name in baselines),
+        ]
+        yield f"| {cell.name} | {len(by_seed)} | " + " | ".join(row) + " |"
 
 
 def lost(found: By, policies: Sequence[str]) -> Iterator[str]:
@@ -150,13 +170,23 @@ def lost(found: By, policies: Sequence[str]) -> Iterator[str]:
             values = ratios(by_seed, name) if name != "ours" else []
             if not math.isnan(middle := median(values)) and middle < 1:
                 seeds = sum(value < 1 for value in values)
-                behind.append((middle, f"{cell.name}: ours / {name} {spread(values, 3)}, behind with {seeds} of {len(values)} seeds"))
-    yield f"ours is behind in {len(behind)} of {len(found) * (len(policies) - 1)} comparisons ({len(found)} cells)" + ":" * bool(behind)
+                behind.append(
+                    (
+                        middle,
+                        f"{cell.name}: ours / {name} {spread(values, 3)}, behind with {seeds} of {len(values)} seeds",
+                    )
+                )
+    yield (
+        f"ours is behind in {len(behind)} of {len(found) * (len(policies) - 1)} comparisons ({len(found)} cells)"
+        + ":" * bool(behind)
+    )
     yield from (f"- {line}" for _, line in sorted(behind))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--corner-seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
@@ -166,16 +196,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     policies, axes = tuple(asked.policies.split(",")), asked.axes.split(",")
-    unknown = [name for name in policies if name not in CONTENDERS]
+    unknown = [name for name in policies if name not in SIMULATED_POLICIES]
     if unknown or "ours" not in policies:
-        raise ConfigError(f"no policy {unknown[0]!r}" if unknown else "ours is compared with others", f"there are {', '.join(CONTENDERS)}")
+        raise ConfigError(
+            f"no policy {unknown[0]!r}" if unknown else "ours is compared with others",
+            f"there are {', '.join(SIMULATED_POLICIES)}",
+        )
     units = [Unit(cell, seed, asked.steps, policies) for seed in range(asked.seeds) for cell in along(axes)]
-    units += [Unit(cell, seed, asked.steps, policies) for seed in range(asked.corner_seeds) for cell in corners(axes)]
+    units += [
+        Unit(cell, seed, asked.steps, policies)
+        for seed in range(asked.corner_seeds)
+        for cell in corners(axes)
+    ]
     found: dict[Cell, list[Mapping[str, float]]] = {}
-    for unit, speeds in each(play, list(dict.fromkeys(units)), asked.jobs):
+    for unit, speeds in each(simulate_unit, list(dict.fromkeys(units)), asked.jobs):
         found.setdefault(unit.cell, []).append(speeds)
     if asked.json:
-        asked.json.write_text(json.dumps([{"cell": asdict(cell), "found": by_seed} for cell, by_seed in found.items()], indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps(
+                [{"cell": asdict(cell), "found": by_seed} for cell, by_seed in found.items()], indent=1
+            )
+            + "\n"
+        )
     print("\n".join([*table(found, policies), "", *lost(found, policies)]))
 
 

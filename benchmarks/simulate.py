@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 from scavenger.simulate import presets, synthetic, traces
-from scavenger.simulate.contenders import contender
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.registry import CONTENDERS
+from scavenger.simulate.policies.make import simulated_policy
+from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -33,12 +33,22 @@ def scenario(fleet: Fleet) -> Scenario:
     engine = presets.engine("Qwen3-8B", "H100")
     trainer = TrainerSpec(engine.model, engine.gpu, 8, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
     return Scenario(
-        engine, 8, engine, trainer, Lognormal.with_mean(4000, 0.9, 14_336, 0.5), fleet, horizon_s=fleet.end_s, max_engines=256,
-        heartbeat_s=15.0, tick_s=10.0, observe_s=10.0, max_batch=64,
-    )  # fmt: skip
+        engine,
+        8,
+        engine,
+        trainer,
+        Lognormal.with_mean(4000, 0.9, 14_336, 0.5),
+        fleet,
+        horizon_s=fleet.end_s,
+        max_engines=256,
+        heartbeat_s=15.0,
+        tick_s=10.0,
+        poll_interval_s=10.0,
+        max_batch=64,
+    )
 
 
-def told(out: Outcome, fleet: Fleet, wall_s: float) -> str:
+def summary(out: Outcome, fleet: Fleet, wall_s: float) -> str:
     steps, whole_s = len(out.steps), wall_s * 72 * 3600 / fleet.end_s
     return (
         f"{out.policy}: {fleet.end_s / 3600:g} h of {fleet.gpus} GPUs ({fleet.origin}), {steps} steps of {out.step_seconds / steps:.0f} s, "
@@ -49,26 +59,34 @@ def told(out: Outcome, fleet: Fleet, wall_s: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--hours", type=float, default=72.0)
-    parser.add_argument("--policy", choices=sorted(CONTENDERS), default="rlboost")
+    parser.add_argument("--policy", choices=sorted(SIMULATED_POLICIES), default="rlboost")
     parser.add_argument("--profile", action="store_true")
     asked = parser.parse_args()
     end_s = asked.hours * 3600
-    fleet = traces.read_nodes(asked.trace, 8, 72 * 3600.0) if asked.trace else synthetic.generate(Streams(0), end_s)
+    fleet = (
+        traces.read_nodes(asked.trace, 8, 72 * 3600.0)
+        if asked.trace
+        else synthetic.generate(Streams(0), end_s)
+    )
     fleet = fleet.segment(0.0, end_s) if fleet.end_s > end_s else fleet
     gc.freeze()
-    gc.set_threshold(200_000, 20, 100)  # as `policies.work`: samples live for a step, and name no cycle that is not taken apart
-    played = scenario(fleet)
+    gc.set_threshold(
+        200_000, 20, 100
+    )  # as `policies.work`: samples live for a step, and name no cycle that is not taken apart
+    simulated = scenario(fleet)
     profile = cProfile.Profile() if asked.profile else None
     started = time.process_time()
     if profile is not None:
-        out = profile.runcall(simulate, played, contender(asked.policy, played))
+        out = profile.runcall(simulate, simulated, simulated_policy(asked.policy, simulated))
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
     else:
-        out = simulate(played, contender(asked.policy, played))
-    print(told(out, fleet, time.process_time() - started))
+        out = simulate(simulated, simulated_policy(asked.policy, simulated))
+    print(summary(out, fleet, time.process_time() - started))
 
 
 if __name__ == "__main__":

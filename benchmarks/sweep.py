@@ -22,8 +22,8 @@ from pathlib import Path
 from benchmarks.policies import spread
 from benchmarks.policies_cells import MODELS, fleet_of, scenario_of
 from benchmarks.policies_table import Unit
-from scavenger.simulate.contenders import profiled
 from scavenger.simulate.driver import simulate
+from scavenger.simulate.policies.make import profiled
 from scavenger.simulate.policies.ours import OURS
 from scavenger.simulate.policies.rlboost import Settings, rlboost
 from scavenger.simulate.scenario import Scenario
@@ -49,8 +49,10 @@ def variants(paper: Settings) -> Iterator[tuple[str, Settings]]:
         yield f"B x {name}", replace(paper, batch=max(1, round(paper.batch * times)))
 
 
-def play(cell: Scenario) -> dict[str, float]:
-    found = {name: simulate(cell, rlboost(settings)).tokens_per_s for name, settings in variants(profiled(cell))}
+def simulate_cell(cell: Scenario) -> dict[str, float]:
+    found = {
+        name: simulate(cell, rlboost(settings)).tokens_per_s for name, settings in variants(profiled(cell))
+    }
     return found | {OURS.name: simulate(cell, OURS).tokens_per_s}
 
 
@@ -60,7 +62,7 @@ def work(folder: Path) -> None:
     gc.set_threshold(200_000, 20, 100)  # as `policies.work`: samples name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
-        speeds = play(scenario_of(unit, fleet_of(folder, unit.segment, unit.seed)))
+        speeds = simulate_cell(scenario_of(unit, fleet_of(folder, unit.segment, unit.seed)))
         print(json.dumps({"unit": asdict(unit), "speeds": speeds}), flush=True)
 
 
@@ -72,13 +74,17 @@ def page(found: Speeds) -> str:
     cells: dict[str, list[Mapping[str, float]]] = {}
     for unit, speeds in sorted(found.items(), key=lambda item: str(item[0])):
         cells.setdefault(f"{unit.segment}, {unit.model}, {unit.pairs or 'all'} pairs", []).append(speeds)
-    lines = ["| cell | seeds | the paper's, tok/s | best | best, tok/s | best / paper's | ours / paper's | ours / best |"]
+    lines = [
+        "| cell | seeds | the paper's, tok/s | best | best, tok/s | best / paper's | ours / paper's | ours / best |"
+    ]
     lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
     for cell, seeds in cells.items():
         speed, name = max((_median(seeds, name), name) for name in _names(seeds))
-        told = f"{_median(seeds, PAPER):,.0f} | {name} | {speed:,.0f}"
-        ratios = " | ".join(_ratio(seeds, *pair) for pair in ((name, PAPER), (OURS.name, PAPER), (OURS.name, name)))
-        lines.append(f"| {cell} | {len(seeds)} | {told} | {ratios} |")
+        text = f"{_median(seeds, PAPER):,.0f} | {name} | {speed:,.0f}"
+        ratios = " | ".join(
+            _ratio(seeds, *pair) for pair in ((name, PAPER), (OURS.name, PAPER), (OURS.name, name))
+        )
+        lines.append(f"| {cell} | {len(seeds)} | {text} | {ratios} |")
     lines += ["", f"| over the paper's | {' | '.join(cells)} |", f"| --- |{' ---: |' * len(cells)}"]
     for name in _names(next(iter(cells.values()))):
         if name != PAPER:
@@ -101,8 +107,12 @@ def _ratio(seeds: Sequence[Mapping[str, float]], above: str, below: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces named in segments.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--traces", type=Path, required=True, help="folder of the traces named in segments.json"
+    )
     parser.add_argument("--segments", default="earth-volatile,spot-volatile")
     parser.add_argument("--models", default="Qwen3-8B,Qwen3-14B", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--pairs", default="4", help="fleet caps, comma separated; 0: none")
@@ -124,8 +134,8 @@ def main() -> None:
     found: Speeds = {}
     try:
         for line in spread(units, max(1, min(asked.jobs, len(units))), argv):
-            answer = json.loads(line)
-            found[Unit(**answer["unit"])] = answer["speeds"]
+            entry = json.loads(line)
+            found[Unit(**entry["unit"])] = entry["speeds"]
             print(f"{len(found)} of {len(units)} units", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"ended after {len(found)} of {len(units)} units")

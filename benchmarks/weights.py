@@ -24,12 +24,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from scavenger import keys, wire
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 
 MIB = 1 << 20
 
@@ -57,16 +57,24 @@ def serve(nbytes: int, how: str) -> None:
     with WeightSource(encrypt=how == "curve", local=how == "neighbour") as source:
         address = source.publish(manifest, buffer)
         began = time.process_time()
-        print(json.dumps({"manifest": manifests.encode(manifest).hex(), "source": msgspec.msgpack.encode(address).hex()}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "manifest": manifests.encode(manifest).hex(),
+                    "source": msgspec.msgpack.encode(address).hex(),
+                }
+            ),
+            flush=True,
+        )
         sys.stdin.read()
         print(json.dumps({"sender_cpu": time.process_time() - began}), flush=True)
 
 
 def receive(streams: int) -> None:
     """The receiver's process: reads what to pull from its input, pulls, tells how long it took and what memory it needed."""
-    told = json.loads(sys.stdin.readline())
-    manifest = manifests.decode(bytes.fromhex(told["manifest"]))
-    address = msgspec.msgpack.decode(bytes.fromhex(told["source"]), type=wire.WeightSource)
+    message = json.loads(sys.stdin.readline())
+    manifest = manifests.decode(bytes.fromhex(message["manifest"]))
+    address = msgspec.msgpack.decode(bytes.fromhex(message["source"]), type=messages.WeightSource)
     memory: Buffer | None = None
     found: dict[str, float] = {}
     for name in ("first", "next"):  # the next one writes where the last one but one was, as an engine does
@@ -76,8 +84,10 @@ def receive(streams: int) -> None:
     print(json.dumps(found | {"above": peak_nbytes() - manifest.total_nbytes}))
 
 
-async def _pull(manifest: manifests.Manifest, address: wire.WeightSource, streams: int, memory: Buffer | None) -> Buffer:
-    work = Pull(manifest, keys.generate(), limits=Limits(streams=streams), buffer=memory)
+async def _pull(
+    manifest: manifests.Manifest, address: messages.WeightSource, streams: int, memory: Buffer | None
+) -> Buffer:
+    work = Pull(manifest, keys.generate(), limits=TransferLimits(streams=streams), buffer=memory)
     work.offer([address])
     return await work.finish(300.0)
 
@@ -94,9 +104,15 @@ def one_receiver(nbytes: int, how: str, streams: int) -> dict[str, float]:
     with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdout is not None
         line = sender.stdout.readline()
-        done = subprocess.run([*me, "--receive", "--streams", str(streams)], input=line, capture_output=True, text=True, check=True)
-        told, _ = sender.communicate("")
-    found: dict[str, float] = json.loads(done.stdout) | json.loads(told)
+        done = subprocess.run(
+            [*me, "--receive", "--streams", str(streams)],
+            input=line,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        message, _ = sender.communicate("")
+    found: dict[str, float] = json.loads(done.stdout) | json.loads(message)
     return found
 
 
@@ -110,7 +126,9 @@ def iperf(streams: int, seconds: float = 3.0) -> tuple[float, float]:
     try:
         for _ in range(50):
             client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-P", str(streams), "-t", f"{seconds:g}", "-J"]
-            done = subprocess.run(client, capture_output=True, text=True, check=False, timeout=30 + 3 * seconds)
+            done = subprocess.run(
+                client, capture_output=True, text=True, check=False, timeout=30 + 3 * seconds
+            )
             found = json.loads(done.stdout)
             if "sum_received" in found["end"]:  # it also ends well when nobody listens yet
                 break
@@ -121,14 +139,25 @@ def iperf(streams: int, seconds: float = 3.0) -> tuple[float, float]:
         server.terminate()
         server.wait()
     end = found["end"]
-    busy = max(end["cpu_utilization_percent"]["host_total"], end["cpu_utilization_percent"]["remote_total"]) / 100
-    return end["sum_received"]["bits_per_second"] / 8, busy * end["sum_sent"]["seconds"] / (end["sum_received"]["bytes"] / 1e9)
+    busy = (
+        max(end["cpu_utilization_percent"]["host_total"], end["cpu_utilization_percent"]["remote_total"])
+        / 100
+    )
+    return end["sum_received"]["bits_per_second"] / 8, busy * end["sum_sent"]["seconds"] / (
+        end["sum_received"]["bytes"] / 1e9
+    )
 
 
 def show_pull(nbytes: int, streams: int, rounds: int) -> None:
-    print(f"\none receiver, {nbytes / 1e9:.2f} GB over loopback, {streams} streams, hash check included, {rounds} rounds")
-    print("CPU: seconds a GB of the busier end, which tells on a machine with other work what a quiet one would show as time")
-    print(f"{'transport':10} {'memory':>7} {'GB/s':>6} {'of iperf3':>10} {'CPU':>6} {'of iperf3':>10} {'MB above the model':>19}")
+    print(
+        f"\none receiver, {nbytes / 1e9:.2f} GB over loopback, {streams} streams, hash check included, {rounds} rounds"
+    )
+    print(
+        "CPU: seconds a GB of the busier end, which tells on a machine with other work what a quiet one would show as time"
+    )
+    print(
+        f"{'transport':10} {'memory':>7} {'GB/s':>6} {'of iperf3':>10} {'CPU':>6} {'of iperf3':>10} {'MB above the model':>19}"
+    )
     for how in ("tcp", "curve", "neighbour"):
         yards, runs = [iperf(streams)], []
         for _ in range(rounds):
@@ -137,10 +166,17 @@ def show_pull(nbytes: int, streams: int, rounds: int) -> None:
         yard, yard_cpu = (statistics.median(values) for values in zip(*yards, strict=True))
         for name, memory in (("first", "new"), ("next", "used")):
             rate = nbytes / statistics.median(run[name] for run in runs)
-            cpu = statistics.median(max(run[f"{name}_cpu"], run["sender_cpu"] / 2) for run in runs) / (nbytes / 1e9)
-            share, cpu_share = (f"{rate / yard:10.0%}", f"{yard_cpu / cpu:10.0%}") if yard else ("         -", "         -")
+            cpu = statistics.median(max(run[f"{name}_cpu"], run["sender_cpu"] / 2) for run in runs) / (
+                nbytes / 1e9
+            )
+            share, cpu_share = (
+                (f"{rate / yard:10.0%}", f"{yard_cpu / cpu:10.0%}") if yard else ("         -", "         -")
+            )
             above = max(run["above"] for run in runs) / 1e6
-            print(f"{how:10} {memory:>7} {rate / 1e9:6.2f} {share} {cpu:6.2f} {cpu_share} {above:19.0f}", flush=True)
+            print(
+                f"{how:10} {memory:>7} {rate / 1e9:6.2f} {share} {cpu:6.2f} {cpu_share} {above:19.0f}",
+                flush=True,
+            )
 
 
 # ---------------------------------------------------------------- late joiners
@@ -149,7 +185,7 @@ def show_pull(nbytes: int, streams: int, rounds: int) -> None:
 def joiners(count: int, nbytes: int, nbytes_per_s: float, *, relay: bool) -> float:
     """Seconds until `count` receivers that begin together have the version; every sender gives at most `nbytes_per_s`."""
     manifest, buffer = make(nbytes)
-    limits = Limits(streams=2)
+    limits = TransferLimits(streams=2)
     publisher = WeightSource(local=False, nbytes_per_s=nbytes_per_s)
     engines = [WeightSource(local=False, nbytes_per_s=nbytes_per_s) for _ in range(count if relay else 0)]
     try:
@@ -158,10 +194,12 @@ def joiners(count: int, nbytes: int, nbytes_per_s: float, *, relay: bool) -> flo
         addresses = []
         for engine, work in zip(engines, works, strict=False):
             addresses.append(engine.publish_empty(manifest, work.buffer))
-            work.arrived = _tells(engine, manifest.version)
+            work.arrived = _announcer(engine, manifest.version)
         began = time.monotonic()
         for i, work in enumerate(works):
-            peers = [addresses[(i + hop) % count] for hop in (1, 2, 4, 7, 11, 14)[: count - 1]] if relay else []
+            peers = (
+                [addresses[(i + hop) % count] for hop in (1, 2, 4, 7, 11, 14)[: count - 1]] if relay else []
+            )
             work.offer([root, *dict.fromkeys(peers)])
 
         async def all_of_them() -> None:
@@ -174,12 +212,14 @@ def joiners(count: int, nbytes: int, nbytes_per_s: float, *, relay: bool) -> flo
             source.close()
 
 
-def _tells(source: WeightSource, version: int) -> Callable[[int], None]:
+def _announcer(source: WeightSource, version: int) -> Callable[[int], None]:
     return lambda chunk: source.arrived(version, chunk)
 
 
 def show_relay(nbytes: int, nbytes_per_s: float, count: int) -> None:
-    print(f"\n{count} late joiners of {nbytes / 1e6:.0f} MB, each sender at {nbytes_per_s / 1e6:.0f} MB/s (a token bucket)")
+    print(
+        f"\n{count} late joiners of {nbytes / 1e6:.0f} MB, each sender at {nbytes_per_s / 1e6:.0f} MB/s (a token bucket)"
+    )
     one = joiners(1, nbytes, nbytes_per_s, relay=False)
     print(f"one joiner           {one:7.1f} s")
     for relay in (True, False):
@@ -192,8 +232,12 @@ def show_relay(nbytes: int, nbytes_per_s: float, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="pull,relay,delta,publish", help="of pull, relay, delta, publish and join")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="pull,relay,delta,publish", help="of pull, relay, delta, publish and join"
+    )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

@@ -30,15 +30,16 @@ from scavenger.weights import delta
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
 from trainer import __main__ as program
-from trainer import comm, publish, tiny
-from trainer.batching import Micro, Row, filler
-from trainer.data import Problems, open_tokenizer
+from trainer import tiny
+from trainer.algorithms.scoring import Scoring
+from trainer.data.batching import Micro, TrainRow, filler
+from trainer.data.prompts import PromptSource, open_tokenizer
 from trainer.local import LocalRun, LocalSource
-from trainer.model import Learner
-from trainer.publish import Publisher
-from trainer.ranks import Ranks, serve
-from trainer.scoring import Scoring
-from trainer.step import Stepper
+from trainer.loop import comm, publish
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks, serve
+from trainer.loop.step import Stepper
+from trainer.model.learner import Learner
 from trainer.tasks import sort
 
 RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
@@ -55,7 +56,9 @@ def random_model(folder: Path, hidden: int, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(tiny.model_config(hidden, layers)))
     sort.write_tokenizer(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder, local_files_only=True), dtype=torch.bfloat16
+    )
     tensors = {name: value.detach().contiguous() for name, value in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
@@ -115,10 +118,12 @@ def cast(learner: Learner) -> memoryview:
     return torch.cat(parts).view(torch.uint8).numpy().data
 
 
-def grpo_step(folder: Path, prompts: int, samples: int, *, lottery: bool) -> tuple[AtEachRate, dict[str, float]]:
+def grpo_step(
+    folder: Path, prompts: int, samples: int, *, lottery: bool
+) -> tuple[AtEachRate, dict[str, float]]:
     config = run_config(folder, prompts, samples)
     with ExitStack() as stack:
-        stack.callback(comm.leave)
+        stack.callback(comm.disconnect)
         learner = program.make_learner(config, comm.Solo())
         source = LocalSource()
         ranks = AtEachRate(learner, source)
@@ -126,11 +131,13 @@ def grpo_step(folder: Path, prompts: int, samples: int, *, lottery: bool) -> tup
         stack.callback(run.close)
         scorer: Any = Lottery() if lottery else stack.enter_context(program._runner(config.reward))
         tokenizer = open_tokenizer(folder)
-        scoring = Scoring(scorer, tokenizer, config.reward, config.algorithm, lambda line: None, config.sampling.max_tokens)
+        scoring = Scoring(
+            scorer, tokenizer, config.reward, config.algorithm, lambda line: None, config.sampling.max_tokens
+        )
         made = ranks.build_version(1, "bfloat16")
         run.publish(0, made, *ranks.offer(made))
-        problems = Problems(config, tokenizer).take(0, prompts)
-        result = Stepper(config, run, ranks, scoring, program.sampling(config)).step(1, 1, problems)
+        prompt_tasks = PromptSource(config, tokenizer).take(0, prompts)
+        result = Stepper(config, run, ranks, scoring, program.sampling(config)).step(1, 1, prompt_tasks)
     return ranks, result.metrics
 
 
@@ -140,17 +147,25 @@ def show_deltas() -> None:
         random_model(Path(folder) / "random", 1024, 12)
         for name, prompts, samples, lottery in (("demo", 16, 8, False), ("random", 4, 4, True)):
             ranks, metrics = grpo_step(Path(folder) / name, prompts, samples, lottery=lottery)
-            told = f"{metrics['samples_trained']:.0f} of {metrics['samples']:.0f} samples trained, reward {metrics['reward']:.2f}"
+            detail = f"{metrics['samples_trained']:.0f} of {metrics['samples']:.0f} samples trained, reward {metrics['reward']:.2f}"
             count = len(ranks.before) // 2
-            print(f"\ndelta of one GRPO step of the {name} model, {count / 1e6:.1f} M parameters in bf16; {told}; times on one thread")
-            print("goal: at most 10 % of the full bytes; least: the entropy of the changes where the old value's exponent is known")
-            print(f"{'lr':>8} {'changed values':>15} {'bytes of full':>14} {'goal':>7} {'least':>7} {'encode GB/s':>12} {'apply GB/s':>11}")
+            print(
+                f"\ndelta of one GRPO step of the {name} model, {count / 1e6:.1f} M parameters in bf16; {detail}; times on one thread"
+            )
+            print(
+                "goal: at most 10 % of the full bytes; least: the entropy of the changes where the old value's exponent is known"
+            )
+            print(
+                f"{'lr':>8} {'changed values':>15} {'bytes of full':>14} {'goal':>7} {'least':>7} {'encode GB/s':>12} {'apply GB/s':>11}"
+            )
             for rate, after in ranks.after.items():
                 one_delta(rate, ranks.before, after)
 
 
 def one_delta(rate: float, old: memoryview, new: memoryview) -> None:
-    changed = np.count_nonzero(np.frombuffer(old, dtype="<u2") != np.frombuffer(new, dtype="<u2")) / (len(old) // 2)
+    changed = np.count_nonzero(np.frombuffer(old, dtype="<u2") != np.frombuffer(new, dtype="<u2")) / (
+        len(old) // 2
+    )
     cuts = [(start, min(start + MIB, len(old))) for start in range(0, len(old), MIB)]
     began = time.process_time()
     made = [delta.chain([delta.encode(old[a:b], new[a:b], 2)]) for a, b in cuts]
@@ -182,11 +197,11 @@ def least(old: memoryview, new: memoryview) -> float:
 # ---------------------------------------------------------------- publishing
 
 
-def rows(count: int, tokens: int) -> tuple[Row, ...]:
+def rows(count: int, tokens: int) -> tuple[TrainRow, ...]:
     """Made-up answers: what they say does not matter to what a step costs."""
     draw = np.random.default_rng(0)
     return tuple(
-        Row(
+        TrainRow(
             number,
             draw.integers(2, 13, 8, dtype=np.int32).tobytes(),
             draw.integers(2, 13, tokens, dtype=np.int32).tobytes(),
@@ -204,7 +219,7 @@ def show_publish(hidden: int, layers: int, rounds: int) -> None:
         where = Path(world.share(folder.encode()).decode())
         if world.rank == 0:
             random_model(where, hidden, layers)
-        stack.callback(comm.leave)
+        stack.callback(comm.disconnect)
         config = run_config(where, 4, 4)
         mesh_ready = world.share(b"")  # the model is there
         assert mesh_ready == b""
@@ -239,13 +254,19 @@ def _measure_publish(ranks: Ranks, publisher: Publisher, learner: Learner, round
                 found[name].append(value)
         total = manifest.total_nbytes
     step, stall, made_s, copy_s, hash_s = (statistics.median(values) for values in found.values())
-    print(f"\npublishing {total / 1e6:.0f} MB (bf16 of float32 masters) from {ranks.size} rank(s), {rounds} rounds; medians")
+    print(
+        f"\npublishing {total / 1e6:.0f} MB (bf16 of float32 masters) from {ranks.size} rank(s), {rounds} rounds; medians"
+    )
     print(f"training step, no generation in it   {step:8.3f} s")
     share, serve_s = stall / (step + stall), stall - made_s
-    print(f"stall: copy, borders, hashes, serve  {stall:8.3f} s = {share:.1%} of the step; of it {serve_s:.3f} s to serve")
+    print(
+        f"stall: copy, borders, hashes, serve  {stall:8.3f} s = {share:.1%} of the step; of it {serve_s:.3f} s to serve"
+    )
     met = "met" if stall <= copy_s else "missed"
     copied = copy_s / (step + stall)
-    print(f"rank 0's host copy alone             {copy_s:8.3f} s = {copied:.1%} of the step; the stall is {stall / copy_s:.2f}x of it")
+    print(
+        f"rank 0's host copy alone             {copy_s:8.3f} s = {copied:.1%} of the step; the stall is {stall / copy_s:.2f}x of it"
+    )
     print(f"goal: a stall of at most the copy    {met}")
     print(f"its hashes alone                     {hash_s:8.3f} s")
 
@@ -253,7 +274,7 @@ def _measure_publish(ranks: Ranks, publisher: Publisher, learner: Learner, round
 def _alone(learner: Learner) -> tuple[float, float]:
     """Seconds of this rank's copy into memory that it wrote before, and of its hashes: one after the other, on one thread."""
     of = publish.layout(learner.shapes(), "bfloat16", learner.mesh.get_local_rank(), learner.mesh.size())
-    flat = _spare.setdefault(of.total, torch.zeros(of.total, dtype=torch.uint8))
+    flat = _unused.setdefault(of.total, torch.zeros(of.total, dtype=torch.uint8))
     began = time.monotonic()
     for _ in publish._copy(flat, learner, of, base=False):
         pass
@@ -265,13 +286,20 @@ def _alone(learner: Learner) -> tuple[float, float]:
     return copied - began, time.monotonic() - copied
 
 
-_spare: dict[int, torch.Tensor] = {}
+_unused: dict[int, torch.Tensor] = {}
 
 
 # ---------------------------------------------------------------- a join within a step
 
 
-PARTS = ("hello to token", "  engine's import and build", "  pull, beside these", "    of it verify", "  load", "  loaded to first token")
+PARTS = (
+    "hello to token",
+    "  engine's import and build",
+    "  pull, beside these",
+    "    of it verify",
+    "  load",
+    "  loaded to first token",
+)
 JOINS = """
 SELECT w.worker_id, w.kind, w.joined_at, e.at AS loaded_at, e.detail, min(c.at) AS first_at
 FROM workers w
@@ -298,18 +326,28 @@ def show_joins(ledger: str) -> None:
         finally:
             engine.dispose()
     if not found:
-        sys.exit("no engine that joined while samples were out lived to its first token: take a demo with fewer preemptions")
+        sys.exit(
+            "no engine that joined while samples were out lived to its first token: take a demo with fewer preemptions"
+        )
     columns: dict[str, list[float]] = {name: [] for name in PARTS}
     for row in found:
-        told = json.loads(row["detail"])
+        detail = json.loads(row["detail"])
         times = (
-            row["first_at"] - row["joined_at"], row["loaded_at"] - row["joined_at"] - told["load_s"], told["pull_s"],
-            told.get("verify_s", 0.0), told["load_s"], row["first_at"] - row["loaded_at"],
-        )  # fmt: skip
+            row["first_at"] - row["joined_at"],
+            row["loaded_at"] - row["joined_at"] - detail["load_s"],
+            detail["pull_s"],
+            detail.get("verify_s", 0.0),
+            detail["load_s"],
+            row["first_at"] - row["loaded_at"],
+        )
         for name, value in zip(columns, times, strict=True):
             columns[name].append(value)
-    print(f"\n{len(found)} engines that joined while samples were out, from their greeting to their first durable token, seconds")
-    print("goal: each part told. It pulls while its engine is imported and built; what is left of that is the wait for the longer of both")
+    print(
+        f"\n{len(found)} engines that joined while samples were out, from their greeting to their first durable token, seconds"
+    )
+    print(
+        "goal: each part told. It pulls while its engine is imported and built; what is left of that is the wait for the longer of both"
+    )
     print(f"{'':27} {'median':>8} {'worst':>8}")
     for name, values in columns.items():
         print(f"{name:27} {statistics.median(values):8.3f} {max(values):8.3f}")

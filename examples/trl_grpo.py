@@ -24,10 +24,10 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from scavenger import wire
 from scavenger.client import Client, Run
 from scavenger.config import RunConfig, read_run
 from scavenger.errors import ScavengerError, told
+from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightSource
@@ -35,13 +35,20 @@ from scavenger.weights.source import WeightSource
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def engine_spec(config: RunConfig) -> wire.EngineSpec:
+def engine_spec(config: RunConfig) -> messages.EngineSpec:
     """What an engine is built from; weights come through `publish`."""
     engine, model = config.engine, config.model
-    return wire.EngineSpec(
-        engine.name, (model.path / "config.json").read_text(), "bfloat16" if torch.cuda.is_available() else "float32", engine.max_batch,
-        model.context_length, engine.pace, engine.gpu_memory_share, engine.eager, str(model.path / "tokenizer.json"),
-    )  # fmt: skip
+    return messages.EngineSpec(
+        engine.name,
+        (model.path / "config.json").read_text(),
+        "bfloat16" if torch.cuda.is_available() else "float32",
+        engine.max_batch,
+        model.context_length,
+        engine.pace,
+        engine.gpu_memory_share,
+        engine.eager,
+        str(model.path / "tokenizer.json"),
+    )
 
 
 def pack_weights(model: Any, version: int, dtype: str) -> tuple[manifests.Manifest, Buffer]:
@@ -51,7 +58,9 @@ def pack_weights(model: Any, version: int, dtype: str) -> tuple[manifests.Manife
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
     for tensor in table:
         value = parameters[tensor.name].detach().to(DTYPES[dtype]).cpu().contiguous()
-        buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = memoryview(value.view(-1).view(torch.uint8).numpy())
+        buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = memoryview(
+            value.view(-1).view(torch.uint8).numpy()
+        )
     size = manifests.chunk_nbytes_of(buffer.nbytes)
     return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size), buffer
 
@@ -80,7 +89,9 @@ class Scavenged(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if self._run is not None:
-                self._run.close_run("finished" if error is None else "failed", "" if error is None else told(error))
+                self._run.close_run(
+                    "finished" if error is None else "failed", "" if error is None else told(error)
+                )
         except ScavengerError as also:
             print(f"the daemon was not told: {also}", file=sys.stderr)
         finally:
@@ -97,7 +108,9 @@ class Scavenged(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """`state.global_step` is that of the checkpoint which TRL resumed from, or 0."""
         spec, tokenizer = engine_spec(self._config), str(self._config.model.path / "tokenizer.json")
-        self._run = self._client.open_run(self._config, engine=spec, tokenizer=tokenizer, resume_step=state.global_step)
+        self._run = self._client.open_run(
+            self._config, engine=spec, tokenizer=tokenizer, resume_step=state.global_step
+        )
         self._publish(state.global_step, model)
         self._run.set_reserved(True)
 
@@ -107,24 +120,32 @@ class Scavenged(TrainerCallback):
         step = trainer.state.global_step + 1
         sampling = self._sampling(trainer.eos_token_ids)
         ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts[::n]]
-        groups = [wire.GroupSpec(place, wire.pack_tokens(one), n, sampling) for place, one in enumerate(ids)]
+        groups = [
+            messages.GroupSpec(place, messages.pack_tokens(one), n, sampling) for place, one in enumerate(ids)
+        ]
         waiting = set(self.run.submit(step, self._version, groups))
-        done: dict[int, wire.GroupDone] = {}
+        done: dict[int, messages.GroupDone] = {}
         while waiting:
             for group in self.run.poll(timeout_s=0.5):
                 waiting.remove(group.group_id)
                 done[group.prompt_index] = group
-        ordered = [sample for place in range(len(ids)) for sample in sorted(done[place].samples, key=lambda one: one.index)]
+        ordered = [
+            sample
+            for place in range(len(ids))
+            for sample in sorted(done[place].samples, key=lambda one: one.index)
+        ]
         self._samples = [sample.sample_id for sample in ordered]
         return {
             "prompt_ids": [one for one in ids for _ in range(n)],
-            "completion_ids": [list(wire.unpack_tokens(sample.tokens)) for sample in ordered],
-            "logprobs": [list(wire.unpack_logprobs(sample.logprobs)) for sample in ordered],
+            "completion_ids": [list(messages.unpack_tokens(sample.tokens)) for sample in ordered],
+            "logprobs": [list(messages.unpack_logprobs(sample.logprobs)) for sample in ordered],
         }
 
     def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         """TRL's reward function: the user's, and what it gave is kept for the ledger."""
-        self._rewards = [float(value) for value in self._reward(prompts=prompts, completions=completions, **columns)]
+        self._rewards = [
+            float(value) for value in self._reward(prompts=prompts, completions=completions, **columns)
+        ]
         return self._rewards
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -132,10 +153,12 @@ class Scavenged(TrainerCallback):
         self._publish(state.global_step, model)
         advantages = _advantages(self._rewards, self._config.data.samples_per_prompt)
         outcomes = [
-            wire.SampleOutcome(sample, "consumed", reward, advantage)
+            messages.SampleOutcome(sample, "consumed", reward, advantage)
             for sample, reward, advantage in zip(self._samples, self._rewards, advantages, strict=True)
         ]
-        self.run.commit(state.global_step, generated_by, outcomes, {"reward": statistics.fmean(self._rewards)})
+        self.run.commit(
+            state.global_step, generated_by, outcomes, {"reward": statistics.fmean(self._rewards)}
+        )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -149,9 +172,14 @@ class Scavenged(TrainerCallback):
         self._root = manifest.root
         self.run.publish(step, manifest, self._source.publish(manifest, blob))
 
-    def _sampling(self, ends: Sequence[int]) -> wire.Sampling:
+    def _sampling(self, ends: Sequence[int]) -> messages.Sampling:
         chosen = self._config.sampling
-        return wire.Sampling(chosen.max_tokens, chosen.temperature, stop_token_ids=chosen.stop_token_ids or tuple(ends), stop=chosen.stop)
+        return messages.Sampling(
+            chosen.max_tokens,
+            chosen.temperature,
+            stop_token_ids=chosen.stop_token_ids or tuple(ends),
+            stop=chosen.stop,
+        )
 
 
 def _advantages(rewards: Sequence[float], n: int) -> list[float]:
@@ -170,7 +198,11 @@ def reward_of(name: str) -> Any:
     judge = getattr(importlib.import_module(module), function)
 
     def rewards(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        rows = {key: values for key, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)}
+        rows = {
+            key: values
+            for key, values in columns.items()
+            if isinstance(values, list) and len(values) == len(prompts)
+        }
         metas = [{key: values[place] for key, values in rows.items()} for place in range(len(prompts))]
         return [judge(*one) for one in zip(prompts, completions, metas, strict=True)]
 
@@ -181,29 +213,51 @@ def grpo_config(config: RunConfig) -> GRPOConfig:
     """One call of `rollout` an optimizer step, whatever the micro-batches: all that the commits rely on."""
     n, gpu = config.data.samples_per_prompt, torch.cuda.is_available()
     return GRPOConfig(
-        output_dir=str(config.run.out_dir), per_device_train_batch_size=n, num_generations=n,
-        gradient_accumulation_steps=config.data.prompts_per_step, max_completion_length=config.sampling.max_tokens,
-        temperature=config.sampling.temperature, max_steps=config.run.steps, learning_rate=config.optimizer.lr,
-        max_grad_norm=config.optimizer.clip_norm, seed=config.run.seed, beta=0.0, bf16=gpu, use_cpu=not gpu,
-        gradient_checkpointing=config.trainer.activation_checkpointing, save_steps=config.checkpoint.every,
-        save_total_limit=config.checkpoint.keep, logging_steps=1, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(config.run.out_dir),
+        per_device_train_batch_size=n,
+        num_generations=n,
+        gradient_accumulation_steps=config.data.prompts_per_step,
+        max_completion_length=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        max_steps=config.run.steps,
+        learning_rate=config.optimizer.lr,
+        max_grad_norm=config.optimizer.clip_norm,
+        seed=config.run.seed,
+        beta=0.0,
+        bf16=gpu,
+        use_cpu=not gpu,
+        gradient_checkpointing=config.trainer.activation_checkpointing,
+        save_steps=config.checkpoint.every,
+        save_total_limit=config.checkpoint.keep,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", type=Path, help="run.toml")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in run.out_dir")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in run.out_dir"
+    )
     options = parser.parse_args(argv)
     config = read_run(options.config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, local_files_only=True
+    )
     data = load_dataset("json", data_files=str(config.data.path), split="train")
     with Scavenged(config, reward_of(config.reward.function)) as scavenged:
         trainer = GRPOTrainer(
-            model=model, args=grpo_config(config), train_dataset=data, processing_class=tokenizer, reward_funcs=scavenged,
-            rollout_func=scavenged.rollout, callbacks=[scavenged],
-        )  # fmt: skip
+            model=model,
+            args=grpo_config(config),
+            train_dataset=data,
+            processing_class=tokenizer,
+            reward_funcs=scavenged,
+            rollout_func=scavenged.rollout,
+            callbacks=[scavenged],
+        )
         if trainer.accelerator.num_processes > 1:
             raise SystemExit("this example trains in one process")
         trainer.train(resume_from_checkpoint=options.resume or None)

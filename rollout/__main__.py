@@ -1,6 +1,7 @@
 """`python -m rollout --state-dir DIR --key FILE --kind harvested|reserved --run NAME`: one worker process.
 
-Owns argv, the environment and the exit code (table in `rollout.events`). The scheduler's facts come from the job script in
+Owns argv, the environment and the exit code (table in `scavenger.protocol.worker.events`). The scheduler's
+facts come from the job script in
 SCAVENGER_JOB_ID, SCAVENGER_RESTART_COUNT, SCAVENGER_NODE and SCAVENGER_GPUS, a reserved engine's place in its training job in
 SCAVENGER_SLOT; nothing secret is in argv or the environment.
 """
@@ -26,11 +27,11 @@ from typing import NoReturn  # noqa: E402
 
 import structlog  # noqa: E402
 
-from rollout.events import EXIT_CANNOT_START, EXIT_REFUSED, Identity, Leave  # noqa: E402
 from rollout.worker import Options, Worker  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
-from scavenger.keys import read_keypair  # noqa: E402
+from scavenger.protocol.keys import read_keypair  # noqa: E402
+from scavenger.protocol.worker.events import EXIT_CANNOT_START, EXIT_REFUSED, EndWorker, Identity  # noqa: E402
 
 
 class AnotherRelease(ConfigError):
@@ -41,20 +42,35 @@ class _Parser(argparse.ArgumentParser):
     """Arguments that this release does not know are the word of a daemon of another one: no node is to be blamed, as for exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        remedy = f"harvest.python names the Python of the daemon's release; {sys.executable} has {__version__}"
+        remedy = (
+            f"harvest.python names the Python of the daemon's release; {sys.executable} has {__version__}"
+        )
         self.exit(EXIT_REFUSED, f"rollout: {message}\n  remedy: {remedy}\n")
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m rollout", description="One preemptible rollout worker.")
-    parser.add_argument("--state-dir", type=Path, required=True, help="where the daemon's rendezvous file lies")
+    parser.add_argument(
+        "--state-dir", type=Path, required=True, help="where the daemon's rendezvous file lies"
+    )
     parser.add_argument("--key", type=Path, required=True, help="this worker's CURVE key pair, mode 0600")
     parser.add_argument("--kind", choices=("harvested", "reserved"), required=True)
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--engine", default="reference", help="engine to import ahead of the daemon's answer")
-    parser.add_argument("--slot", help="which reserved engine of its training job this is (default: SCAVENGER_SLOT)")
-    parser.add_argument("--code", default="", help="the release that this job was submitted for: any other refuses (default: none does)")
-    parser.add_argument("--pull-mb-per-s", type=float, default=0.0, help="what this user's engines on a node may fetch together; 0: any")
+    parser.add_argument(
+        "--slot", help="which reserved engine of its training job this is (default: SCAVENGER_SLOT)"
+    )
+    parser.add_argument(
+        "--code",
+        default="",
+        help="the release that this job was submitted for: any other refuses (default: none does)",
+    )
+    parser.add_argument(
+        "--pull-mb-per-s",
+        type=float,
+        default=0.0,
+        help="what this user's engines on a node may fetch together; 0: any",
+    )
     arguments = parser.parse_args(argv)
     if arguments.slot and arguments.kind != "reserved":
         parser.error("--slot is for reserved engines: a harvested one is known by its job")
@@ -102,7 +118,7 @@ def _configure_log() -> None:
     )
 
 
-def _run(options: Options) -> Leave:
+def _run(options: Options) -> EndWorker:
     # Not asyncio.run: that waits for threads, and the import or the forward pass in them may take longer than we have.
     loop = asyncio.new_event_loop()
     return loop.run_until_complete(Worker(options).run())
@@ -131,15 +147,15 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
             pull_nbytes_per_s=arguments.pull_mb_per_s * 1e6,
             started_at=STARTED_AT,
         )
-        leave = _run(options)
+        end = _run(options)
     except ScavengerError as error:
         print(f"rollout: {error}", file=sys.stderr)
         # Only that is no node's fault: a key that cannot be read may be one whose file system is not mounted here alone.
         return EXIT_REFUSED if isinstance(error, AnotherRelease) else EXIT_CANNOT_START
-    structlog.get_logger(__name__).info("worker.left", code=leave.code, reason=leave.reason)
-    if leave.remedy:
-        print(f"rollout: {leave.reason}\n  remedy: {leave.remedy}", file=sys.stderr)
-    return leave.code
+    structlog.get_logger(__name__).info("worker.left", code=end.code, reason=end.reason)
+    if end.remedy:
+        print(f"rollout: {end.reason}\n  remedy: {end.remedy}", file=sys.stderr)
+    return end.code
 
 
 def _exit(code: int) -> NoReturn:

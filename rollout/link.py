@@ -16,11 +16,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from rollout.events import Connected, Event, KeyRefused, Received, Unreachable
-from rollout.tasks import spawn
-from scavenger import wire
+from rollout.background_tasks import spawn
 from scavenger.errors import ScavengerError, WireError
-from scavenger.keys import KeyPair, read_rendezvous
+from scavenger.protocol import messages
+from scavenger.protocol.keys import KeyPair, read_rendezvous
+from scavenger.protocol.worker.events import Connected, Event, KeyRefused, Received, Unreachable
 
 _log = structlog.get_logger(__name__)
 _ZAP_REFUSED = 400  # https://rfc.zeromq.org/spec/27: 300 = try again later, 400 = refused
@@ -60,10 +60,10 @@ class Link:
             probe.connect((host, int(port)))  # a datagram socket: nothing is sent
             return str(probe.getsockname()[0])
 
-    def send(self, message: wire.WorkerMessage) -> None:
+    def send(self, message: messages.WorkerMessage) -> None:
         """Queue a message. Nothing is lost by a dropped connection that the session does not send again."""
         if self._socket is not None:
-            self._socket.send(wire.encode(message))
+            self._socket.send(messages.encode(message))
 
     def close(self, linger_ms: int) -> None:
         """Give queued messages `linger_ms` to leave, then drop them."""
@@ -75,7 +75,7 @@ class Link:
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keypair.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keypair.secret.encode())
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         # Unbounded here, bounded by the session: what it may keep, and heartbeats that stop at the third unanswered one.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -113,7 +113,7 @@ class Link:
         while True:
             frame = await socket.recv()
             try:
-                self._post(Received(wire.decode_to_worker(frame)))
+                self._post(Received(messages.decode_to_worker(frame)))
             except WireError as error:
                 _log.warning("wire.garbage", reason=error.cause)
 

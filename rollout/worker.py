@@ -18,49 +18,49 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from rollout.background_tasks import spawn
 from rollout.engines.base import Engine, Host, Weight
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
-from rollout.events import (
+from rollout.link import Link
+from scavenger.errors import EngineError, WeightsDiffer, WeightsError, told
+from scavenger.protocol import messages
+from scavenger.protocol.keys import KeyPair
+from scavenger.protocol.worker.events import (
     Abort,
-    Action,
     Add,
     AddRefused,
     Build,
     Built,
     Connect,
+    EndWorker,
     EngineDied,
     Event,
     Generated,
     Identity,
-    Leave,
-    Limits,
-    Load,
     Loaded,
     LoadFailed,
+    LoadWeights,
+    LogNote,
     MoreHolders,
-    Note,
     Send,
     Serves,
     SleepEngine,
     Slept,
     Terminate,
-    Tick,
     Unreachable,
     WakeEngine,
     Woken,
+    WorkerAction,
+    WorkerLimits,
+    WorkerTick,
 )
-from rollout.link import Link
-from rollout.session import Session
-from rollout.tasks import spawn
-from scavenger import wire
-from scavenger.errors import EngineError, WeightsDiffer, WeightsError, told
-from scavenger.keys import KeyPair
+from scavenger.protocol.worker.session import Session
 from scavenger.weights import manifest as manifests
+from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import NodePace
-from scavenger.weights.store import Store
 
 _log = structlog.get_logger(__name__)
 LINGER_MS = 100
@@ -73,7 +73,7 @@ class Options:
     state_dir: Path
     keypair: KeyPair
     identity: Identity
-    limits: Limits = field(default_factory=Limits)
+    limits: WorkerLimits = field(default_factory=WorkerLimits)
     pull_s: float = 120.0
     pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
     started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
@@ -83,7 +83,7 @@ class Options:
 class _Pulled:
     """A version whose every byte was verified, on its way into the engine."""
 
-    weights: wire.UseWeights
+    weights: messages.UseWeights
     manifest: Manifest
     blob: Buffer
     base: tuple[Manifest, Buffer] | None  # what adapters are merged with
@@ -92,7 +92,7 @@ class _Pulled:
 
 
 class Worker:
-    """One process's worker. `run()` returns the `Leave` that ended it."""
+    """One process's worker. `run()` returns the `EndWorker` that ended it."""
 
     def __init__(
         self,
@@ -105,11 +105,18 @@ class Worker:
         self._builder = builder
         self._clock = clock
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._commands: asyncio.Queue[Action | _Pulled] = asyncio.Queue()
+        self._commands: asyncio.Queue[WorkerAction | _Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
         pace = NodePace(options.pull_nbytes_per_s)
-        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock, pace=pace, on_fault=self._cannot_serve)
+        self._store = Store(
+            options.keypair,
+            self._serves,
+            self._near_daemon,
+            clock=clock,
+            pace=pace,
+            on_fault=self._cannot_serve,
+        )
         self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
@@ -117,7 +124,7 @@ class Worker:
         self._pulling: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def run(self) -> Leave:
+    async def run(self) -> EndWorker:
         """Work until the session says to leave."""
         self._main = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -138,14 +145,14 @@ class Worker:
             self._link.close(LINGER_MS)
             self._store.close()
 
-    async def _loop(self) -> Leave:
+    async def _loop(self) -> EndWorker:
         session = self._session
         while True:
             event = await self._next_event(session.next_deadline() - self._clock())
             if self._engine is not None:
                 session.progress = self._engine.progress()
             for action in session.handle(event, self._clock()):
-                if isinstance(action, Leave):
+                if isinstance(action, EndWorker):
                     return action
                 self._perform(action)
             if session.may_generate:
@@ -160,27 +167,31 @@ class Worker:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 return await self._inbox.get()
         except TimeoutError:
-            return Tick()
+            return WorkerTick()
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: WorkerAction) -> None:
         if isinstance(action, Send):
             self._link.send(action.message)
         elif isinstance(action, Connect):
             if self._connecting is not None:
                 self._connecting.cancel()
             self._connecting = self._spawn(self._link.connect(action.delay_s), Unreachable)
-        elif isinstance(action, Load):
+        elif isinstance(action, LoadWeights):
             if self._pulling is not None:
                 self._pulling.cancel()
-            self._pulling = self._spawn(self._pull(action.weights), functools.partial(LoadFailed, action.weights.version))
+            self._pulling = self._spawn(
+                self._pull(action.weights), functools.partial(LoadFailed, action.weights.version)
+            )
         elif isinstance(action, MoreHolders):
             self._store.offer(action.weights)
-        elif isinstance(action, Note):
+        elif isinstance(action, LogNote):
             _log.info(f"session.{action.event}", detail=action.detail)
         else:
             self._commands.put_nowait(action)
 
-    def _spawn(self, work: Coroutine[object, object, None], failed: Callable[[str], Event]) -> asyncio.Task[None]:
+    def _spawn(
+        self, work: Coroutine[object, object, None], failed: Callable[[str], Event]
+    ) -> asyncio.Task[None]:
         """A task whose every error, foreseen or not, becomes the session's event."""
         return spawn(work, lambda reason: self._inbox.put_nowait(failed(reason)))
 
@@ -206,19 +217,23 @@ class Worker:
                 await self._load(self._engine, command)
             elif isinstance(command, SleepEngine):
                 await self._engine.sleep()
-                self._inbox.put_nowait(Slept())
+                self._inbox.put_nowait(Slept(command.order, await self._engine.bytes_held()))
             elif isinstance(command, WakeEngine):
                 began = self._clock()
                 await self._engine.wake()
-                self._inbox.put_nowait(Woken(self._clock() - began))
+                self._inbox.put_nowait(
+                    Woken(command.order, self._clock() - began, await self._engine.bytes_held())
+                )
             del command  # while it waits for the next, it keeps no version's memory that the store let go of
 
-    async def _build(self, spec: wire.EngineSpec) -> None:
+    async def _build(self, spec: messages.EngineSpec) -> None:
         began = self._clock()
         try:
             build = await asyncio.get_running_loop().run_in_executor(None, self._builder, spec.name)
         except ImportError as error:
-            raise EngineError(f"engine {spec.name!r} cannot be imported: {error}", "install its extra") from error
+            raise EngineError(
+                f"engine {spec.name!r} cannot be imported: {error}", "install its extra"
+            ) from error
         imported = self._clock()
         me = self._options.identity
         self._engine = await build(spec, Host(me.run, me.gpus, sleeps=me.kind == "reserved"))
@@ -247,7 +262,7 @@ class Worker:
 
     # ------------------------------------------------------------ weights
 
-    def _serves(self, serving: wire.Serving) -> None:
+    def _serves(self, serving: messages.Serving) -> None:
         self._inbox.put_nowait(Serves(serving))
 
     def _cannot_serve(self, fault: WeightsError) -> None:
@@ -260,7 +275,7 @@ class Worker:
         """The address of this host that the daemon's host can reach: other workers can, too."""
         return self._link.own_address()
 
-    async def _pull(self, weights: wire.UseWeights) -> None:
+    async def _pull(self, weights: messages.UseWeights) -> None:
         began = self._clock()
         manifest, base, verify_s = manifests.decode(weights.manifest), None, 0.0
         if manifest.adapter is not None:
@@ -268,7 +283,9 @@ class Worker:
             verify_s = self._store.verify_s
             weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
         blob = await self._store.get(manifest, weights, self._options.pull_s)
-        self._commands.put_nowait(_Pulled(weights, manifest, blob, base, self._clock() - began, verify_s + self._store.verify_s))
+        self._commands.put_nowait(
+            _Pulled(weights, manifest, blob, base, self._clock() - began, verify_s + self._store.verify_s)
+        )
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
@@ -276,8 +293,12 @@ class Worker:
             merged = await _put_in(engine, pulled)
         except EngineError as error:
             failed = LoadFailed(version, told(error), isinstance(error, WeightsDiffer), refused=True)
-            if failed.differs:  # before it is said, so that the next try finds nothing here that is not as published
-                await self._store.recheck({pulled.manifest.root, *([pulled.base[0].root] if pulled.base is not None else [])})
+            if (
+                failed.differs
+            ):  # before it is said, so that the next try finds nothing here that is not as published
+                await self._store.recheck(
+                    {pulled.manifest.root, *([pulled.base[0].root] if pulled.base is not None else [])}
+                )
             self._inbox.put_nowait(failed)
             return
         load_s = self._clock() - began
@@ -290,7 +311,9 @@ class Worker:
             load_s=round(load_s, 4),
             since_start_s=round(self._clock() - self._options.started_at, 3),
         )
-        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged))
+        self._inbox.put_nowait(
+            Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged)
+        )
 
 
 async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:

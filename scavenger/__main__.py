@@ -1,6 +1,6 @@
 """`python -m scavenger` is the `scavenger` command."""
 
-from scavenger.cli import main
+from scavenger.cli.main import main
 
 if __name__ == "__main__":
     main()

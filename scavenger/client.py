@@ -24,12 +24,18 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from scavenger import keys, wire
 from scavenger.config import RunConfig
-from scavenger.connection import Connection
-from scavenger.errors import CheckpointAhead, DaemonUnavailable, LedgerRestored, Refused, StaleAttempt, WireError
-from scavenger.keepalive import KeepAlive
-from scavenger.patience import SILENT_S
+from scavenger.errors import (
+    CheckpointAhead,
+    DaemonUnavailable,
+    LedgerRestored,
+    Refused,
+    StaleAttempt,
+    WireError,
+)
+from scavenger.protocol import keys, messages
+from scavenger.protocol.connection import SILENT_S, Connection
+from scavenger.protocol.heartbeat import HeartbeatThread
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
@@ -45,9 +51,9 @@ MISSING_S = 3.0
 class Client(Connection):
     """A trainer's connection: `open_run` gives the handle of a run."""
 
-    def __init__(self, state_dir: Path, key: keys.KeyPair, give_up_s: float = 600.0) -> None:
-        super().__init__(state_dir, key, give_up_s)
-        self._alive: list[KeepAlive] = []
+    def __init__(self, state_dir: Path, key: keys.KeyPair, connect_timeout_s: float = 600.0) -> None:
+        super().__init__(state_dir, key, connect_timeout_s)
+        self._alive: list[HeartbeatThread] = []
 
     def close(self) -> None:
         for alive in self._alive:
@@ -55,24 +61,44 @@ class Client(Connection):
         super().close()
 
     def open_run(
-        self, config: RunConfig, *, engine: wire.EngineSpec, tokenizer: str, resume_step: int, host: str = "", job_id: int = 0
+        self,
+        config: RunConfig,
+        *,
+        engine: messages.EngineSpec,
+        tokenizer: str,
+        resume_step: int,
+        host: str = "",
+        job_id: int = 0,
     ) -> Run:
         """Become the trainer of `config.run.name`; older attempts are fenced from here on.
 
         Raises `Refused` when the run belongs to another key or another configuration of the ledger.
         """
         run = config.run
-        body = wire.OpenRun(
-            wire.PROTOCOL, run.name, run.seed, config.model_dump_json(), engine, tokenizer, run.harvest, run.max_engines,
-            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison, config.weights.encrypt,
-        )  # fmt: skip
-        alive = KeepAlive(self._open, run.name)
+        body = messages.OpenRun(
+            messages.PROTOCOL,
+            run.name,
+            run.seed,
+            config.model_dump_json(),
+            engine,
+            tokenizer,
+            run.harvest,
+            run.max_engines,
+            run.gpus_per_engine,
+            resume_step,
+            host,
+            job_id,
+            run.poison_after,
+            run.on_poison,
+            config.weights.encrypt,
+        )
+        alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)
         alive.start()
         opening = Run(self, run.name, alive)
         try:
             answer = opening.call(body)
-            if not isinstance(answer, wire.RunOpened):
+            if not isinstance(answer, messages.RunOpened):
                 raise WireError(f"the daemon answered OpenRun with {type(answer).__name__}")
         except BaseException:
             alive.stop()
@@ -85,16 +111,19 @@ class Client(Connection):
 _ENVELOPE_BYTES = 4096
 
 
-def _calls_of(groups: Sequence[wire.GroupSpec]) -> list[tuple[wire.GroupSpec, ...]]:
+def _calls_of(groups: Sequence[messages.GroupSpec]) -> list[tuple[messages.GroupSpec, ...]]:
     """A submission in parts that one call may hold, by samples and by bytes; none is one empty part.
 
     A group of too many samples is the daemon's to refuse, one of too many bytes is refused when it is encoded.
     """
-    parts: list[list[wire.GroupSpec]] = [[]]
+    parts: list[list[messages.GroupSpec]] = [[]]
     samples = nbytes = 0
     for spec in groups:
         size = len(msgspec.msgpack.encode(spec))
-        if parts[-1] and (samples + spec.n > wire.MAX_CALL_SAMPLES or nbytes + size > wire.MAX_MESSAGE_BYTES - _ENVELOPE_BYTES):
+        if parts[-1] and (
+            samples + spec.n > messages.MAX_CALL_SAMPLES
+            or nbytes + size > messages.MAX_MESSAGE_BYTES - _ENVELOPE_BYTES
+        ):
             parts.append([])
             samples = nbytes = 0
         parts[-1].append(spec)
@@ -106,7 +135,7 @@ def _calls_of(groups: Sequence[wire.GroupSpec]) -> list[tuple[wire.GroupSpec, ..
 class Run:
     """One attempt of one run: the handle that `Client.open_run` gives."""
 
-    def __init__(self, client: Client, name: str, alive: KeepAlive) -> None:
+    def __init__(self, client: Client, name: str, alive: HeartbeatThread) -> None:
         self._client = client
         self._alive = alive
         self._warned_at = float("-inf")
@@ -115,26 +144,33 @@ class Run:
         self.next_version = 1
         self.ledger = ""
         self.versions: tuple[tuple[int, int, bytes], ...] = ()
-        self.fleet = wire.Fleet(0, 0, 0, 0, 0)
-        self._arrived: list[wire.GroupDone] = []
-        self._known: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step), of groups received and not committed
-        self._submitted: dict[int, tuple[str, int]] = {}  # the same of groups that were promised and have not arrived
-        self._reserved: wire.SetReserved | None = None
-        self._trained: wire.Trained | None = None
-        self._published: dict[int, wire.PublishVersion] = {}
+        self.fleet = messages.Fleet(0, 0, 0, 0, 0)
+        self._arrived: list[messages.GroupDone] = []
+        self._known: dict[
+            int, tuple[str, int]
+        ] = {}  # group id -> (purpose, step), of groups received and not committed
+        self._submitted: dict[
+            int, tuple[str, int]
+        ] = {}  # the same of groups that were promised and have not arrived
+        self._reserved: messages.SetReserved | None = None
+        self.reserved_order = 0  # number of what was last said by `set_reserved`
+        self._trained: messages.Trained | None = None
+        self._published: dict[int, messages.PublishVersion] = {}
         self._pinged_at = self._complete_since = 0.0
         self._closing = False
 
-    def opened(self, answer: wire.RunOpened) -> None:
+    def opened(self, answer: messages.RunOpened) -> None:
         self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
         self.next_version, self.versions, self.ledger = answer.next_version, answer.versions, answer.ledger
         self._alive.attempt = answer.attempt
 
     # ---------------------------------------------------------------- what a trainer does
 
-    def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
         """Offer a version, whose number is `manifest.version`, greater than all before. The two newest stay announced, and their base."""
-        body = wire.PublishVersion(manifest.version, step, manifest.root, manifests.encode(manifest), sources, manifest.total_nbytes)
+        body = messages.PublishVersion(
+            manifest.version, step, manifest.root, manifests.encode(manifest), sources, manifest.total_nbytes
+        )
         self.call(body)
         self._published[manifest.version] = body
         bases = {manifests.base_of(self._published[kept].manifest) for kept in sorted(self._published)[-2:]}
@@ -143,24 +179,31 @@ class Run:
                 del self._published[old]
         self.next_version = max(self.next_version, manifest.version + 1)
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         """Have groups generated with a published version; returns their ids. Raises `Refused`, for a prompt over the context too."""
-        if len({spec.prompt_index for spec in groups}) != len(groups):  # the daemon would not see it over several calls
+        if len({spec.prompt_index for spec in groups}) != len(
+            groups
+        ):  # the daemon would not see it over several calls
             raise Refused(f"step {step} names a prompt twice", "give each prompt its own prompt_index")
         ids: list[int] = []
         for part in _calls_of(groups):
-            answer = self.call(wire.SubmitGroups(step, version, purpose, part))
-            if not isinstance(answer, wire.Accepted):
+            answer = self.call(messages.SubmitGroups(step, version, purpose, part))
+            if not isinstance(answer, messages.Accepted):
                 raise WireError(f"the daemon answered SubmitGroups with {type(answer).__name__}")
-            self._submitted.update({group: (purpose, step) for group in answer.group_ids if group not in self._known})
+            self._submitted.update(
+                {group: (purpose, step) for group in answer.group_ids if group not in self._known}
+            )
             ids += answer.group_ids
         return tuple(ids)
 
-    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         """Completed groups that were not returned before; waits up to `timeout_s` for the first.
 
         Keeps the connection alive: call it at least every few seconds while groups are outstanding. Raises `Refused` when the run
-        was stopped (a poisoned sample, an operator), `StaleAttempt` when a newer trainer runs, `DaemonUnavailable` after `give_up_s`.
+        was stopped (a poisoned sample, an operator), `StaleAttempt` when a newer trainer runs,
+        `DaemonUnavailable` after `connect_timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -173,31 +216,53 @@ class Run:
                 arrived, self._arrived = self._arrived, []
                 return arrived
 
-    def set_reserved(self, awake: bool) -> None:
-        """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others."""
-        self._reserved = wire.SetReserved(awake)  # a restarted daemon is told again
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
+        """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others.
+
+        To wake them is to say that this trainer gave back what it could of its GPUs' memory: it holds `bytes_held` yet. That they sleep is
+        known once `fleet.order` is `reserved_order` and `fleet.holding` is empty: train no sooner.
+        """
+        self.reserved_order += 1
+        self._reserved = messages.SetReserved(
+            awake, self.reserved_order, bytes_held
+        )  # a restarted daemon is told again
         self.call(self._reserved)
+
+    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
+        """Say that the processes of these reserved engines are gone: their samples move, and they hold no memory."""
+        self.call(messages.EndReserved(tuple(slots), messages.words(reason)))
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         """Whole groups of the step that are trained so far, their tokens and what they took: told with the next ping."""
-        self._trained = wire.Trained(step, groups, tokens, seconds)
+        self._trained = messages.Trained(step, groups, tokens, seconds)
 
     def commit(
-        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
     ) -> None:
         """Record that the step was taken with exactly these samples. Every sample of the step's groups needs an outcome."""
-        self.call(wire.CommitStep(step, version, purpose, tuple(outcomes), metrics))
+        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics))
         over = (purpose, step)
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
         """Record a complete checkpoint: what it covers is final.
 
         `kept`: the steps of all checkpoints that stay on disk, this one's too. Call this before deleting the others: what a resume from a
         kept one needs stays in the ledger. None: the ledger takes it that the newest `checkpoint.keep` are kept. Raises `Refused`.
         """
-        self.call(wire.RecordCheckpoint(step, version, root, path, None if kept is None else tuple(sorted(set(kept)))))
+        self.call(
+            messages.RecordCheckpoint(
+                step, version, root, path, None if kept is None else tuple(sorted(set(kept)))
+            )
+        )
 
     def close_run(self, state: str, reason: str = "") -> None:
         """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once.
@@ -206,62 +271,69 @@ class Run:
         `errors.told(error)` rather than an error's own words.
         """
         self._closing = True
-        self.call(wire.CloseRun(state, wire.words(reason)))
+        self.call(messages.CloseRun(state, messages.words(reason)))
 
     # ---------------------------------------------------------------- the connection
 
-    def call(self, body: wire.CallBody) -> wire.ReplyBody:
+    def call(self, body: messages.CallBody) -> messages.ReplyBody:
         """Send a call until it is answered. Raises `Refused`, `StaleAttempt`, `DaemonUnavailable`."""
-        give_up = time.monotonic() + self._client.give_up_s
+        give_up = time.monotonic() + self._client.connect_timeout_s
         call_id = self._client.send(self.name, self.attempt, body)
         sent_at = time.monotonic()
         while True:
             message = self._client.receive(0.2)
-            if isinstance(message, wire.Reply) and message.id == call_id:
+            if isinstance(message, messages.Reply) and message.id == call_id:
                 return self._judge(message.body)
             if message is not None:
                 self._take(message)
             silent = self._client.is_silent()
             if silent:
                 self._lose_patience()
-            if silent or self._client.patience.is_lost(time.monotonic(), sent_at) or isinstance(message, wire.HelloAgain):
+            if (
+                silent
+                or self._client.timeout.is_lost(time.monotonic(), sent_at)
+                or isinstance(message, messages.HelloAgain)
+            ):
                 self._recover(give_up)
                 call_id = self._client.send(self.name, self.attempt, body)
                 sent_at = time.monotonic()
 
     def _lose_patience(self) -> None:
-        patience = self._client.patience
-        silent = patience.silence(time.monotonic())
-        patience.gave_up()
+        timeout = self._client.timeout
+        silent = timeout.silence(time.monotonic())
+        timeout.gave_up()
         log.warning(
-            "nothing came from the daemon", run=self.name, silent_s=round(silent, 1), next_s=patience.limit,
+            "nothing came from the daemon",
+            run=self.name,
+            silent_s=round(silent, 1),
+            next_s=timeout.limit,
             cause="it is away, or its ledger waits, or one message takes longer than this to arrive: a large group over a slow link",
-        )  # fmt: skip
+        )
 
-    def _judge(self, body: wire.ReplyBody) -> wire.ReplyBody:
-        if isinstance(body, wire.Denied):
+    def _judge(self, body: messages.ReplyBody) -> messages.ReplyBody:
+        if isinstance(body, messages.Denied):
             if body.code == "ahead":
                 raise CheckpointAhead(body.reason, body.remedy, body.last_step)
             kind = {"stale": StaleAttempt, "restored": LedgerRestored}.get(body.code, Refused)
             raise kind(body.reason, body.remedy)
         return body
 
-    def _take(self, message: wire.ToTrainer) -> None:
+    def _take(self, message: messages.ToTrainer) -> None:
         match message:
-            case wire.GroupDone(group_id=group_id):
+            case messages.GroupDone(group_id=group_id):
                 self._submitted.pop(group_id, None)
                 if group_id not in self._known:
                     self._known[group_id] = (message.purpose, message.step)
                     self._arrived.append(message)
                     self._complete_since = time.monotonic()  # others may be on their way
-            case wire.Fleet():
+            case messages.Fleet():
                 self.fleet = message
-            case wire.RunStopped(reason=reason, remedy=remedy):
+            case messages.RunStopped(reason=reason, remedy=remedy):
                 if not self._closing:  # a stopped run can still be closed, which is what lets its engines go
                     raise Refused(reason, remedy)
-            case wire.Rejected(reason=reason, remedy=remedy):
+            case messages.Rejected(reason=reason, remedy=remedy):
                 raise Refused(reason, remedy)
-            case wire.Reply(body=wire.Denied() as denied):
+            case messages.Reply(body=messages.Denied() as denied):
                 self._judge(denied)
 
     def _keep_alive(self) -> None:
@@ -275,8 +347,8 @@ class Run:
         if not (listening and self._submitted and self.fleet.outstanding == 0):
             self._complete_since = now
         if now - self._complete_since > MISSING_S:
-            self._recover(now + self._client.give_up_s)
-        self.call(wire.Ping(trained=self._trained))
+            self._recover(now + self._client.connect_timeout_s)
+        self.call(messages.Ping(trained=self._trained))
 
     def _recover(self, give_up: float) -> None:
         """Reconnect, attach as this attempt, announce the weights again. Tries until `give_up` (monotonic seconds).
@@ -292,17 +364,24 @@ class Run:
                 if (self.attempt == 0 and not self._is_over(give_up)) or (self.attempt and self._attach()):
                     return
                 refused = refused or self._client.is_refused()
-                cause = "it does not accept this key: enroll it again (`scavenger enroll`)" if refused else "no answer"
+                cause = (
+                    "it does not accept this key: enroll it again (`scavenger enroll`)"
+                    if refused
+                    else "no answer"
+                )
             except DaemonUnavailable as error:
                 cause = error.cause
             if self._is_over(give_up):
-                raise DaemonUnavailable(f"no daemon for {self._client.give_up_s:g} s: {cause}", "start it: `scavenger daemon`")
+                raise DaemonUnavailable(
+                    f"no daemon for {self._client.connect_timeout_s:g} s: {cause}",
+                    "start it: `scavenger daemon`",
+                )
             self._warn(cause)
             time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
             wait = min(wait * 2, 2.0)
 
     def _is_over(self, give_up: float) -> bool:
-        return time.monotonic() > max(give_up, self._alive.answered_at + self._client.give_up_s)
+        return time.monotonic() > max(give_up, self._alive.answered_at + self._client.connect_timeout_s)
 
     def _warn(self, cause: str) -> None:
         now = time.monotonic()
@@ -311,13 +390,14 @@ class Run:
         elif now - self._warned_at > STALLED_LOG_S:
             self._warned_at = now
             log.warning(
-                "the daemon answers but cannot commit, or what it sends is long on its way", run=self.name,
+                "the daemon answers but cannot commit, or what it sends is long on its way",
+                run=self.name,
                 remedy="look at the daemon's log: its disk may be full; else measure the link: one group may be too large for it",
-            )  # fmt: skip
+            )
 
     def _attach(self) -> bool:
-        attach = wire.Attach(self.name, tuple(self._known), tuple(self._submitted), self.ledger)
-        bodies: list[wire.CallBody] = [attach, *self._published.values()]
+        attach = messages.Attach(self.name, tuple(self._known), tuple(self._submitted), self.ledger)
+        bodies: list[messages.CallBody] = [attach, *self._published.values()]
         if self._reserved is not None:
             bodies.append(self._reserved)
         for body in bodies:
@@ -327,12 +407,15 @@ class Run:
                 if self._client.is_silent():
                     self._lose_patience()
                     return False
-                if self._client.patience.is_lost(time.monotonic(), sent_at):
+                if self._client.timeout.is_lost(time.monotonic(), sent_at):
                     return False
                 if message is None:
                     continue
-                if isinstance(message, wire.Reply) and message.id == call_id:
-                    if isinstance(message.body, wire.Denied) and message.body.code in ("detached", "unknown-run"):
+                if isinstance(message, messages.Reply) and message.id == call_id:
+                    if isinstance(message.body, messages.Denied) and message.body.code in (
+                        "detached",
+                        "unknown-run",
+                    ):
                         return False
                     self._judge(message.body)
                     break

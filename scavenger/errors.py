@@ -59,12 +59,12 @@ class ClusterError(ScavengerError):
 class ClusterUnavailable(ClusterError):
     """The scheduler did not answer, or not completely; the same call may succeed later (back off and try again).
 
-    `trouble` names what kind of failure it was (`scavenger.cluster.trouble.Trouble`); an answer that cannot be read is "partial".
+    `error_kind` names what kind of failure it was (`scavenger.cluster.error_kind.ErrorKind`); an answer that cannot be read is "partial".
     """
 
-    def __init__(self, cause: str, remedy: str = "", *, trouble: str = "partial") -> None:
+    def __init__(self, cause: str, remedy: str = "", *, error_kind: str = "partial") -> None:
         super().__init__(cause, remedy)
-        self.trouble = trouble
+        self.error_kind = error_kind
 
 
 class SubmitUnknown(ClusterError):
@@ -77,6 +77,8 @@ class WireError(ScavengerError):
 
 class AuthError(ScavengerError):
     """A key is missing, has the wrong permissions, or is not allowed to do what was asked."""
+
+    exit_code = ConfigError.exit_code  # only a person can mend it
 
 
 class Refused(ScavengerError):
@@ -113,6 +115,12 @@ class DaemonUnavailable(ScavengerError):
 
 class LedgerError(ScavengerError):
     """The ledger cannot be opened or written."""
+
+
+class LedgerRefused(LedgerError):
+    """The ledger that is named can be none, or is not the one that belongs here. Nothing was written."""
+
+    exit_code = ConfigError.exit_code
 
 
 class LedgerUnavailable(LedgerError):
@@ -155,7 +163,7 @@ class RewardError(ScavengerError):
     """A reward function raised or ran past its deadline. Not a reward of 0."""
 
 
-class LateAnswer(RewardError):
+class RewardTimeout(RewardError):
     """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: a reward of 0."""
 
 

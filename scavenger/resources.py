@@ -23,7 +23,9 @@ def path(relative: str) -> Path:
     """
     wanted = PurePosixPath(relative)
     if wanted.is_absolute() or not wanted.parts or ".." in wanted.parts:
-        raise ScavengerError(f"resource {relative!r} is not below the repository's root", "name it as the repository does")
+        raise ScavengerError(
+            f"resource {relative!r} is not below the repository's root", "name it as the repository does"
+        )
     found = _root(wanted).joinpath(*wanted.parts)
     if not found.exists():
         raise ScavengerError(

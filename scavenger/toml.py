@@ -22,5 +22,8 @@ def _value(value: Any) -> str:
 
 def dumps(document: Mapping[str, Mapping[str, Any]]) -> str:
     """Sections of plain keys, in the order given."""
-    sections = (f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in body.items()) for name, body in document.items())
+    sections = (
+        f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in body.items())
+        for name, body in document.items()
+    )
     return "\n".join(sections)

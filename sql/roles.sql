@@ -38,8 +38,8 @@ DECLARE
     daemon oid := (SELECT relowner FROM pg_class WHERE oid = to_regclass('alembic_version'));
     -- What scavenger_read sees, by name: a view that is not here is not seen.
     readable text[] := ARRAY[
-        'alembic_version', 'v_attempts', 'v_checkpoints', 'v_chunks', 'v_cluster_samples', 'v_days', 'v_decisions', 'v_events',
-        'v_generations', 'v_groups', 'v_holds', 'v_job_states', 'v_jobs', 'v_leases', 'v_now', 'v_runs', 'v_sample_ends', 'v_samples',
+        'alembic_version', 'v_attempts', 'v_checkpoints', 'v_chunks', 'v_cluster_polls', 'v_days', 'v_decisions', 'v_events',
+        'v_generations', 'v_gpu_allocations', 'v_groups', 'v_job_states', 'v_jobs', 'v_leases', 'v_now', 'v_runs', 'v_sample_ends', 'v_samples',
         'v_steps', 'v_weight_versions', 'v_workers'];
     relation record;
 BEGIN

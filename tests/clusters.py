@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import Layout, PartitionLayout
-from scavenger.cluster.local import LocalCluster, LocalServer
+from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import ClusterView, JobFlag, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 
 SHARED = ("node1", "node2", "node3")
 
@@ -26,15 +26,19 @@ def layout_for_tests(*, grace_s: float = 10.0, requeue_delay_s: float = 6.0) -> 
     """The demo's partitions, and `scavenge0`: the same as `scavenge` with no grace at all."""
     lowest = PreemptMode.REQUEUE
     return Layout(
-        nodes=("node0", *SHARED), gpus=4, requeue_delay_s=requeue_delay_s,
+        nodes=("node0", *SHARED),
+        gpus=4,
+        requeue_delay_s=requeue_delay_s,
         kill_wait_s=6.0,  # what an engine without a GraceTime has to say goodbye, on a machine that is busy with other tests
         partitions=(
             PartitionLayout(name="reserved", nodes=("node0",), priority_tier=100),
             PartitionLayout(name="normal", nodes=SHARED, priority_tier=10),
-            PartitionLayout(name="scavenge", nodes=SHARED, priority_tier=1, preempt_mode=lowest, grace_s=grace_s),
+            PartitionLayout(
+                name="scavenge", nodes=SHARED, priority_tier=1, preempt_mode=lowest, grace_s=grace_s
+            ),
             PartitionLayout(name="scavenge0", nodes=SHARED, priority_tier=1, preempt_mode=lowest),
         ),
-    )  # fmt: skip
+    )
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:

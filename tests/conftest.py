@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import structlog
 
-from scavenger.cluster.pyslurm_client import unfit
-from scavenger.ledger.private_postgres import programs
+from scavenger.cluster.pyslurm.client import unfit
+from tests.private_postgres import programs
 
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
 
@@ -33,7 +33,9 @@ def logging_as_at_first() -> Iterator[None]:
 def lacks(*programs: str) -> str:
     """Names the programs that are neither on PATH, nor where Debian keeps daemons, nor in this venv; empty when none."""
     folders = [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path(sys.executable).parent)]
-    missing = [program for program in programs if shutil.which(program, path=os.pathsep.join(folders)) is None]
+    missing = [
+        program for program in programs if shutil.which(program, path=os.pathsep.join(folders)) is None
+    ]
     return f"no {', '.join(missing)} here" if missing else ""
 
 
@@ -43,7 +45,9 @@ def lacks_pyslurm() -> str:
     if lacks("slurmd"):
         return lacks("slurmd")
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    said = subprocess.run([shutil.which("slurmd", path=path) or "slurmd", "-V"], capture_output=True, text=True, check=False).stdout
+    said = subprocess.run(
+        [shutil.which("slurmd", path=path) or "slurmd", "-V"], capture_output=True, text=True, check=False
+    ).stdout
     return unfit(said.split()[-1] if said.split() else "")
 
 
@@ -51,7 +55,9 @@ SERVICES: dict[str, Callable[[], str]] = {
     "slurm": lambda: lacks(*SLURM),
     "mpi": lambda: lacks("mpirun"),
     "pyslurm": lacks_pyslurm,
-    "postgres": lambda: "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here",
+    "postgres": lambda: (
+        "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here"
+    ),
     "vllm": lambda: "" if importlib.util.find_spec("vllm") else "no vLLM here",
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
@@ -94,7 +100,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             continue
         reason = missing()
         if reason and service in required():
-            pytest.fail(f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap installs it)", pytrace=False)
+            pytest.fail(
+                f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap installs it)",
+                pytrace=False,
+            )
         if reason:
-            script = "scripts/build-pyslurm builds it" if service == "pyslurm" else "scripts/bootstrap installs it"
+            script = (
+                "scripts/build-pyslurm builds it" if service == "pyslurm" else "scripts/bootstrap installs it"
+            )
             pytest.skip(f"needs {service}: {reason}; {script} on Debian and Ubuntu as root")

@@ -18,60 +18,115 @@ TOP_LEVEL = {*PACKAGES, "scripts", "sql", "tests", "docs", "benchmarks", "exampl
 BUILT = {"build", "dist", "demo-out", "__pycache__"}
 
 # What a worker or a trainer may know of the control plane: how to talk to it, and what they agree on.
-SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "phases", "__version__"}
+SHARED = {
+    "asyncio_helpers",
+    "client",
+    "config",
+    "errors",
+    "parsing",
+    "protocol",
+    "resources",
+    "toml",
+    "weights",
+    "__version__",
+}
+
+#: Inside `scavenger`, from the bottom up: a part imports from parts before it only, and from itself.
+ORDER = (
+    "errors",
+    "parsing",
+    "toml",
+    "resources",
+    "asyncio_helpers",
+    "host",
+    "protocol",
+    "config",
+    "weights",
+    "client",
+    "cluster",
+    "policy",
+    "ledger",
+    "router.core",
+    "router.edge",
+    "harvest",
+    "observe",
+    "doctor",
+    "daemon",
+    "demo",
+    "simulate",
+    "cli",
+    "__main__",
+)
 
 PURE = (
-    "scavenger/digits.py",
-    "scavenger/discretion.py",
-    "scavenger/observe/metrics.py",
-    "scavenger/observe/tally.py",
-    "scavenger/phases.py",
-    "scavenger/reload.py",
-    "scavenger/succession.py",
-    "scavenger/wire/*.py",
+    "scavenger/parsing.py",
+    "scavenger/protocol/messages/*.py",
+    "scavenger/protocol/train_step.py",
+    "scavenger/protocol/worker/*.py",
+    "scavenger/policy/**/*.py",
+    "scavenger/ledger/redaction.py",
+    "scavenger/ledger/retention.py",
+    "scavenger/ledger/records/*.py",
+    "scavenger/router/core/*.py",
+    "scavenger/harvest/decide/*.py",
+    "scavenger/harvest/track/*.py",
+    "scavenger/harvest/observe/pace.py",
     "scavenger/cluster/model.py",
-    "scavenger/cluster/commands.py",
-    "scavenger/cluster/pyslurm_read.py",
-    "scavenger/cluster/pyslurm_wire.py",
-    "scavenger/cluster/slurm_json.py",
-    "scavenger/cluster/slurm_text.py",
-    "scavenger/cluster/trouble.py",
-    "scavenger/cluster/scheduler.py",
-    "scavenger/cluster/topology.py",
+    "scavenger/cluster/error_kind.py",
+    "scavenger/cluster/partition_check.py",
+    "scavenger/cluster/local/scheduler.py",
+    "scavenger/cluster/pyslurm/messages.py",
+    "scavenger/cluster/pyslurm/rows.py",
+    "scavenger/cluster/slurm/commands.py",
+    "scavenger/cluster/slurm/directives.py",
+    "scavenger/cluster/slurm/hostlist.py",
+    "scavenger/cluster/slurm/json_output.py",
+    "scavenger/cluster/slurm/reservations.py",
+    "scavenger/cluster/slurm/text.py",
+    "scavenger/cluster/slurm/topology.py",
     "scavenger/doctor/facts.py",
     "scavenger/doctor/findings.py",
-    "scavenger/doctor/notice.py",
-    "scavenger/doctor/rules*.py",
-    "scavenger/harvest/autoscale.py",
-    "scavenger/harvest/holds.py",
-    "scavenger/harvest/intents.py",
-    "scavenger/harvest/pace.py",
-    "scavenger/harvest/policy.py",
-    "scavenger/harvest/states.py",
-    "scavenger/harvest/survival.py",
-    "scavenger/harvest/tracker.py",
-    "scavenger/router/machine*.py",
-    "scavenger/router/advice.py",
-    "scavenger/router/placement.py",
-    "scavenger/router/policy.py",
-    "scavenger/router/offload.py",
-    "scavenger/router/forecast*.py",
-    "scavenger/router/predictive*.py",
-    "scavenger/router/ranking.py",
-    "scavenger/router/window.py",
+    "scavenger/doctor/rules/*.py",
+    "scavenger/config/unknown_keys.py",
+    "scavenger/daemon/reload.py",
+    "scavenger/daemon/takeover.py",
+    "scavenger/observe/metrics.py",
+    "scavenger/observe/tally.py",
+    "scavenger/observe/training.py",
+    "scavenger/cluster/slurm/accounting.py",
     "scavenger/weights/directory.py",
     "scavenger/weights/manifest.py",
     "scavenger/weights/shards.py",
     "scavenger/weights/transfer.py",
-    "scavenger/simulate/*.py",
-    "scavenger/simulate/policies/*.py",
+    "scavenger/simulate/**/*.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {
-    "alembic", "asyncio", "concurrent", "http", "multiprocessing", "os", "queue", "random", "secrets", "select",
-    "selectors", "shutil", "signal", "socket", "sqlalchemy", "sqlite3", "ssl", "subprocess", "tempfile", "threading",
-    "time", "urllib", "uuid", "zmq",
-}  # fmt: skip
+    "alembic",
+    "asyncio",
+    "concurrent",
+    "http",
+    "multiprocessing",
+    "os",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "sqlalchemy",
+    "sqlite3",
+    "ssl",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "urllib",
+    "uuid",
+    "zmq",
+}
 PICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 SHELLS |= {"asyncio.create_subprocess_shell"}
@@ -85,7 +140,7 @@ IMPORT_NAMES = {"prometheus-client": "prometheus_client", "pyzmq": "zmq"}
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported dotted name, e.g. `scavenger.wire.Hello` for `from scavenger.wire import Hello`."""
+    """One imported dotted name, e.g. `scavenger.protocol.messages.Hello` for `from scavenger.protocol.messages import Hello`."""
 
     name: str
     where: str
@@ -100,7 +155,9 @@ def sources(*patterns: str) -> list[Path]:
 
 
 def product() -> list[Path]:
-    scripts = [p for p in sources("scripts/*") if p.suffix == ".py" or (p.is_file() and b"python" in first_line(p))]
+    scripts = [
+        p for p in sources("scripts/*") if p.suffix == ".py" or (p.is_file() and b"python" in first_line(p))
+    ]
     return [*sources(*(f"{package}/**/*.py" for package in PACKAGES)), *scripts]
 
 
@@ -167,7 +224,7 @@ def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
         if found.name.split(".")[0] not in allowed
         # Extras, each imported in the one module that adapts it.
         and (path.relative_to(ROOT).as_posix(), found.name.split(".")[0])
-        not in (("scavenger/cluster/pyslurm.py", "pyslurm"), ("scavenger/weights/rdma.py", "nixl"))
+        not in (("scavenger/cluster/pyslurm/process.py", "pyslurm"), ("scavenger/weights/rdma.py", "nixl"))
     ]
     assert not offenders, told(offenders)
 
@@ -183,9 +240,77 @@ def test_workers_and_trainers_know_only_the_shared_part_of_the_control_plane(pac
     assert not offenders, told(offenders)
 
 
+def part_of(name: str) -> str:
+    """The part of `scavenger` that a dotted name or a path lies in: its first folder or module, of the router its second too."""
+    parts = name.split(".")
+    return ".".join(parts[1:3]) if parts[1] == "router" and len(parts) > 2 else parts[1]
+
+
+def test_every_part_of_the_control_plane_imports_from_below_only() -> None:
+    offenders = []
+    for path in sources("scavenger/**/*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.endswith("__init__") and module.count(".") < 2 + (".router." in module):
+            continue  # the package's own docstring
+        mine = part_of(module)
+        assert mine in ORDER or module.startswith("scavenger.router.__init__"), (
+            f"{module}: place {mine!r} in ORDER"
+        )
+        for found in imports(path):
+            if not found.is_in("scavenger") or (
+                found.name.count(".") == 1 and found.name.split(".")[1] in ("__version__",)
+            ):
+                continue
+            theirs = part_of(found.name)
+            if theirs not in ORDER:
+                offenders.append(f"{found.where} imports {found.name}, which is in no part")
+            elif ORDER.index(theirs) > ORDER.index(mine):
+                offenders.append(f"{found.where} ({mine}) imports {found.name}: {theirs} lies above it")
+    assert not offenders, told(offenders)
+
+
+def folders(package: str) -> dict[str, set[str]]:
+    """Edges between the folders of a package. A folder's own files count each for itself: they may lie above and below its subfolders."""
+    edges: dict[str, set[str]] = {}
+    top = ROOT / package
+
+    def unit(path: Path) -> str:
+        below = path.relative_to(ROOT)
+        has_subfolders = any(one.is_dir() and (one / "__init__.py").exists() for one in path.parent.iterdir())
+        return below.as_posix() if has_subfolders else below.parent.as_posix()
+
+    for path in sources(f"{package}/**/*.py"):
+        for found in imports(path):
+            target = file_of(found) if found.name.split(".")[0] == package else None
+            if (
+                target is not None
+                and target.name != "__init__.py"
+                and top in target.parents
+                and unit(target) != unit(path)
+            ):
+                edges.setdefault(unit(path), set()).add(unit(target))
+    return edges
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_imports_back(package: str) -> None:
+    edges = folders(package)
+    for start in sorted(edges):
+        seen, todo = set[str](), [(start, start)]
+        while todo:
+            here, chain = todo.pop()
+            for there in sorted(edges.get(here, ())):
+                assert there != start, f"{chain} -> {there}"
+                if there not in seen:
+                    seen.add(there)
+                    todo.append((there, f"{chain} -> {there}"))
+
+
 def test_the_worker_knows_nothing_of_the_trainer() -> None:
     found = [one for path in sources("rollout/**/*.py") for one in imports(path)]
-    offenders = [f"{one.where} imports {one.name}" for one in found if one.is_in("trainer") or one.is_in("mpi4py")]
+    offenders = [
+        f"{one.where} imports {one.name}" for one in found if one.is_in("trainer") or one.is_in("mpi4py")
+    ]
     assert not offenders, told(offenders)
 
 
@@ -193,13 +318,13 @@ def test_the_worker_knows_nothing_of_the_trainer() -> None:
 # both sides must compute alike, lest the logits of engine and learner drift apart (torch cannot be shared in `scavenger`). And what is said
 # before a run starts is asked of the engines' own code.
 SHARED_WITH_ENGINES = {
-    "trainer/adapters.py": "rollout.engines.lora",
+    "trainer/model/adapters.py": "rollout.engines.lora",
     "trainer/local.py": "rollout.engines",
-    "trainer/merged.py": "rollout.engines.checksum",
-    "trainer/model.py": "rollout.engines.norms",
+    "trainer/model/merged.py": "rollout.engines.checksum",
+    "trainer/model/learner.py": "rollout.engines.norms",
     "trainer/prepare/engines.py": "rollout.engines",
-    "trainer/publish.py": "rollout.engines.checksum",
-    "trainer/ranks.py": "rollout.engines.checksum",
+    "trainer/loop/publish.py": "rollout.engines.checksum",
+    "trainer/loop/ranks.py": "rollout.engines.checksum",
 }
 
 
@@ -208,12 +333,15 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
         f"{found.where} imports {found.name}"
         for path in sources("trainer/**/*.py")
         for found in imports(path)
-        if found.is_in("rollout") and not found.is_in(SHARED_WITH_ENGINES.get(path.relative_to(ROOT).as_posix(), "-"))
+        if found.is_in("rollout")
+        and not found.is_in(SHARED_WITH_ENGINES.get(path.relative_to(ROOT).as_posix(), "-"))
     ]
     assert not offenders, told(offenders)
 
 
-@pytest.mark.parametrize("shared", ["rollout/engines/norms.py", "rollout/engines/lora.py", "rollout/engines/checksum.py"])
+@pytest.mark.parametrize(
+    "shared", ["rollout/engines/norms.py", "rollout/engines/lora.py", "rollout/engines/checksum.py"]
+)
 def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared: str) -> None:
     assert set(reached_from(ROOT / shared)) == {ROOT / shared}
 
@@ -256,14 +384,18 @@ def test_pure_modules_reach_no_io_and_hence_no_driver() -> None:
 
 def test_pure_modules_read_no_clock() -> None:
     clocks = {"datetime.now", "datetime.utcnow", "datetime.datetime.now", "datetime.today", "date.today"}
-    offenders = [f"{where} calls {name}" for path in sources(*PURE) for name, _, where in calls(path) if name in clocks]
+    offenders = [
+        f"{where} calls {name}" for path in sources(*PURE) for name, _, where in calls(path) if name in clocks
+    ]
     assert not offenders, told(offenders)
 
 
 def test_nothing_pickles() -> None:
     offenders = []
     for path in product():
-        offenders += [f"{one.where} imports {one.name}" for one in imports(path) if one.name.split(".")[0] in PICKLERS]
+        offenders += [
+            f"{one.where} imports {one.name}" for one in imports(path) if one.name.split(".")[0] in PICKLERS
+        ]
         offenders += [
             f"{where} calls {name}, which pickles"
             for name, _, where in calls(path)
@@ -277,7 +409,8 @@ def test_no_command_goes_through_a_shell() -> None:
     for path in [*product(), *sources("tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py")]:
         for name, call, where in calls(path):
             asks = any(
-                keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+                keyword.arg == "shell"
+                and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
                 for keyword in call.keywords
             )
             if asks or name in SHELLS:
@@ -312,6 +445,10 @@ def test_no_two_test_modules_have_one_name_and_none_hides_a_package_of_ours() ->
             parts.insert(0, folder.name)
             folder = folder.parent
         name = ".".join(parts)
-        assert parts[0] not in PACKAGES, f"{path.relative_to(ROOT)} hides the package {parts[0]}: remove its __init__.py"
-        assert path.stem == "conftest" or name not in names, f"{path} and {names[name]} are both module {name}"
+        assert parts[0] not in PACKAGES, (
+            f"{path.relative_to(ROOT)} hides the package {parts[0]}: remove its __init__.py"
+        )
+        assert path.stem == "conftest" or name not in names, (
+            f"{path} and {names[name]} are both module {name}"
+        )
         names[name] = path

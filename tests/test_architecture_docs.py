@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import wire
+from scavenger.protocol import messages
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 NAMED = re.compile(r"`((?:scavenger|rollout|trainer|tests|sql)/[\w./]+?)(?::(\w+))?`")
 
 
@@ -20,7 +20,9 @@ def test_files_and_functions_that_a_page_names_exist(page: Path) -> None:
     for path, name in NAMED.findall(page.read_text(encoding="utf-8")):
         if not (ROOT / path).exists():
             wrong.append(path)
-        elif name and not re.search(rf"^\s*(?:async )?(?:def|class) {name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):
+        elif name and not re.search(
+            rf"^\s*(?:async )?(?:def|class) {name}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE
+        ):
             wrong.append(f"{path}:{name}")
     assert not wrong, f"{page.name} names {wrong}"
 
@@ -29,5 +31,5 @@ def test_the_table_of_messages_is_the_wire_s() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     table = text[text.index("## Wire protocol") : text.index("## Security")]
     told = set(re.findall(r"`([A-Z]\w+)`", table))
-    exist = {cls.__name__ for cls in wire.Message.__subclasses__()}
+    exist = {cls.__name__ for cls in messages.Message.__subclasses__()}
     assert told == exist

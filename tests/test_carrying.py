@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import carrying, cli, daemon, keys
-from scavenger.carrying import Age, Choice
+from scavenger.cli import main
 from scavenger.config import DaemonConfig
+from scavenger.daemon import ledger_handoff
+from scavenger.daemon import main as daemon
+from scavenger.daemon.ledger_handoff import Age, Choice
+from scavenger.daemon.takeover import Manner
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.records import Event
-from scavenger.ledger.writer import Writer
-from scavenger.succession import Manner
+from scavenger.ledger.write.writer import Writer
+from scavenger.protocol import keys
 from tests.ledger.histories import fetch
 
 
@@ -40,7 +43,7 @@ from tests.ledger.histories import fetch
     ],
 )
 def test_which_ledger_a_daemon_begins_with(here: Age, carried: Age, announced: int, choice: Choice) -> None:
-    assert carrying.choose(here, carried, announced) is choice
+    assert ledger_handoff.choose(here, carried, announced) is choice
 
 
 def site(tmp_path: Path, node: str) -> DaemonConfig:
@@ -51,7 +54,7 @@ def site(tmp_path: Path, node: str) -> DaemonConfig:
 
 def lives(config: DaemonConfig, word: str) -> int:
     """A daemon's life: takes the ledger up, writes one event, announces itself, and ends."""
-    carrying.take_up(config)
+    ledger_handoff.take_up(config)
     store.upgrade(config.ledger_url)
     writer = Writer(config.ledger_url, "host", os.getpid(), "v", lambda: 1.0)
     generation = int(writer.start())
@@ -63,17 +66,22 @@ def lives(config: DaemonConfig, word: str) -> int:
 
 
 def words(config: DaemonConfig) -> list[str]:
-    return [row[0] for row in fetch(config.ledger_url, "SELECT reason FROM events WHERE kind = 'word' ORDER BY id")]
+    return [
+        row[0]
+        for row in fetch(config.ledger_url, "SELECT reason FROM events WHERE kind = 'word' ORDER BY id")
+    ]
 
 
 def test_a_daemon_goes_on_elsewhere_with_all_that_it_wrote(tmp_path: Path) -> None:
     keys.init_state(tmp_path / "state", "ada")
     a, b = site(tmp_path, "a"), site(tmp_path, "b")
     assert lives(a, "first") == 1
-    carrying.put_down(a, 1)
-    assert (carrying.path_in(tmp_path / "state").stat().st_mode & 0o077) == 0, "it holds prompts and answers"
+    ledger_handoff.put_down(a, 1)
+    assert (ledger_handoff.path_in(tmp_path / "state").stat().st_mode & 0o077) == 0, (
+        "it holds prompts and answers"
+    )
     assert lives(b, "second") == 2
-    carrying.put_down(b, 2)
+    ledger_handoff.put_down(b, 2)
     assert lives(a, "third") == 3
     assert words(a) == ["first", "second", "third"]
     assert len(list((tmp_path / "a").glob("ledger.sqlite3.older-*"))) >= 1, "what was there is kept"
@@ -91,8 +99,8 @@ def test_a_daemon_that_died_elsewhere_without_a_copy_is_not_forgotten(tmp_path: 
 
 def test_a_ledger_in_postgresql_is_not_carried(tmp_path: Path) -> None:
     config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, "ledger": "postgresql://u@db/x"}})
-    assert carrying.take_up(config) is Choice.STAY
-    carrying.put_down(config, 1)
+    assert ledger_handoff.take_up(config) is Choice.STAY
+    ledger_handoff.put_down(config, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,14 +108,16 @@ def test_a_copy_in_which_a_successor_has_begun_is_not_installed(tmp_path: Path) 
     keys.init_state(tmp_path / "state", "ada")
     a = site(tmp_path, "a")
     lives(a, "first")
-    carrying.put_down(a, 1)
-    good = carrying.path_in(tmp_path / "state").read_bytes()
+    ledger_handoff.put_down(a, 1)
+    good = ledger_handoff.path_in(tmp_path / "state").read_bytes()
     assert lives(a, "second") == 2
     assert lives(a, "third") == 3, "between the second's end and its copy"
     with pytest.raises(LedgerError, match="it is of generation 3 by now, and the daemon that ended was 2"):
-        carrying.put_down(a, 2)
-    assert carrying.path_in(tmp_path / "state").read_bytes() == good
-    assert [path.name for path in (tmp_path / "state").iterdir() if "carried" in path.name] == [carrying.FILE], "nothing half made is left"
+        ledger_handoff.put_down(a, 2)
+    assert ledger_handoff.path_in(tmp_path / "state").read_bytes() == good
+    assert [path.name for path in (tmp_path / "state").iterdir() if "carried" in path.name] == [
+        ledger_handoff.FILE
+    ], "nothing half made is left"
 
 
 def test_a_daemon_says_which_generation_it_was_and_none_when_it_never_had_the_ledger(tmp_path: Path) -> None:
@@ -132,7 +142,9 @@ def test_a_daemon_says_which_generation_it_was_and_none_when_it_never_had_the_le
 
 
 @pytest.mark.parametrize(("granted", "put"), [(None, []), (7, [7])])
-def test_only_who_had_the_ledger_puts_it_down(granted: int | None, put: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_who_had_the_ledger_puts_it_down(
+    granted: int | None, put: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys.init_state(tmp_path / "state", "ada")
     (tmp_path / "local").mkdir()
     path = tmp_path / "scavenger.toml"
@@ -152,17 +164,19 @@ def test_only_who_had_the_ledger_puts_it_down(granted: int | None, put: list[int
     monkeypatch.setattr("scavenger.cluster.choose.backend", lambda settings: Cluster())
     monkeypatch.setattr("scavenger.cluster.choose.preflight", lambda settings, cluster: None)
     monkeypatch.setattr(daemon, "run", run)
-    monkeypatch.setattr(carrying, "put_down", lambda settings, generation: seen.append(generation))
-    done = CliRunner().invoke(cli.app, ["daemon", "--config", str(path), "--carry"])
+    monkeypatch.setattr(ledger_handoff, "put_down", lambda settings, generation: seen.append(generation))
+    done = CliRunner().invoke(main.app, ["daemon", "--config", str(path), "--carry"])
     assert (done.exit_code, done.exception) == (0, None)
     assert seen == put
 
 
-def test_what_is_taken_up_is_never_readable_by_others_nor_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_taken_up_is_never_readable_by_others_nor_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys.init_state(tmp_path / "state", "ada")
     a, b = site(tmp_path, "a"), site(tmp_path, "b")
     lives(a, "first")
-    carrying.put_down(a, 1)
+    ledger_handoff.put_down(a, 1)
     (tmp_path / "b").mkdir()
     theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
@@ -177,7 +191,7 @@ def test_what_is_taken_up_is_never_readable_by_others_nor_written_through_a_link
     monkeypatch.setattr(shutil, "copyfileobj", watched)
     before = os.umask(0)
     try:
-        assert carrying.take_up(b) is Choice.TAKE
+        assert ledger_handoff.take_up(b) is Choice.TAKE
     finally:
         os.umask(before)
     assert modes == [0o600]
@@ -191,5 +205,12 @@ def test_the_daemon_s_job_makes_its_files_for_its_user_alone(tmp_path: Path) -> 
     srun.chmod(0o755)
     script = Path(__file__).resolve().parents[1] / "scripts/scavenger.sbatch"
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
-    done = subprocess.run(["bash", script, "scavenger.toml"], env=environ, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        ["bash", script, "scavenger.toml"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert (done.returncode, done.stdout.strip()) == (2, "0077")

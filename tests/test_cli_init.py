@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import cli, cli_init, config
+from scavenger import config
+from scavenger.cli import init as cli_init
+from scavenger.cli import main
+from scavenger.doctor import train_script
 
 
 def test_a_site_s_file_is_its_user_s_alone_and_leaves_the_backend_to_be_found(tmp_path: Path) -> None:
     url = "postgresql://scavenger:secret@db/scavenger"
-    done = CliRunner().invoke(cli.app, ["init", str(tmp_path / "site"), "--ledger", url])
+    done = CliRunner().invoke(main.app, ["init", str(tmp_path / "site"), "--ledger", url])
     assert (done.exit_code, done.exception) == (0, None)
     path = tmp_path / "site" / "scavenger.toml"
     assert path.stat().st_mode & 0o777 == 0o600, "it holds the ledger's password"
@@ -21,17 +24,28 @@ def test_a_site_s_file_is_its_user_s_alone_and_leaves_the_backend_to_be_found(tm
 
 
 def init(*words: object) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["init", *map(str, words)], terminal_width=200)
+    done = CliRunner().invoke(main.app, ["init", *map(str, words)], terminal_width=200)
     return done.exit_code, done.output + (str(done.exception) if done.exception else "")
 
 
 def test_what_a_site_s_file_assumes_is_told_with_its_keys_and_what_was_said_is_not(tmp_path: Path) -> None:
     code, said = init(tmp_path / "a")
     assert code == 0
-    keys = ("harvest.partition = 'scavenge'", "daemon.listen = '0.0.0.0'", "daemon.ledger = ''", "harvest.account", "harvest.max_engines =")
+    keys = (
+        "harvest.partition = 'scavenge'",
+        "daemon.listen = '0.0.0.0'",
+        "daemon.ledger = ''",
+        "harvest.account",
+        "harvest.max_engines =",
+    )
     assert [key for key in keys if key not in said] == [], said
     code, said = init(tmp_path / "b", "--partition", "scavenge", "--ledger", "sqlite:////var/tmp/x.sqlite3")
-    assert (code, "harvest.partition" in said, "daemon.ledger" in said, "daemon.listen" in said) == (0, False, False, True), said
+    assert (code, "harvest.partition" in said, "daemon.ledger" in said, "daemon.listen" in said) == (
+        0,
+        False,
+        False,
+        True,
+    ), said
 
 
 def test_a_file_that_is_there_is_not_left_in_silence_when_options_say_otherwise(tmp_path: Path) -> None:
@@ -68,13 +82,59 @@ def test_a_daemon_s_host_is_announced_by_the_name_that_it_has_where_it_runs(tmp_
     assert config.read_daemon(tmp_path / "one" / "scavenger.toml").daemon.advertise != ""
 
 
+def test_a_site_s_file_beside_a_run_gives_its_engines_jobs_what_the_run_s_model_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def prepare(words: list[str], folder: Path, *, quiet: bool = False) -> str:
+        asked.append((words, quiet))
+        return '{"cpus_per_engine": 6, "memory_mb_per_engine": 56320}'
+
+    monkeypatch.setattr(cli_init, "_prepare", prepare)
+    assert init(tmp_path / "alone")[0] == 0
+    assert asked == []
+    (tmp_path / "run.toml").write_text("")
+    code, said = init(tmp_path, "--partition", "idle")
+    assert (code, asked) == (0, [(["host", str(tmp_path)], True)]), said
+    harvest = config.read_daemon(tmp_path / "scavenger.toml").harvest
+    assert (harvest.partition, harvest.cpus_per_engine, harvest.memory_mb_per_engine) == ("idle", 6, 56320)
+
+
+def test_slurm_names_the_gpus_of_the_partition_unless_the_user_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr(cli_init, "_prepare", lambda words, folder, quiet=False: told.append(words) or "")
+    monkeypatch.setattr(
+        train_script, "gpu_types", lambda partition: ("a100", "h100") if partition == "gold" else ()
+    )
+    monkeypatch.chdir(tmp_path)
+    for words, expected in (
+        (["--partition", "gold"], ["--slurm-gpu=a100,h100"]),
+        ([], []),
+        (["--partition", "gold", "--gpu", "h200"], ["--gpu=h200"]),
+        (["--partition", "gold", "--gpu-memory-gb", "40"], []),
+        (["--partition", "gold", "--gpus", "0"], []),
+    ):
+        assert init(tmp_path / "run", "--model", "m", "--data", "d", *words)[0] == 0
+        assert [word for word in told[-1] if word.startswith(("--slurm-gpu", "--gpu="))] == expected
+    monkeypatch.setenv("SCAVENGER_BACKEND", "local")
+    assert init(tmp_path / "run", "--model", "m", "--data", "d", "--partition", "gold")[0] == 0
+    assert not any(word.startswith("--slurm-gpu") for word in told[-1]), (
+        "Slurm knows nothing of the local backend's nodes"
+    )
+
+
 @pytest.mark.parametrize(("local", "refused"), [(False, True), (True, True), (False, False)])
 def test_a_check_holds_train_sbatch_against_slurm_and_ends_with_what_either_part_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, refused: bool
 ) -> None:
     """The trainer's part runs in a process of its own; here it is only whether it refused."""
     asked = []
-    monkeypatch.setattr(cli_init, "_checked", lambda folder, memory: asked.append(folder) is None and not refused)
+    monkeypatch.setattr(
+        cli_init, "_checked", lambda folder, memory: asked.append(folder) is None and not refused
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     if local:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.config import read_daemon, read_run
+from scavenger.config import DaemonConfig, RunConfig, read_daemon, read_run, unknown_keys
 from scavenger.errors import ConfigError
 
 DAEMON = """
@@ -55,7 +55,9 @@ def refused(read: object, path: Path) -> str:
         ("[observe]\nport = 1", ["unknown key 'observe'"]),
     ],
 )
-def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: Path, more: str, said: list[str]) -> None:
+def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
+    tmp_path: Path, more: str, said: list[str]
+) -> None:
     path = tmp_path / "scavenger.toml"
     path.write_text(DAEMON + more)
     cause = refused(read_daemon, path)
@@ -67,31 +69,152 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: P
     [
         ("steps = 3", "", ["key 'run.steps' is missing"]),
         ("steps = 3", "steps = 0", ["run.steps = 0", "greater than 0"]),
-        ("steps = 3", 'steps = 3\nsteps_per_day = 4', ["unknown key 'run.steps_per_day'"]),
+        ("steps = 3", "steps = 3\nsteps_per_day = 4", ["unknown key 'run.steps_per_day'"]),
         ('name = "a"', 'name = "a b"', ["run.name = 'a b'", "pattern"]),
         ("max_tokens = 16", "max_tokens = 64", ["sampling.max_tokens must be below model.context_length"]),
         ("max_tokens = 16", "max_tokens = 16\ntop_p = 0.9", ["allow_truncated = true"]),
         ("max_tokens = 16", "max_tokens = 16\ntop_k = 40", ["allow_truncated = true"]),
         ("max_tokens = 16", "max_tokens = 16\nmin_tokens = 2", ["allow_truncated = true"]),
-        ("max_tokens = 16", "max_tokens = 16\npresence_penalty = 0.5", ["a moved sample would count anew", "leave them at 0"]),
-        ("max_tokens = 16", "max_tokens = 16\nfrequency_penalty = -0.5", ["a moved sample would count anew", "leave them at 0"]),
-        ("max_tokens = 16", "max_tokens = 16\nrepetition_penalty = 1.1", ["repetition_penalty", "the trainer does not compute it"]),
-        ("max_tokens = 16", 'max_tokens = 16\n[engine]\npause = "keep"', ["carries one version", 'leave it at "abort"']),
-        ("max_tokens = 16", "max_tokens = 16\ntop_p = 1.5\nallow_truncated = true", ["sampling.top_p = 1.5", "less than or equal to 1"]),
-        ("max_tokens = 16", "max_tokens = 16\ntemperature = 0", ["sampling.temperature = 0", "greater than 0"]),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\npresence_penalty = 0.5",
+            ["a moved sample would count anew", "leave them at 0"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\nfrequency_penalty = -0.5",
+            ["a moved sample would count anew", "leave them at 0"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\nrepetition_penalty = 1.1",
+            ["repetition_penalty", "the trainer does not compute it"],
+        ),
+        (
+            "max_tokens = 16",
+            'max_tokens = 16\n[engine]\npause = "keep"',
+            ["carries one version", 'leave it at "abort"'],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\ntop_p = 1.5\nallow_truncated = true",
+            ["sampling.top_p = 1.5", "less than or equal to 1"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\ntemperature = 0",
+            ["sampling.temperature = 0", "greater than 0"],
+        ),
         ("max_tokens = 16", 'max_tokens = 16\n[data]\ntask = "jsonl"', ["needs data.path"]),
-        ("max_tokens = 16", "max_tokens = 16\n[data]\nsamples_per_prompt = 1", ["data.samples_per_prompt = 1", "equal to 2"]),
-        ("max_tokens = 16", "max_tokens = 16\n[data]\nsamples_per_prompt = 4097", ["data.samples_per_prompt = 4097", "equal to 4096"]),
-        ("max_tokens = 16", "max_tokens = 16\n[reserved]\nwindow = 1.2", ["reserved.window = 1.2", "less than or equal to 1"]),
-        ("max_tokens = 16", 'max_tokens = 16\n[weights]\ndtype = "int8"', ["weights.dtype = 'int8'", "'bfloat16'"]),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[data]\nsamples_per_prompt = 1",
+            ["data.samples_per_prompt = 1", "equal to 2"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[data]\nsamples_per_prompt = 4097",
+            ["data.samples_per_prompt = 4097", "equal to 4096"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[reserved]\nwindow = 1.2",
+            ["reserved.window = 1.2", "less than or equal to 1"],
+        ),
+        (
+            "max_tokens = 16",
+            'max_tokens = 16\n[weights]\ndtype = "int8"',
+            ["weights.dtype = 'int8'", "'bfloat16'"],
+        ),
     ],
 )
-def test_a_run_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: Path, old: str, new: str, said: list[str]) -> None:
+def test_a_run_s_file_is_refused_with_the_key_and_what_is_allowed(
+    tmp_path: Path, old: str, new: str, said: list[str]
+) -> None:
     path = tmp_path / "run.toml"
     assert old in RUN
     path.write_text(RUN.replace(old, new))
     cause = refused(read_run, path)
     assert all(part in cause for part in said), cause
+
+
+SCAVENGER_TOML = {
+    "cluster.observe_s": "cluster.poll_interval_s",
+    "cluster.quick_s": "cluster.fast_poll_interval_s",
+    "cluster.observe_floor_s": "cluster.min_poll_interval_s",
+    "harvest.courtesy_window_s": "harvest.other_users_window_s",
+    "harvest.courtesy_after_s": "harvest.yield_after_s",
+    "harvest.peer_yield_s": "harvest.same_tier_yield_s",
+    "harvest.outlast": "harvest.min_expected_life",
+    "harvest.least_life_s": "harvest.min_runtime_s",
+    "harvest.spares": "harvest.standby_jobs",
+    "harvest.leave": "harvest.after_drain",
+}
+RUN_TOML = {"eval.problems": "eval.prompts"}
+
+
+def test_every_renamed_key_has_a_case_here() -> None:
+    assert SCAVENGER_TOML | RUN_TOML == unknown_keys.RENAMED
+
+
+@pytest.mark.parametrize(("old", "new"), SCAVENGER_TOML.items())
+def test_an_old_key_of_scavenger_toml_is_refused_with_its_new_name(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    path = tmp_path / "scavenger.toml"
+    section, key = old.split(".")
+    path.write_text(f"{DAEMON}[{section}]\n{key} = 1\n")
+    assert refused(read_daemon, path) == f"{path}: unknown key {old!r}: it was renamed: write {new}"
+
+
+@pytest.mark.parametrize(("old", "new"), RUN_TOML.items())
+def test_an_old_key_of_run_toml_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "run.toml"
+    section, key = old.split(".")
+    path.write_text(f"{RUN}[{section}]\n{key} = 1\n")
+    assert refused(read_run, path) == f"{path}: unknown key {old!r}: it was renamed: write {new}"
+
+
+def test_a_renamed_key_and_a_synonym_lead_to_a_key_that_exists() -> None:
+    known = {
+        f"{section}.{key}"
+        for model in (DaemonConfig, RunConfig)
+        for section, field in model.model_fields.items()
+        for key in field.annotation.model_fields  # type: ignore[union-attr]
+    }
+    for table in (unknown_keys.RENAMED, unknown_keys.SYNONYMS):
+        assert not known & table.keys()
+        assert known >= set(table.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("[optimizer]\nlearning_rate = 1e-5", "'optimizer.learning_rate': write optimizer.lr"),
+        ("[engine]\ntensor_parallel_size = 2", "'engine.tensor_parallel_size': write run.gpus_per_engine"),
+        ("[data]\nprompt_per_step = 4", "'data.prompt_per_step': did you mean data.prompts_per_step?"),
+        ("[optimiser]\nlr = 1e-5", "'optimiser': did you mean optimizer?"),
+        ("[optimizer]\ntemperature = 1", "'optimizer.temperature': did you mean sampling.temperature?"),
+        ("[optimizer]\nseed = 1", "'optimizer.seed': did you mean run.seed or data.seed?"),
+        (
+            '[[reward.functions]]\nfunction = "m:f"\nwieght = 2',
+            "'reward.functions.0.wieght': did you mean reward.functions.0.weight?",
+        ),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_one_that_was_probably_meant(
+    tmp_path: Path, more: str, said: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"{RUN}{more}\n")
+    assert refused(read_run, path) == f"{path}: unknown key {said}"
+
+
+@pytest.mark.parametrize("more", ["[optimizer]\nzzz = 1", "[colours]\nred = 1"])
+def test_an_unknown_key_that_is_near_to_none_is_only_named(tmp_path: Path, more: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"{RUN}{more}\n")
+    assert "?" not in refused(read_run, path)
 
 
 def test_nobody_to_generate_is_refused(tmp_path: Path) -> None:
@@ -104,7 +227,10 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN.replace("steps = 3", "steps = -3").replace("context_length = 64", "context = 64"))
     cause = refused(read_run, path)
-    assert all(part in cause for part in ("run.steps", "unknown key 'model.context'", "key 'model.context_length' is missing"))
+    assert all(
+        part in cause
+        for part in ("run.steps", "unknown key 'model.context'", "key 'model.context_length' is missing")
+    )
 
 
 @pytest.mark.parametrize("read", [read_daemon, read_run])
@@ -147,7 +273,10 @@ def test_the_daemon_runs_the_predicting_policy_unless_it_is_told_otherwise(tmp_p
 
 def test_a_password_in_a_database_s_url_is_in_no_error(tmp_path: Path) -> None:
     path = tmp_path / "scavenger.toml"
-    for lines in ('ledger = "postgresql://me:secret@db/x"\nheartbeat_s = 5\nsuspect_s = 4', 'ledger = ["postgresql://me:secret@db/x"]'):
+    for lines in (
+        'ledger = "postgresql://me:secret@db/x"\nheartbeat_s = 5\nsuspect_s = 4',
+        'ledger = ["postgresql://me:secret@db/x"]',
+    ):
         path.write_text(f'[daemon]\nstate_dir = "/s"\n{lines}\n')
         with pytest.raises(ConfigError) as error:
             read_daemon(path)
@@ -168,7 +297,9 @@ def test_what_would_be_converted_is_refused(line: str, said: str, tmp_path: Path
     assert said in refused(read_run, path)
 
 
-@pytest.mark.parametrize(("value", "said"), [('"false"', "text where true or false"), ("1", "a number where true or false")])
+@pytest.mark.parametrize(
+    ("value", "said"), [('"false"', "text where true or false"), ("1", "a number where true or false")]
+)
 def test_a_boolean_is_written_as_one(value: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f"[run]\nharvest = {value}\n")

@@ -25,9 +25,9 @@ def test_a_job_that_never_starts_is_given_up_too() -> None:
 
 def test_the_log_that_has_something_in_it_is_named(tmp_path: Path) -> None:
     train, daemon = tmp_path / "train.log", tmp_path / "daemon.log"
-    assert session._telling_log(tmp_path) == tmp_path
+    assert session._log_of_failure(tmp_path) == tmp_path
     daemon.write_text("serving\n")
     train.touch()
-    assert session._telling_log(tmp_path) == daemon
+    assert session._log_of_failure(tmp_path) == daemon
     train.write_text("step 1\n")
-    assert session._telling_log(tmp_path) == train
+    assert session._log_of_failure(tmp_path) == train

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import dry_check, keys, toml
-from scavenger.cli import app
-from scavenger.cluster.local import LocalServer
+from scavenger import toml
+from scavenger.cli.main import app
+from scavenger.cluster.local.client import LocalServer
 from scavenger.config import read_daemon
+from scavenger.daemon import check_config
 from scavenger.ledger import store
+from scavenger.protocol import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,53 +40,92 @@ def test_a_configuration_that_a_daemon_would_take_is_explained_and_leaves_no_tra
     keys.init_state(tmp_path / "state", "ada")
     with LocalServer(tmp_path / "cluster") as server:
         cluster = {"backend": "local", "local_dir": str(server.dir)}
-        path = written(tmp_path, cluster=cluster, harvest={"partition": "scavenge", "headroom_gpus": 3, "account": "ml"})
+        path = written(
+            tmp_path, cluster=cluster, harvest={"partition": "scavenge", "headroom_gpus": 3, "account": "ml"}
+        )
         before = everything_below(tmp_path / "state")
         code, said = asked(path)
         assert everything_below(tmp_path / "state") == before, "the ledger is not made by asking"
     assert code == 0, said
     assert "REFUSED" not in said
     assert f"{path} is well-formed. It means:\n" in said
-    for text in ("partition scavenge, backend local", "3 idle GPUs are always left alone", "account ml", "tokens of every sample are kept"):
+    for text in (
+        "partition scavenge, backend local",
+        "3 idle GPUs are always left alone",
+        "account ml",
+        "tokens of every sample are kept",
+    ):
         assert text in said
 
 
-def test_all_that_a_daemon_would_refuse_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_a_daemon_would_refuse_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(store, "mount_type", lambda path, mounts: "nfs4")
-    code, said = asked(written(tmp_path, harvest={"job_template": str(tmp_path / "nowhere.j2")}, cluster={"backend": "slurm"}))
+    code, said = asked(
+        written(
+            tmp_path, harvest={"job_template": str(tmp_path / "nowhere.j2")}, cluster={"backend": "slurm"}
+        )
+    )
     assert code == 2
     refused = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.strip().startswith("REFUSED")]
     assert refused == ["state and keys", "ledger", "job template", "cluster and partition"]
-    for text in ("scavenger init", "network file system (nfs4)", "nowhere.j2", "sbatch is not on PATH", "module load slurm"):
+    for text in (
+        "scavenger init",
+        "network file system (nfs4)",
+        "nowhere.j2",
+        "sbatch is not on PATH",
+        "module load slurm",
+    ):
         assert text in said
-    assert "scavenger.toml is well-formed, and a daemon would not start with it: see REFUSED below (state and keys, ledger, " in said
+    assert (
+        "scavenger.toml is well-formed, and a daemon would not start with it: see REFUSED below (state and keys, ledger, "
+        in said
+    )
 
 
 def test_a_ledger_that_is_not_there_yet_is_said_to_be_made(tmp_path: Path) -> None:
-    path = written(tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/b/ledger.sqlite3"}, harvest={"enabled": False})
-    found = {finding.what: finding for finding in dry_check.check(read_daemon(path))}
-    assert (found["ledger"].problem, found["ledger"].note) == ("", f"the folder {tmp_path}/a/b is not there yet; it is made")
+    path = written(
+        tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/b/ledger.sqlite3"}, harvest={"enabled": False}
+    )
+    found = {finding.what: finding for finding in check_config.check(read_daemon(path))}
+    assert (found["ledger"].problem, found["ledger"].note) == (
+        "",
+        f"the folder {tmp_path}/a/b is not there yet; it is made",
+    )
     assert f"ok       ledger (the folder {tmp_path}/a/b is not there yet; it is made)" in asked(path)[1]
     (tmp_path / "a/b").mkdir(parents=True)
-    assert [f.note for f in dry_check.check(read_daemon(path)) if f.what == "ledger"] == ["its file is not there yet"]
+    assert [f.note for f in check_config.check(read_daemon(path)) if f.what == "ledger"] == [
+        "its file is not there yet"
+    ]
     store.upgrade(read_daemon(path).ledger_url)
-    assert [f.note for f in dry_check.check(read_daemon(path)) if f.what == "ledger"] == [""]
+    assert [f.note for f in check_config.check(read_daemon(path)) if f.what == "ledger"] == [""]
 
 
-def test_a_folder_in_which_sqlite_cannot_keep_its_log_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/ledger.sqlite3"}, harvest={"enabled": False})
+def test_a_folder_in_which_sqlite_cannot_keep_its_log_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(
+        tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/ledger.sqlite3"}, harvest={"enabled": False}
+    )
     store.upgrade(read_daemon(path).ledger_url)
     access = os.access  # root, as which tests may run, may write anywhere
-    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path / "a" and access(place, mode))
-    (found,) = (f for f in dry_check.check(read_daemon(path)) if f.what == "ledger")
+    monkeypatch.setattr(
+        os, "access", lambda place, mode: Path(place) != tmp_path / "a" and access(place, mode)
+    )
+    (found,) = (f for f in check_config.check(read_daemon(path)) if f.what == "ledger")
     assert f"may not write {tmp_path}/a" in found.problem
 
 
 def test_a_partition_that_is_in_others_way_is_refused(tmp_path: Path) -> None:
     keys.init_state(tmp_path / "state", "ada")
     with LocalServer(tmp_path / "cluster") as server:
-        path = written(tmp_path, cluster={"backend": "local", "local_dir": str(server.dir)}, harvest={"partition": "normal"})
+        path = written(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": str(server.dir)},
+            harvest={"partition": "normal"},
+        )
         code, said = asked(path)
     assert code == 2
     assert "is not preemptible (PreemptMode=OFF)" in said
@@ -97,7 +138,9 @@ def test_a_key_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_the_sites_example_is_explained() -> None:
-    said = "\n".join(dry_check.explain(read_daemon(ROOT / "examples/site/scavenger.toml"), "scavenger", "login1"))
+    said = "\n".join(
+        check_config.explain(read_daemon(ROOT / "examples/site/scavenger.toml"), "scavenger", "login1")
+    )
     assert "listens on 0.0.0.0" in said
     assert "engines and trainers connect to login1.example.org" in said
     assert "32768 MiB; 4 h at most" in said

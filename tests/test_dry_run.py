@@ -10,12 +10,13 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from scavenger import dry_run, toml
-from scavenger.cli import app
-from scavenger.cluster.local import LocalServer
+from scavenger import toml
+from scavenger.cli.main import app
+from scavenger.cluster.local.client import LocalServer
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
+from scavenger.daemon import dry_run
 from scavenger.errors import ClusterUnavailable
 from tests.harvest.views import INFO
 
@@ -36,7 +37,7 @@ def test_decisions_are_printed_and_nothing_is_submitted_or_written(tmp_path: Pat
             "harvest": {"partition": "scavenge", "max_engines": 3, "headroom_gpus": 10},
         }
         path.write_text(toml.dumps(document))
-        done = CliRunner().invoke(app, ["daemon", "--config", str(path), "--dry-run", "--looks", "1"])
+        done = CliRunner().invoke(app, ["daemon", "--config", str(path), "--dry-run", "--polls", "1"])
         jobs = server.cluster().view().jobs
     assert done.exit_code == 0, done.output
     assert "12 GPUs idle" in done.output
@@ -49,14 +50,14 @@ class Silent:
     """A cluster that answers at the second look only, and that nobody may ask to do anything."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        self.polls = 0
 
     def info(self) -> ClusterInfo:
         return INFO
 
     def view(self) -> ClusterView:
-        self.looks += 1
-        if self.looks == 1:
+        self.polls += 1
+        if self.polls == 1:
             raise ClusterUnavailable("squeue gave no answer within 20 s")
         return ClusterView(1000.0, (), (), ())
 
@@ -74,10 +75,14 @@ class Silent:
 
 
 def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) -> None:
-    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "cluster": {"observe_s": 7.0}})
+    config = DaemonConfig.model_validate(
+        {"daemon": {"state_dir": tmp_path}, "cluster": {"poll_interval_s": 7.0}}
+    )
     said: list[str] = []
     waits: list[float] = []
-    dry_run.run(config, cast(Cluster, Silent()), said.append, looks=2, clock=lambda: 1000.0, wait=waits.append)
+    dry_run.run(
+        config, cast(Cluster, Silent()), said.append, polls=2, clock=lambda: 1000.0, wait=waits.append
+    )
     assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
     assert said[2] == "  the next look is in 7 s"
     assert "0 GPUs idle" in said[3]
@@ -90,5 +95,7 @@ def test_what_stops_the_daemon_stops_its_dry_run(tmp_path: Path) -> None:
     stop.write_text("drain maintenance until noon\n")
     config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "harvest": {"stop_file": stop}})
     said: list[str] = []
-    dry_run.run(config, cast(Cluster, Silent()), said.append, looks=2, clock=lambda: 1000.0, wait=lambda _s: None)
+    dry_run.run(
+        config, cast(Cluster, Silent()), said.append, polls=2, clock=lambda: 1000.0, wait=lambda _s: None
+    )
     assert "maintenance until noon" in "\n".join(said)

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import cli, keys, toml
+from scavenger import toml
+from scavenger.cli import main
 from scavenger.errors import AuthError
+from scavenger.protocol import keys
 
 
 @pytest.fixture
@@ -37,28 +39,45 @@ def test_both_keys_of_an_owner_act_for_the_same_runs_until_the_older_is_retired(
 
 def test_the_list_names_every_key_with_its_role_and_state_and_nothing_secret(state: Path) -> None:
     pairs = [keys.read_keypair(keys.owner_key_path(state))]
-    keys.write_private(state / "keys" / "owners" / "old.pub", f"{'o' * 40}\nwas {'p' * 40}\n".encode())  # of a release before
+    keys.write_private(
+        state / "keys" / "owners" / "old.pub", f"{'o' * 40}\nwas {'p' * 40}\n".encode()
+    )  # of a release before
     keys.rotate_owner(state, "ada")
     keys.retire_owner_keys(state, "ada")
-    pairs += [keys.read_keypair(keys.owner_key_path(state)), keys.read_keypair(keys.server_key_path(state)), keys.generate("sort", "scv-1")]
+    pairs += [
+        keys.read_keypair(keys.owner_key_path(state)),
+        keys.read_keypair(keys.server_key_path(state)),
+        keys.generate("sort", "scv-1"),
+    ]
     keys.write_keypair(keys.worker_key_path(state, "scv-1"), pairs[-1])
     keys.write_rendezvous(state, keys.Rendezvous("tcp://h:1", pairs[2].public, 1, 1, "h", "u"))
     found = keys.listed(state)
     assert [(key.role, key.who, key.public) for key in found] == [
-        ("daemon", "", pairs[2].public), ("owner", "ada", pairs[1].public), ("owner", "ada", pairs[0].public),
-        ("owner", "old", "o" * 40), ("owner", "old", "p" * 40), ("worker", "sort scv-1", pairs[3].public),
-    ]  # fmt: skip
+        ("daemon", "", pairs[2].public),
+        ("owner", "ada", pairs[1].public),
+        ("owner", "ada", pairs[0].public),
+        ("owner", "old", "o" * 40),
+        ("owner", "old", "p" * 40),
+        ("worker", "sort scv-1", pairs[3].public),
+    ]
     assert [key.state.partition(" at ")[0] for key in found] == [
-        "in use", "accepted, and in keys/owner.key", "retired", "accepted", "retired", "accepted while its job lives",
-    ]  # fmt: skip
+        "in use",
+        "accepted, and in keys/owner.key",
+        "retired",
+        "accepted",
+        "retired",
+        "accepted while its job lives",
+    ]
     assert all(abs(key.since - time.time()) < 60 for key in found if key.who != "old")
     assert {key.since for key in found if key.who == "old"} == {0.0}
     keys.rotate_server(state)
     (state / "scavenger.toml").write_text(toml.dumps({"daemon": {"state_dir": str(state)}}))
-    said = CliRunner().invoke(cli.app, ["keys", "list", "--config", str(state / "scavenger.toml")])
+    said = CliRunner().invoke(main.app, ["keys", "list", "--config", str(state / "scavenger.toml")])
     assert said.exit_code == 0, said.output
     assert "in use from the daemon's next start" in said.output
-    assert not any(pair.secret in said.output for pair in [*pairs, keys.read_keypair(keys.server_key_path(state))])
+    assert not any(
+        pair.secret in said.output for pair in [*pairs, keys.read_keypair(keys.server_key_path(state))]
+    )
 
 
 def test_an_owner_with_a_key_file_elsewhere_adds_the_public_half(state: Path) -> None:
@@ -66,7 +85,10 @@ def test_an_owner_with_a_key_file_elsewhere_adds_the_public_half(state: Path) ->
     path = keys.enroll(state, "bob", mine)
     for _ in range(2):
         keys.add_owner_key(state, "bob", fresh)
-    assert {key: of for key, of in keys.enrolled_owners(state).items() if of == mine} == {fresh: mine, mine: mine}
+    assert {key: of for key, of in keys.enrolled_owners(state).items() if of == mine} == {
+        fresh: mine,
+        mine: mine,
+    }
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(AuthError, match="40 characters"):
         keys.add_owner_key(state, "bob", "short")

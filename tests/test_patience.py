@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from scavenger.patience import MOST_SILENT_S, SILENT_S, Patience
+from scavenger.protocol.connection import MOST_SILENT_S, SILENT_S, ClientTimeout
 
 
-def reconnected(patience: Patience, now: float) -> float:
+def reconnected(patience: ClientTimeout, now: float) -> float:
     """A connection is given up, the next one made, and Attach answered at once."""
     patience.gave_up()
     patience.connected(now)
@@ -16,8 +16,10 @@ def reconnected(patience: Patience, now: float) -> float:
 
 def test_a_message_of_any_length_within_the_bound_comes_in_the_end() -> None:
     for length in (5.0, 30.0, 63.0):
-        patience, now, tries = Patience(0.0), 0.0, 1
-        while patience.limit < length:  # each connection is given up before the group is whole, and the next sends it again
+        patience, now, tries = ClientTimeout(0.0), 0.0, 1
+        while (
+            patience.limit < length
+        ):  # each connection is given up before the group is whole, and the next sends it again
             now = reconnected(patience, now + patience.limit)
             tries += 1
         assert tries <= 5
@@ -27,7 +29,7 @@ def test_a_message_of_any_length_within_the_bound_comes_in_the_end() -> None:
 
 
 def test_patience_ends_with_the_slow_link() -> None:
-    patience = Patience(0.0)
+    patience = ClientTimeout(0.0)
     for at in range(5):
         reconnected(patience, 100.0 * at)
     assert patience.limit == MOST_SILENT_S
@@ -41,7 +43,7 @@ def test_patience_ends_with_the_slow_link() -> None:
 
 def test_silence_counts_from_the_question() -> None:
     """A trainer that computed for a minute asked nothing meanwhile: nobody was silent."""
-    patience = Patience(0.0)
+    patience = ClientTimeout(0.0)
     patience.asked(60.0)
     assert patience.silence(61.0) == 1.0
     patience.heard(61.0, group=True)
@@ -49,7 +51,7 @@ def test_silence_counts_from_the_question() -> None:
 
 
 def test_a_reply_is_lost_when_other_messages_come_for_long_and_longer_on_a_slow_link() -> None:
-    patience = Patience(0.0)
+    patience = ClientTimeout(0.0)
     assert patience.is_lost(21.0, sent_at=0.0)
     assert not patience.is_lost(19.0, sent_at=0.0)
     for _ in range(3):

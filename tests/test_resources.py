@@ -17,7 +17,9 @@ from scavenger.errors import ScavengerError
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scavenger", "rollout", "trainer")
 SHIPPED = ["sql/**/*.sql", "scripts/*.j2", "scripts/*.sbatch", "scripts/*.service", "examples/**/*.toml"]
-SHIPPED += [f"{package}/**/*.{suffix}" for package in PACKAGES for suffix in ("py", "mako", "html", "j2", "ini")]
+SHIPPED += [
+    f"{package}/**/*.{suffix}" for package in PACKAGES for suffix in ("py", "mako", "html", "j2", "ini")
+]
 
 
 def shipped() -> list[str]:

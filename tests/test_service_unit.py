@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from scavenger import keys, toml
+from scavenger import toml
 from scavenger.cluster.layout import demo_layout
-from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.errors import LedgerError
+from scavenger.protocol import keys
 from tests.clusters import wait_for
 from tests.ledger.histories import fetch
 
@@ -49,7 +50,11 @@ def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path)
 
 def test_a_misspelt_line_would_be_found(analyze: str, tmp_path: Path) -> None:
     copy = tmp_path / "scavenger.service"
-    copy.write_text(UNIT.read_text().replace("/opt/scavenger/bin/scavenger", sys.executable).replace("ProtectClock=yes", "ProtectClok=yes"))
+    copy.write_text(
+        UNIT.read_text()
+        .replace("/opt/scavenger/bin/scavenger", sys.executable)
+        .replace("ProtectClock=yes", "ProtectClok=yes")
+    )
     assert "ProtectClok" in run(analyze, "verify", "--man=no", str(copy)).stderr
 
 
@@ -63,13 +68,19 @@ def test_the_unit_s_exposure_is_low(analyze: str) -> None:
 
 
 def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
-    settings = dict(line.split("=", 1) for line in UNIT.read_text().splitlines() if re.match(r"^[A-Z]\w+=", line))
+    settings = dict(
+        line.split("=", 1) for line in UNIT.read_text().splitlines() if re.match(r"^[A-Z]\w+=", line)
+    )
     assert settings["Type"] == "notify"
     assert settings["WatchdogSec"].isdigit(), "the daemon pings three times in that"
     assert settings["ExecReload"].endswith("-HUP $MAINPID")
     assert settings["StateDirectory"] == "scavenger"
-    assert settings["RestartPreventExitStatus"] == "2 4", "a refused configuration or a fenced daemon is not started again"
-    assert {"AF_UNIX", "AF_INET", "AF_INET6"} == set(settings["RestrictAddressFamilies"].split()), "munge, slurmctld, workers"
+    assert settings["RestartPreventExitStatus"] == "2 4", (
+        "a refused configuration or a fenced daemon is not started again"
+    )
+    assert {"AF_UNIX", "AF_INET", "AF_INET6"} == set(settings["RestrictAddressFamilies"].split()), (
+        "munge, slurmctld, workers"
+    )
 
 
 # ---------------------------------------------------------------- what the filter lets through
@@ -89,7 +100,9 @@ def calls_in(analyze: str, group: str) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refuses(analyze: str, tmp_path: Path) -> None:
+def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refuses(
+    analyze: str, tmp_path: Path
+) -> None:
     """A refused call may abort a library. Traced: a daemon that looks at a real Slurm, from its start to its end."""
     strace = shutil.which("strace")
     if strace is None:
@@ -103,17 +116,21 @@ def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refus
     keys.init_state(tmp_path / "state", "ada")
     document: dict[str, Any] = {
         "daemon": {"state_dir": tmp_path / "state"},
-        "cluster": {"backend": "slurm", "observe_s": 1.0},
+        "cluster": {"backend": "slurm", "poll_interval_s": 1.0},
         "prometheus": {"listen": "127.0.0.1:0"},
     }
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
     with SlurmSandbox(demo_layout(nodes=2, gpus=1)) as sandbox:
         program = [sys.executable, "-m", "scavenger", "daemon", "-c", str(tmp_path / "scavenger.toml")]
         argv = [strace, "-f", "-c", "-o", str(tmp_path / "calls"), *program]
-        daemon = subprocess.Popen(argv, env={**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}, stdin=subprocess.DEVNULL)
+        daemon = subprocess.Popen(
+            argv, env={**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}, stdin=subprocess.DEVNULL
+        )
         looked = f"sqlite:///{tmp_path}/state/ledger.sqlite3"
         try:
-            wait_for("it looked at Slurm", lambda: ledger_has(looked, "SELECT count(*) FROM cluster_samples"), 200)
+            wait_for(
+                "it looked at Slurm", lambda: ledger_has(looked, "SELECT count(*) FROM cluster_polls"), 200
+            )
             os.kill(keys.read_rendezvous(tmp_path / "state").pid, signal.SIGTERM)
             assert daemon.wait(60) == 0
         finally:
@@ -161,7 +178,13 @@ def test_a_user_s_daemon_starts_and_is_reloaded_under_systemd(tmp_path: Path) ->
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
     unit = f"scavenger-test-{os.getpid()}.service"
     properties = ["Type=notify", "NotifyAccess=main", "WatchdogSec=60", "ExecReload=/bin/kill -HUP $MAINPID"]
-    argv = ["systemd-run", "--user", f"--unit={unit}", "--collect", *(f"--property={one}" for one in properties)]
+    argv = [
+        "systemd-run",
+        "--user",
+        f"--unit={unit}",
+        "--collect",
+        *(f"--property={one}" for one in properties),
+    ]
     program = [sys.executable, "-m", "scavenger", "daemon", "--config", str(tmp_path / "scavenger.toml")]
     argv += [f"--setenv=PYTHONPATH={UNIT.parents[1]}", *program]
     try:

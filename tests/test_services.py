@@ -13,7 +13,9 @@ import pytest
 CONFTEST = Path(__file__).parent / "conftest.py"
 GPU_TEST = "import pytest\n@pytest.mark.gpu\ndef test_on_a_gpu(): pass\n"
 
-pytestmark = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="the GPU stands for the service that is missing")
+pytestmark = pytest.mark.skipif(
+    Path("/dev/nvidia0").exists(), reason="the GPU stands for the service that is missing"
+)
 
 
 def outcome(folder: Path, require: str) -> tuple[int, str]:
@@ -21,8 +23,18 @@ def outcome(folder: Path, require: str) -> tuple[int, str]:
     (folder / "test_it.py").write_text(GPU_TEST)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
-        env={**os.environ, "SCAVENGER_REQUIRE": require},
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-ra",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(folder),
+            str(folder),
+        ],
+        env={**os.environ, "SCAVENGER_REQUIRE": require, "PYTHONPATH": str(CONFTEST.parents[1])},
         capture_output=True,
         text=True,
         cwd=folder,

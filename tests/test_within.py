@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from scavenger.within import within
+from scavenger.asyncio_helpers import within
 
 
 async def _turns(number: int) -> None:

@@ -4,8 +4,6 @@ Owns the process: arguments, environment, the set-up and the exit. Started by an
 or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 1 anything
 else. SIGTERM (or SIGUSR1) makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed.
 Before the run is open it ends at once.
-
-For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STEP` kills rank 0 there with SIGKILL.
 """
 
 from __future__ import annotations
@@ -22,66 +20,79 @@ from pathlib import Path
 import torch
 
 from scavenger import config as configs
-from scavenger import keys, wire
 from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
+from scavenger.protocol import keys, messages
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
-from trainer import checkpoint
+from trainer import reserved
+from trainer.algorithms.reward_pool import RewardPool, open_pool
 from trainer.algorithms.rows import resolve
-from trainer.comm import Comm, Solo, connect, join, leave
-from trainer.data import Problems, open_tokenizer, stop_tokens
-from trainer.ending import TOLD_EXIT, Ending, ToldToEnd, ignore
+from trainer.algorithms.scoring import Scoring
+from trainer.checkpoint import checkpoint
+from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
+from trainer.engine_control import of_job
 from trainer.local import LocalRun, LocalSource
-from trainer.loop import Loop, Start
-from trainer.model import Learner, model_config_text
-from trainer.monitor import Monitor
-from trainer.monitors import chosen
-from trainer.publish import Publisher
-from trainer.ranks import Ranks, serve
-from trainer.rewards import RewardRunner
-from trainer.scoring import Scoring
-from trainer.step import Run
-from trainer.watch import Here, Watch, meet
+from trainer.loop.comm import Comm, Solo, connect, disconnect, join
+from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
+from trainer.loop.monitor import Monitor, chosen
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks, serve
+from trainer.loop.run import Loop, RunStart
+from trainer.loop.step import Run
+from trainer.loop.watchdog import Here, Watch, meet
+from trainer.model.learner import Learner, model_config_text
 
 STALE_EXIT = 3
-CRASH_VARIABLE = "SCAVENGER_TEST_CRASH"
-CRASH_POINT = "between-publish-and-commit:"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="Train a run: one rank of the training job.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Train a run: one rank of the training job."
+    )
     parser.add_argument("config", type=Path, help="run.toml")
-    parser.add_argument("--resume", default="auto", metavar="auto|none|DIR", help="checkpoint to start from (default: the newest)")
-    parser.add_argument("--local", action="store_true", help="engine and trainer in this one process, without daemon, Slurm and MPI")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|none|DIR",
+        help="checkpoint to start from (default: the newest)",
+    )
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="engine and trainer in this one process, without daemon, Slurm and MPI",
+    )
     return parser.parse_args(argv)
 
 
-def crash_step(value: str) -> int:
-    """The step at which a recovery test kills rank 0; 0 = never. Raises `ConfigError` for another text."""
-    if not value:
-        return 0
-    if not value.startswith(CRASH_POINT) or not value.removeprefix(CRASH_POINT).isdigit():
-        raise ConfigError(f"{CRASH_VARIABLE}={value!r} names no crash point", f"use {CRASH_POINT}STEP, or unset it")
-    return int(value.removeprefix(CRASH_POINT))
-
-
-def engine_spec(config: RunConfig) -> wire.EngineSpec:
+def engine_spec(config: RunConfig) -> messages.EngineSpec:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return wire.EngineSpec(
-        config.engine.name, model_config_text(config.model.path), "float64" if config.run.deterministic else dtype,
-        config.engine.max_batch, config.model.context_length, config.engine.pace, config.engine.gpu_memory_share, config.engine.eager,
+    return messages.EngineSpec(
+        config.engine.name,
+        model_config_text(config.model.path),
+        "float64" if config.run.deterministic else dtype,
+        config.engine.max_batch,
+        config.model.context_length,
+        config.engine.pace,
+        config.engine.gpu_memory_share,
+        config.engine.eager,
         str(config.model.path / "tokenizer.json"),
-    )  # fmt: skip
+    )
 
 
-def sampling(config: RunConfig) -> wire.Sampling:
+def sampling(config: RunConfig) -> messages.Sampling:
     chosen = config.sampling
     stops = stop_tokens(config.model.path, chosen.stop_token_ids)
-    return wire.Sampling(
-        chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k, stops, chosen.min_tokens, chosen.stop
-    )  # fmt: skip
+    return messages.Sampling(
+        chosen.max_tokens,
+        chosen.temperature,
+        chosen.top_p,
+        chosen.top_k,
+        stops,
+        chosen.min_tokens,
+        chosen.stop,
+    )
 
 
 def make_learner(config: RunConfig, comm: Comm) -> Learner:
@@ -119,9 +130,16 @@ def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSourc
             f'weights.listen = "{weights.listen}" is reached from {here} alone, and rank 0 is on {lead}: engines could not pull from both',
             'set weights.listen = "0.0.0.0" in run.toml',
         )
-    advertise = weights.advertise if lead == here else ""  # it names rank 0's host; another one goes by its own name
+    advertise = (
+        weights.advertise if lead == here else ""
+    )  # it names rank 0's host; another one goes by its own name
     return WeightSource(
-        weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas, nixl=weights.nixl, on_fault=ending.fail
+        weights.listen,
+        advertise,
+        encrypt=weights.encrypt,
+        deltas=weights.deltas,
+        nixl=weights.nixl,
+        on_fault=ending.fail,
     )
 
 
@@ -135,13 +153,13 @@ def spool_of(config: RunConfig) -> Spool | None:
     return Spool(folder / config.run.name) if folder else None
 
 
-def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> Start:
+def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> RunStart:
     """Load a checkpoint on all ranks. `data`: digest of this run's problems.
 
     Raises `ConfigError` when it belongs to another run, or to other problems and nobody has `chosen` it.
     """
     if path is None:
-        return Start()
+        return RunStart()
     state = checkpoint.read_state(path)
     dtype = "float64" if config.run.deterministic else "float32"
     if (state.seed, state.dtype) != (config.run.seed, dtype):
@@ -150,7 +168,7 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
             "choose another run.out_dir, or start over with --resume none",
         )
     if state.data not in ("", data):
-        what = f"the problems or their order are not those of {path}: data.path, [data], the chat template or eval.problems was changed"
+        what = f"the problems or their order are not those of {path}: data.path, [data], the chat template or eval.prompts was changed"
         if not chosen:
             raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
@@ -158,21 +176,24 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
     print(f"resumed from {path}, after step {state.step}", flush=True)
     # Adapters were once published merged: such a version's root names other bytes.
     root = state.root if state.adapters == bool(config.lora.rank) else ""
-    return Start(state.step, root, path, state.cursor, state.owes_evaluation)
+    return RunStart(state.step, root, path, state.cursor, state.owes_evaluation)
 
 
-def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
+def set_aside(config: RunConfig, start: RunStart, attempt: int) -> None:
     """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with, and off unfinished ones."""
     checkpoint.sweep(config.run.out_dir)
     for path in checkpoint.abandon(config.run.out_dir, start.step, start.path, attempt):
-        print(f"attempt {attempt} starts after step {start.step}: a later checkpoint is now {path.name}", flush=True)
+        print(
+            f"attempt {attempt} starts after step {start.step}: a later checkpoint is now {path.name}",
+            flush=True,
+        )
 
 
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     """Rank 0: set everything up, run the loop, close the run as what it became. Returns the exit code."""
     tokenizer = open_tokenizer(config.model.path)
-    problems = Problems(config, tokenizer, print)
-    spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
+    prompts = PromptSource(config, tokenizer, print)
+    spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
@@ -181,19 +202,25 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         ranks = Ranks(comm, learner, Publisher(source, spool_of(config)), here)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
-        start, run = begin(config, spec, ranks, source, stack, options.resume, problems.digest)
+        start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
         set_aside(config, start, run.attempt)
         if start.step >= config.run.steps:
-            monitor.say(f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it")
-        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
+            monitor.say(
+                f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
+            )
+        scoring = Scoring(
+            runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens
+        )
         ending.listen()
-        loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending, slurm_job())
+        loop = Loop(
+            config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), of_job(os.environ)
+        )
         try:
             loop.run()
-        except ToldToEnd as told_by:
-            monitor.say(f"{told_by}: the trainer ends; the run can be resumed")
+        except EndRequested as request:
+            monitor.say(f"{request}: the trainer ends; the run can be resumed")
             ranks.stop()
-            return TOLD_EXIT
+            return SIGTERM_EXIT
         except (StaleAttempt, LedgerRestored):
             raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
@@ -204,16 +231,19 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     return 0
 
 
-def _runner(reward: RewardSection) -> RewardRunner:
-    return RewardRunner(
-        reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options,
-        memory_gb=reward.memory_gb, start_timeout_s=reward.start_timeout_s,
-    )  # fmt: skip
+def _runner(reward: RewardSection) -> RewardPool:
+    return open_pool(reward)
 
 
 def begin(
-    config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, source: LocalSource | WeightSource, stack: ExitStack, resume: str, data: str
-) -> tuple[Start, Run]:
+    config: RunConfig,
+    spec: messages.EngineSpec,
+    ranks: Ranks,
+    source: LocalSource | WeightSource,
+    stack: ExitStack,
+    resume: str,
+    data: str,
+) -> tuple[RunStart, Run]:
     """Load a checkpoint and open the run from it. "auto" goes back to the newest one that the ledger knows.
 
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
@@ -221,7 +251,10 @@ def begin(
     """
     job, again = slurm_job(), int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     if resume != "auto" and again and (latest := checkpoint.own(config.run.out_dir, job)) is not None:
-        print(f"--resume {resume} was for the first start of job {job}: it goes on from {latest.name}", flush=True)
+        print(
+            f"--resume {resume} was for the first start of job {job}: it goes on from {latest.name}",
+            flush=True,
+        )
         resume = "auto"
     chosen = resume not in ("auto", "none")
     start = restore(config, ranks, checkpoint.select(config.run.out_dir, resume), data, chosen)
@@ -247,7 +280,11 @@ def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:
             raise ConfigError(
                 f'weights.{key} = "{name}" is reached from {this_host} alone, and the daemon is on {daemon_host}: engines could not pull',
                 'set weights.listen = "0.0.0.0" in run.toml'
-                + (", and weights.advertise to this host's name or leave it out" if key == "advertise" else ""),
+                + (
+                    ", and weights.advertise to this host's name or leave it out"
+                    if key == "advertise"
+                    else ""
+                ),
             )
 
 
@@ -258,7 +295,13 @@ def _is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, source: LocalSource | WeightSource, stack: ExitStack) -> Run:
+def open_run(
+    config: RunConfig,
+    spec: messages.EngineSpec,
+    start: RunStart,
+    source: LocalSource | WeightSource,
+    stack: ExitStack,
+) -> Run:
     if isinstance(source, LocalSource):
         local_run = LocalRun(spec, source, config.run.seed)
         stack.callback(local_run.close)
@@ -292,7 +335,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = configs.read_run(options.config)
         if options.local:  # a try neither meets the run itself, nor is taken for its beginning
-            config = config.model_copy(update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})})
+            config = config.model_copy(
+                update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})}
+            )
+        else:
+            reserved.refuse_none(config)
         comm = Solo() if options.local else connect(config.trainer.idle_poll_ms)
         if comm.rank == 0:
             code = lead(config, comm, options)
@@ -304,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
                 learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
                 source = stack.enter_context(weights_source(config, comm, ending))
                 serve(comm, learner, Publisher(source, spool_of(config)), here, ending.check)
-        leave()
+        disconnect()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")
     except BaseException as error:  # noqa: BLE001  reported whole; other ranks may wait in a collective, so the job must end

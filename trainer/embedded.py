@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scavenger import config as configs
-from scavenger import keys
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, Refused
+from scavenger.protocol import keys
 from trainer.reserved import die_with_parent
 
 #: A daemon that ended so is not started again: its configuration cannot be used, or another one has the ledger.
@@ -58,8 +58,19 @@ def check_address(config: RunConfig) -> None:
 class EmbeddedDaemon:
     """See the module. `log`: where it says what it does."""
 
-    def __init__(self, python: str, config: Path, state_dir: Path, environ: Mapping[str, str], log: Path) -> None:
-        self._argv = [python, "-m", "scavenger", "daemon", "--config", str(config), "--die-with-stdin", "--for-run"]
+    def __init__(
+        self, python: str, config: Path, state_dir: Path, environ: Mapping[str, str], log: Path
+    ) -> None:
+        self._argv = [
+            python,
+            "-m",
+            "scavenger",
+            "daemon",
+            "--config",
+            str(config),
+            "--die-with-stdin",
+            "--for-run",
+        ]
         self._environ, self._state_dir, self._log = dict(environ), state_dir, log
         self._backoff_s = FIRST_BACKOFF_S
         self._start_at = self._started_at = 0.0
@@ -76,7 +87,9 @@ class EmbeddedDaemon:
             if code is not None:
                 raise Refused(f"the run's own daemon did not start: {_why(code)}", f"its log: {self._log}")
             if time.monotonic() > deadline:
-                raise DaemonUnavailable(f"the run's own daemon did not serve within {START_S:g} s", f"its log: {self._log}")
+                raise DaemonUnavailable(
+                    f"the run's own daemon did not serve within {START_S:g} s", f"its log: {self._log}"
+                )
             time.sleep(POLL_S)  # between two looks at the rendezvous file
 
     def tend(self, now: float) -> None:
@@ -113,9 +126,14 @@ class EmbeddedDaemon:
         descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.process = subprocess.Popen(
-                self._argv, env=self._environ, stdin=subprocess.PIPE, stdout=descriptor, stderr=descriptor, start_new_session=True,
+                self._argv,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=descriptor,
+                stderr=descriptor,
+                start_new_session=True,
                 preexec_fn=die_with_parent,
-            )  # fmt: skip
+            )
         finally:
             os.close(descriptor)
         self._started_at = now

@@ -26,22 +26,27 @@ from scavenger.weights import export as exporting
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer
-from trainer import adapters, checkpoint
-from trainer.checkpoint import State
-from trainer.model import load_model
-from trainer.publish import DTYPES
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.checkpoint import CheckpointState
+from trainer.loop.publish import DTYPES
+from trainer.model import adapters
+from trainer.model.learner import load_model
 
 
-def restored(config: RunConfig, path: Path, state: State) -> Any:
+def restored(config: RunConfig, path: Path, state: CheckpointState) -> Any:
     """The model with the checkpoint's parameters, whole, on the CPU. Raises `ConfigError` when the checkpoint is of another model."""
     model = load_model(config.model.path, torch.float64 if state.dtype == "float64" else torch.float32)
     if config.lora.rank:
         adapters.inject(model, config.lora)
-    held = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    checkpoint.check_holds(path, {name: tuple(value.shape) for name, value in held.items()})
+    parameters = {
+        f"model.{name}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    checkpoint.check_shapes(path, {name: tuple(value.shape) for name, value in parameters.items()})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is wanted
-        load(held, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        load(parameters, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     return model
 
 
@@ -51,7 +56,7 @@ def sealed(model: Any, version: int, dtype: str) -> tuple[Manifest, Buffer]:
     return _sealed(version, shapes, adapters.merged(model, shapes), dtype)
 
 
-def adapters_root(config: RunConfig, model: Any, state: State) -> bytes:
+def adapters_root(config: RunConfig, model: Any, state: CheckpointState) -> bytes:
     """Root of the version that holds this model's adapters, with its base, as `ranks.Ranks` publishes them."""
     base, of = adapters.shapes(model), adapters.trained_shapes(model)
     under, _ = _sealed(0, base, adapters.pristine(model, base), adapters.stored_dtype(config.model.path))
@@ -60,17 +65,25 @@ def adapters_root(config: RunConfig, model: Any, state: State) -> bytes:
 
 
 def _sealed(
-    version: int, shapes: dict[str, tuple[int, ...]], values: Iterable[tuple[str, Tensor]], dtype: str, adapter: Adapter | None = None
+    version: int,
+    shapes: dict[str, tuple[int, ...]],
+    values: Iterable[tuple[str, Tensor]],
+    dtype: str,
+    adapter: Adapter | None = None,
 ) -> tuple[Manifest, Buffer]:
     """As `publish.Publisher` makes it."""
     table = manifests.layout({name: (dtype, shape) for name, shape in shapes.items()})
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
-    place = {tensor.name: tensor for tensor in table}
+    by_name = {tensor.name: tensor for tensor in table}
     for name, value in values:
         raw: Any = _flat(value.to(DTYPES[dtype]))
-        buffer.view[place[name].offset : place[name].offset + place[name].nbytes] = memoryview(raw.numpy())
+        buffer.view[by_name[name].offset : by_name[name].offset + by_name[name].nbytes] = memoryview(
+            raw.numpy()
+        )
     size = manifests.chunk_nbytes_of(buffer.nbytes)
-    return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size, adapter=adapter), buffer
+    return manifests.seal(
+        version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size, adapter=adapter
+    ), buffer
 
 
 def _flat(value: Tensor) -> Tensor:
@@ -81,7 +94,10 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
     """Write `out`; returns what is told of it. `dtype` "" = the type that the run publishes."""
     path = checkpoint.select(config.run.out_dir, chosen)
     if path is None:
-        raise ConfigError(f"{checkpoint.folder(config.run.out_dir)} holds no complete checkpoint", "name one with --checkpoint DIR")
+        raise ConfigError(
+            f"{checkpoint.folder(config.run.out_dir)} holds no complete checkpoint",
+            "name one with --checkpoint DIR",
+        )
     state = checkpoint.read_state(path)
     dtype = dtype or config.weights.dtype
     model = restored(config, path, state)
@@ -95,19 +111,33 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
             "its files were damaged, or model.path is another model now: export another checkpoint",
         )
     exporting.write(manifest, blob.view, out, config.model.path)
-    told = f"wrote {out}: {path.name}, {len(manifest.tensors)} tensors in {dtype}, root {manifest.root.hex()}"
+    summary = (
+        f"wrote {out}: {path.name}, {len(manifest.tensors)} tensors in {dtype}, root {manifest.root.hex()}"
+    )
     if known:
-        return f"{told}, adapters and base as published" if config.lora.rank else f"{told}, as published"
-    why = "its adapters were published merged, by an older release" if config.lora.rank else "its version was published in another type"
-    return f"{told}; not compared with what was published: {why}"
+        return (
+            f"{summary}, adapters and base as published" if config.lora.rank else f"{summary}, as published"
+        )
+    why = (
+        "its adapters were published merged, by an older release"
+        if config.lora.rank
+        else "its version was published in another type"
+    )
+    return f"{summary}; not compared with what was published: {why}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description="Write a checkpoint as a Hugging Face folder.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.export", description="Write a checkpoint as a Hugging Face folder."
+    )
     parser.add_argument("config", type=Path, help="run.toml")
     parser.add_argument("out", type=Path, help="the new folder")
-    parser.add_argument("--checkpoint", default="auto", metavar="auto|DIR", help="default: the newest of run.out_dir")
-    parser.add_argument("--dtype", default="", choices=["", *DTYPES], help="default: weights.dtype of the run")
+    parser.add_argument(
+        "--checkpoint", default="auto", metavar="auto|DIR", help="default: the newest of run.out_dir"
+    )
+    parser.add_argument(
+        "--dtype", default="", choices=["", *DTYPES], help="default: weights.dtype of the run"
+    )
     options = parser.parse_args(argv)
     try:
         print(export(configs.read_run(options.config), options.out, options.checkpoint, options.dtype))

@@ -8,7 +8,8 @@ Environment, all optional:
     SCAVENGER_RANKS    MPI ranks; default SLURM_NTASKS, else 1
     SCAVENGER_MPI      srun | mpirun | auto (default): `srun --mpi=pmix` where a probe sees the whole world, else mpirun
     SCAVENGER_BACKEND  "local": not under Slurm, whatever SLURM_* says
-MPI carries small control frames only, so Open MPI is told to use TCP, not to bind and to oversubscribe, unless its variables are set.
+What the MPI library is told is what a tiny world of as many ranks was seen to need (`trainer.mpi_settings`); a
+variable that the user set stays. A job that fails says why in the last line of its log.
 """
 
 from __future__ import annotations
@@ -18,34 +19,38 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger import config as configs
-from scavenger import keys
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
-from trainer import embedded, reserved
+from scavenger.protocol import keys
+from trainer import embedded, engine_control, failure, mpi_settings, reserved
 from trainer.embedded import EmbeddedDaemon
-from trainer.reserved import Engine, Place, die_with_parent
+from trainer.loop.ending import SIGTERM_EXIT
+from trainer.mpi_settings import GiveUp, Library, Trial, Use
+from trainer.reserved import EngineLocation, ReservedEngine, die_with_parent
 
 POLL_S = 0.2
 #: Signals that tell the job to end.
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PROBE = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.Get_size() != int(sys.argv[1]))"
-OPEN_MPI = {
-    "OMPI_MCA_btl": "self,tcp",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
+#: Of a tiny world: MPI's start and a byte each way; and of its Python's start as well, on a slow file system.
+WORLD_S, TRIAL_S = 10.0, 60.0
+VERSION_S = 20.0
+LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to start. `engine` is one reserved engine's argv; one runs at each of `places`, on `engine_gpus` GPUs, on `nodes` nodes."""
+class LaunchPlan:
+    """What to start. `engine` is one reserved engine's argv; one runs at each of `engine_locations`, on
+    `engine_gpus` GPUs, on `nodes` nodes."""
 
     python: str
     ranks: int
@@ -53,91 +58,219 @@ class Plan:
     launcher: str
     trainer: tuple[str, ...]
     engine: tuple[str, ...]
-    places: tuple[Place, ...]
+    engine_locations: tuple[EngineLocation, ...]
     nodes: int
     grace_s: float = 0.0  # what the ranks may take to write a checkpoint when the job is told to end
     daemon: EmbeddedDaemon | None = None  # the run's own, not started yet
     engine_gpus: int = 1
 
 
-def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def plan(
+    config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: Mapping[str, str]
+) -> LaunchPlan:
     """Reads nothing but the embedded daemon's configuration. Raises `ConfigError` for what cannot be used."""
+    reserved.refuse_none(config)
     python = environ.get("SCAVENGER_PYTHON") or sys.executable
     slurm = "SLURM_JOB_ID" in environ and environ.get("SCAVENGER_BACKEND") != "local"
     text = environ.get("SCAVENGER_RANKS") or (environ.get("SLURM_NTASKS") if slurm else None) or "1"
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"SCAVENGER_RANKS = {text!r} is not a number of ranks", "set a positive number, or unset it")
+        raise ConfigError(
+            f"SCAVENGER_RANKS = {text!r} is not a number of ranks", "set a positive number, or unset it"
+        )
     launcher = environ.get("SCAVENGER_MPI", "auto")
     if launcher not in ("auto", "srun", "mpirun"):
         raise ConfigError(f"SCAVENGER_MPI = {launcher!r}", "use srun, mpirun or auto")
     key = config.run.key or keys.owner_key_path(config.run.state_dir)
     engine = (
-        python, "-m", "rollout", "--kind", "reserved", "--run", config.run.name, "--engine", config.engine.name,
-        "--state-dir", str(config.run.state_dir), "--key", str(key),
-    )  # fmt: skip
+        python,
+        "-m",
+        "rollout",
+        "--kind",
+        "reserved",
+        "--run",
+        config.run.name,
+        "--engine",
+        config.engine.name,
+        "--state-dir",
+        str(config.run.state_dir),
+        "--key",
+        str(key),
+    )
     trainer = (python, "-m", "trainer", str(run_toml), *arguments)
     workers, each = config.reserved.workers, config.reserved.gpus_per_engine
-    where, nodes = _places(workers, environ, each) if slurm else ((Place(),) * workers, 1)
+    where, nodes = _engine_locations(workers, environ, each) if slurm else ((EngineLocation(),) * workers, 1)
     own = None
     if config.daemon.embedded:
         embedded.check(config)
         assert config.daemon.config is not None
         log = config.run.out_dir / "daemon.log"
         own = EmbeddedDaemon(python, config.daemon.config, config.run.state_dir, environ, log)
-    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, config.checkpoint.grace_s, own, each)
+    return LaunchPlan(
+        python,
+        int(text),
+        slurm,
+        launcher,
+        trainer,
+        engine,
+        where,
+        nodes,
+        config.checkpoint.grace_s,
+        own,
+        each,
+    )
 
 
-def _places(workers: int, environ: Mapping[str, str], each: int) -> tuple[tuple[Place, ...], int]:
+def _engine_locations(
+    workers: int, environ: Mapping[str, str], each: int
+) -> tuple[tuple[EngineLocation, ...], int]:
     try:
-        return reserved.places(workers, environ, each), reserved.node_count(environ)
+        return reserved.engine_locations(workers, environ, each), reserved.node_count(environ)
     except ValueError as error:
-        raise ConfigError(f"Slurm's variables do not say what the job has: {error}", "set SCAVENGER_BACKEND=local outside Slurm") from error
+        raise ConfigError(
+            f"Slurm's variables do not say what the job has: {error}",
+            "set SCAVENGER_BACKEND=local outside Slurm",
+        ) from error
 
 
 def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """The job's environment with what the processes need and the user did not set."""
     if environ.get("SCAVENGER_BACKEND") == "local":
-        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM")}  # an outer job is not ours
+        environ = {
+            name: value for name, value in environ.items() if not name.startswith("SLURM")
+        }  # an outer job is not ours
     slurm = {"SCAVENGER_JOB_ID": environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in environ else {}
-    return OPEN_MPI | (AS_ROOT if root else {}) | {"PYTHONUNBUFFERED": "1"} | slurm | dict(environ)
+    return mpi_settings.ROOM | (AS_ROOT if root else {}) | {"PYTHONUNBUFFERED": "1"} | slurm | dict(environ)
 
 
-def srun_ranks(made: Plan, argv: Sequence[str]) -> list[str]:
+def srun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:
     return ["srun", "--mpi=pmix", "--overlap", f"--ntasks={made.ranks}", "--kill-on-bad-exit=1", *argv]
 
 
-def mpirun_ranks(made: Plan, argv: Sequence[str]) -> list[str]:
+def mpirun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:
     """Raises `ConfigError` when no mpirun is installed."""
     beside = Path(made.python).with_name("mpirun")
     found = shutil.which("mpirun") or (str(beside) if beside.exists() else None)
     if found is None:
-        raise ConfigError("no mpirun on PATH", "install the MPI that mpi4py was built for (openmpi-bin), or `pip install .[mpi]`")
+        raise ConfigError(
+            "no mpirun on PATH",
+            "install the MPI that mpi4py was built for (openmpi-bin), or `pip install .[mpi]`",
+        )
     return [found, "-n", str(made.ranks), *argv]
 
 
-def rank_argv(made: Plan, environ: Mapping[str, str]) -> list[str]:
-    """How the ranks are started here. Under Slurm, "auto" tries `srun --mpi=pmix` with a program that only counts ranks."""
-    if not made.slurm and made.launcher != "srun":
-        return list(made.trainer) if made.ranks == 1 else mpirun_ranks(made, made.trainer)
-    if made.launcher == "mpirun":
-        return mpirun_ranks(made, made.trainer)
-    probe = srun_ranks(made, [made.python, "-c", PROBE, str(made.ranks)])
-    if made.launcher == "srun" or _succeeds(probe, environ):
-        return srun_ranks(made, made.trainer)
-    print(f"launch: `srun --mpi=pmix` does not make a world of {made.ranks} here; using mpirun", flush=True)
-    return mpirun_ranks(made, made.trainer)
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """How the ranks are started here. `environ`: the job's, and what MPI was seen to need.
+
+    `reason`: for the log.
+    """
+
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]
+    reason: str
 
 
-def _succeeds(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
+    """Tries launchers and settings with a tiny world of as many ranks.
+
+    Raises `ConfigError` where none meets.
+    """
+    if not made.slurm and made.launcher != "srun" and made.ranks == 1:
+        return RankStart(made.trainer, environ, "one rank needs no launcher")
+    launchers, found, trials = _launchers(made), _library(made, environ), list[Trial]()
+    while True:
+        chosen = mpi_settings.decide(found, launchers, made.ranks, trials)
+        if isinstance(chosen, GiveUp):
+            raise ConfigError(chosen.reason, chosen.remedy)
+        whole = dict(chosen.settings.environ) | dict(environ)
+        if isinstance(chosen, Use):
+            return RankStart(tuple(_launched(chosen.launcher, made, made.trainer)), whole, chosen.reason)
+        probe = [made.python, "-m", "trainer.world_probe", str(made.ranks), f"{WORLD_S:g}"]
+        code, error_text = _tried(_launched(chosen.launcher, made, probe), whole, TRIAL_S)
+        trials.append(Trial(chosen.launcher, chosen.settings, code, error_text))
+
+
+def _launchers(made: LaunchPlan) -> tuple[str, ...]:
+    """In the order in which they are preferred.
+
+    Raises `ConfigError` where only mpirun would do and there is none.
+    """
+    if made.launcher == "srun":
+        return ("srun",)
+    both = made.slurm and made.launcher == "auto"
     try:
-        probe = subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+        mpirun_ranks(made, ())
+    except ConfigError:
+        if both:
+            return ("srun",)
+        raise
+    return ("srun", "mpirun") if both else ("mpirun",)
+
+
+def _launched(launcher: str, made: LaunchPlan, argv: Sequence[str]) -> list[str]:
+    return srun_ranks(made, argv) if launcher == "srun" else mpirun_ranks(made, argv)
+
+
+def _library(made: LaunchPlan, environ: Mapping[str, str]) -> Library:
+    """By its launcher's word; where there is none, by the library that mpi4py finds."""
+    try:
+        argv = [mpirun_ranks(made, ())[0], "--version"]
+    except ConfigError:
+        argv = [made.python, "-c", LIBRARY]
+    try:
+        done = subprocess.run(
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=VERSION_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return probe.returncode == 0
+        return Library()
+    return mpi_settings.library(done.stdout.decode(errors="replace"))
 
 
-def engine_argv(made: Plan, number: int) -> list[str]:
-    return reserved.step_argv(made.engine, made.places[number], made.nodes) if made.slurm else list(made.engine)
+def _tried(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Run it: its exit status, None where it did not end in time, and in one line why it failed.
+
+    Nothing of it is left.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            return None, f"{argv[0]}: {error.strerror}"
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            reserved.end([process])
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if code == 0:
+        return 0, ""
+    late = f"did not end within {limit_s:g} s: " if code is None else ""
+    return code, late + failure.cause(text, code or 0).partition("; remedy: ")[
+        0
+    ]  # of all trials there is one remedy
+
+
+def engine_argv(made: LaunchPlan, number: int) -> list[str]:
+    return (
+        reserved.step_argv(made.engine, made.engine_locations[number], made.nodes)
+        if made.slurm
+        else list(made.engine)
+    )
 
 
 class _Ended(Exception):
@@ -148,29 +281,56 @@ def _raise_ended(number: int, frame: object) -> None:
     raise _Ended(signal.Signals(number).name)
 
 
-def run(made: Plan, environ: Mapping[str, str]) -> int:
-    """Start everything, wait for the ranks, end the engines. Returns the ranks' exit status.
+def run(made: LaunchPlan, environ: Mapping[str, str]) -> int:
+    """Start everything, wait for the ranks, end the engines. Returns the ranks' status; the last line says why it is not 0.
 
-    Raises `Refused` when no reserved engine gets in. However it ends, the run is not closed here: whoever starts the job again goes on.
+    Raises `Refused` when no reserved engine gets in, `ConfigError` when the ranks cannot reach one another. However it
+    ends, the run is not closed here: whoever starts the job again goes on.
     """
+    error_text: list[str] = []
+    code = _run(made, environ, error_text)
+    for line in error_text:
+        print(f"launch: the training job failed (status {code}): {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(made: LaunchPlan, environ: Mapping[str, str], error_text: list[str]) -> int:
+    """As `run`; why the ranks failed comes last, after all else has ended, and so goes to `error_text`."""
     for number in ENDS:
         signal.signal(number, _raise_ended)
-    engines = [Engine(engine_argv(made, number), environ, number, made.engine_gpus) for number in range(len(made.places))]
+    engines = [
+        ReservedEngine(engine_argv(made, number), environ, number, made.engine_gpus)
+        for number in range(len(made.engine_locations))
+    ]
     ranks: subprocess.Popen[bytes] | None = None
+    control = engine_control.Launcher()
+    environ = dict(environ) | {engine_control.VARIABLE: str(control.folder)}
+    acted = 0  # number of rank 0's last word that was acted upon
     try:
         if made.daemon is not None:
             made.daemon.start()
+        start = rank_start(made, environ)
+        print(f"launch: {start.reason}", flush=True)
         ranks = subprocess.Popen(
-            rank_argv(made, environ), env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+            start.argv,
+            env=dict(start.environ),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
+        assert ranks.stderr is not None
+        said = failure.StderrTail(ranks.stderr)
         while ranks.poll() is None:
-            for engine in engines:
-                engine.tend(time.monotonic())
+            acted = _tend(engines, control, acted)
             _check(engines)
             if made.daemon is not None:
                 made.daemon.tend(time.monotonic())
             time.sleep(POLL_S)  # between two looks at the processes
-        return ranks.returncode
+        code = ranks.returncode if ranks.returncode >= 0 else 128 - ranks.returncode
+        if code not in (0, SIGTERM_EXIT):
+            error_text.append(failure.cause(said.text(), ranks.returncode))
+        return code
     except _Ended as ended:
         print(f"launch: {ended}: the job ends; the run can be resumed", flush=True)
         if ranks is not None:
@@ -179,11 +339,34 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
     finally:
         for number in ENDS:
             signal.signal(number, signal.SIG_IGN)
-        reserved.end([process for process in (ranks, *(engine.process for engine in engines)) if process is not None])
+        reserved.end(
+            [process for process in (ranks, *(engine.process for engine in engines)) if process is not None]
+        )
         for engine in engines:
             engine.forget()
+        control.close()
         if made.daemon is not None:
             made.daemon.stop()
+
+
+def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, acted: int) -> int:
+    """Do what rank 0 last said of the engines, look after each, and say which have a process. Returns the number of that word.
+
+    While rank 0 trains none is started: what an engine takes as it starts is what training needs.
+    """
+    wanted = control.wanted()
+    if wanted.number != acted:
+        for engine in engines:
+            if engine.slot in wanted.end:
+                engine.end(wanted.reason)
+    for engine in engines:
+        engine.tend(time.monotonic(), may_start=wanted.awake)
+    slots, running = (
+        (engine.slot for engine in engines),
+        (engine.slot for engine in engines if engine.process is not None),
+    )
+    control.say(engine_control.Present(wanted.number, tuple(slots), tuple(running)))
+    return wanted.number
 
 
 def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -200,11 +383,13 @@ def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
         time.sleep(POLL_S)  # between two looks at the ranks
 
 
-def _check(engines: Sequence[Engine]) -> None:
+def _check(engines: Sequence[ReservedEngine]) -> None:
     """Raises `Refused` when every engine was refused too often: nobody would wake when harvested engines go."""
     if engines and all(engine.given_up for engine in engines):
-        often, words = reserved.MOST_REFUSALS, engines[0].history.words
-        raise Refused(f"every reserved engine was refused or could not start {often} times in a row: {words}")
+        often, error_text = reserved.MOST_REFUSALS, engines[0].history.error_text
+        raise Refused(
+            f"every reserved engine was refused or could not start {often} times in a row: {error_text}"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -216,7 +401,8 @@ def main(argv: Sequence[str]) -> int:
         environ = environment(os.environ, root=os.geteuid() == 0)
         return run(plan(configs.read_run(run_toml), run_toml, argv[1:], environ), environ)
     except ScavengerError as error:
-        print(f"launch: {error}", file=sys.stderr, flush=True)
+        remedy = f"; remedy: {error.remedy}" if error.remedy else ""
+        print(f"launch: {error.log_text}{remedy}", file=sys.stderr, flush=True)
         return error.exit_code
 
 

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.engines import merging
-from rollout.engines.base import Delta, Engine, Host, Request, Weight
+from rollout.engines.base import Engine, Host, Weight
 from rollout.engines.registry import builder
-from scavenger import wire
 from scavenger.errors import EngineError
+from scavenger.protocol import messages
+from scavenger.protocol.worker.engine import Delta, Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
@@ -29,12 +30,14 @@ class LocalSource:
         self.base: tuple[Manifest, memoryview] | None = None  # what adapters are merged with
         self._newest: Manifest | None = None
 
-    def publish(self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None) -> wire.WeightSource:
+    def publish(
+        self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None
+    ) -> messages.WeightSource:
         newest = self._newest
         if newest is not None and manifest.adapter is not None and newest.root == manifest.adapter.base:
             self.base = (newest, self.blob)
         self.blob, self._newest = blob.view, manifest
-        return wire.WeightSource("inproc", "", b"")
+        return messages.WeightSource("inproc", "", b"")
 
 
 @dataclass(slots=True)
@@ -43,9 +46,9 @@ class _Group:
     step: int
     version: int
     purpose: str
-    spec: wire.GroupSpec
+    spec: messages.GroupSpec
     open: int
-    samples: list[wire.DoneSample] = field(default_factory=list)
+    samples: list[messages.DoneSample] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -61,40 +64,51 @@ class _Sample:
 class LocalRun:
     """One engine behind the interface of `scavenger.client.Run`."""
 
-    def __init__(self, engine: wire.EngineSpec, source: LocalSource, seed: int) -> None:
+    def __init__(self, engine: messages.EngineSpec, source: LocalSource, seed: int) -> None:
         self.attempt, self.last_step, self.next_version = 1, 0, 1
-        self.fleet = wire.Fleet(0, 1, 0, 0, 0)
+        self.fleet = messages.Fleet(0, 1, 0, 0, 0)
+        self.reserved_order = 0
         self._source = source
         self._seed = seed
         self._loop = asyncio.new_event_loop()
         self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine, Host()))
         self._next: asyncio.Task[list[Delta]] | None = None
         self._samples: dict[int, _Sample] = {}
-        self._done: list[wire.GroupDone] = []
+        self._done: list[messages.GroupDone] = []
         self._ids = 0
 
-    def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
         own = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
         views: Sequence[Weight] = own
         if manifest.adapter is not None:
             assert self._source.base is not None
             views = merging.views(manifest, own, *self._source.base)
-        found = self._loop.run_until_complete(self._engine.load(manifest.version, views, summed=bool(manifest.merged)))
+        found = self._loop.run_until_complete(
+            self._engine.load(manifest.version, views, summed=bool(manifest.merged))
+        )
         merging.refuse_other(manifest, found)
         self.next_version = manifest.version + 1
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         return tuple(self._submit(step, version, spec, purpose) for spec in groups)
 
-    def _submit(self, step: int, version: int, spec: wire.GroupSpec, purpose: str) -> int:
+    def _submit(self, step: int, version: int, spec: messages.GroupSpec, purpose: str) -> int:
         group = _Group(self._new_id(), step, version, purpose, spec, spec.n)
         for index in range(spec.n):
             sample = _Sample(self._new_id(), index, group)
             self._samples[sample.id] = sample
-            key = wire.SampleKey(purpose, step, spec.prompt_index, index)
+            key = messages.SampleKey(purpose, step, spec.prompt_index, index)
             request = Request(
-                sample.id, wire.unpack_tokens(spec.prompt), (), spec.sampling.max_tokens, spec.sampling, self._seed, key
-            )  # fmt: skip
+                sample.id,
+                messages.unpack_tokens(spec.prompt),
+                (),
+                spec.sampling.max_tokens,
+                spec.sampling,
+                self._seed,
+                key,
+            )
             self._loop.run_until_complete(self._engine.add(request))
         return group.id
 
@@ -102,7 +116,7 @@ class LocalRun:
         self._ids += 1
         return self._ids
 
-    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         deadline = time.monotonic() + timeout_s
         while self._samples and not self._done:
             self._loop.run_until_complete(self._advance(max(0.0, deadline - time.monotonic())))
@@ -122,7 +136,9 @@ class LocalRun:
     def _take(self, delta: Delta) -> None:
         sample = self._samples[delta.handle]
         if delta.error is not None:
-            raise EngineError(f"sample {sample.id}: {delta.error}", "with a daemon it would be tried on another engine")
+            raise EngineError(
+                f"sample {sample.id}: {delta.error}", "with a daemon it would be tried on another engine"
+            )
         sample.tokens += delta.token_ids
         sample.logprobs += delta.logprobs
         sample.raw_logprobs += delta.raw_logprobs
@@ -131,33 +147,60 @@ class LocalRun:
         del self._samples[delta.handle]
         group = sample.group
         group.samples.append(
-            wire.DoneSample(
-                sample.id, sample.index, wire.pack_tokens(sample.tokens), wire.pack_logprobs(sample.logprobs),
-                wire.pack_logprobs(sample.raw_logprobs), delta.finish, 0, by_reserved=len(sample.tokens),
+            messages.DoneSample(
+                sample.id,
+                sample.index,
+                messages.pack_tokens(sample.tokens),
+                messages.pack_logprobs(sample.logprobs),
+                messages.pack_logprobs(sample.raw_logprobs),
+                delta.finish,
+                0,
+                by_reserved=len(sample.tokens),
             )
-        )  # fmt: skip
+        )
         group.open -= 1
         if group.open == 0:
             spec = group.spec
             self._done.append(
-                wire.GroupDone(
-                    group.id, group.step, group.version, group.purpose, spec.prompt_index, spec.prompt, spec.meta, tuple(group.samples)
+                messages.GroupDone(
+                    group.id,
+                    group.step,
+                    group.version,
+                    group.purpose,
+                    spec.prompt_index,
+                    spec.prompt,
+                    spec.meta,
+                    tuple(group.samples),
                 )
             )
 
-    def set_reserved(self, awake: bool) -> None:
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
         """The engine shares this process, and never runs while something else does."""
+        self.reserved_order += 1
+        self.fleet = messages.Fleet(
+            0, int(awake), int(not awake), 0, 0, order=self.reserved_order, asleep=() if awake else ("0",)
+        )
+
+    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
+        """It ends with this process."""
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         """Nobody plans by it here."""
 
     def commit(
-        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
     ) -> None:
         if purpose == "train":
             self.last_step = step
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
         pass
 
     def close_run(self, state: str, reason: str = "") -> None:

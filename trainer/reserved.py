@@ -1,7 +1,8 @@
 """The training job's reserved engines: where each one runs, its process, and when that is started again.
 
-Owns the back-off and what an engine's end means; does not know the ranks, MPI or the daemon. An engine is started again whatever its
-end was, while the job lives: a run that was closed is opened again by the next trainer, and a refusal may be mended from outside.
+Owns the back-off, what an engine's end means, and that a run has such engines; does not know the ranks, MPI or the daemon. An engine is
+started again whatever its end was, while the job lives: a run that was closed is opened again by the next trainer, and a refusal may be
+mended from outside.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 
 STOP_S = 5.0
@@ -30,11 +32,23 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+# ---------------------------------------------------------------- whether
+
+
+def refuse_none(config: RunConfig) -> None:
+    """Raises `ConfigError` for a run that would have no engine at all while no GPU is idle (I11). A try with `--local` needs none."""
+    if config.reserved.workers == 0:
+        raise ConfigError(
+            f"reserved.workers = 0 in run {config.run.name}: while no GPU is idle nothing generates, and training stands still",
+            "in run.toml, set reserved.workers = 1 or more; with reserved.window = 0.0 they sleep while harvested engines generate",
+        )
+
+
 # ---------------------------------------------------------------- where
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EngineLocation:
     """`node`: its number in the allocation. `gpus`: a value for CUDA_VISIBLE_DEVICES; "" = the job has no GPUs to choose from."""
 
     node: int = 0
@@ -45,7 +59,7 @@ def node_count(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
 
 
-def places(count: int, environ: Mapping[str, str], each: int = 1) -> tuple[Place, ...]:
+def engine_locations(count: int, environ: Mapping[str, str], each: int = 1) -> tuple[EngineLocation, ...]:
     """Pure: engine i gets the job's i-th `each` GPUs, node by node, and the first again after the last; without GPUs, the i-th node.
 
     CUDA_VISIBLE_DEVICES, where Slurm set it, names the GPUs that the job has on a node; else they are numbered from 0.
@@ -56,23 +70,23 @@ def places(count: int, environ: Mapping[str, str], each: int = 1) -> tuple[Place
     named = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     devices = named if len(named) == gpus else [str(index) for index in range(gpus)]
     if not devices:
-        return tuple(Place(index % nodes) for index in range(count))
+        return tuple(EngineLocation(index % nodes) for index in range(count))
     here = gpus // each  # engines of a node
     if count and not here:
         raise ConfigError(
             f"reserved.gpus_per_engine = {each}, and the training job has {gpus} GPUs on a node",
-            "ask for more with --gpus-per-node, lower it, or set reserved.workers = 0",
+            "ask for more with --gpus-per-node, or lower it: an engine lies on one node",
         )
     shares = [",".join(devices[first : first + each]) for first in range(0, here * each, each)]
-    return tuple(Place(index // here % nodes, shares[index % here]) for index in range(count))
+    return tuple(EngineLocation(index // here % nodes, shares[index % here]) for index in range(count))
 
 
-def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
+def step_argv(engine: Sequence[str], location: EngineLocation, nodes: int) -> list[str]:
     """An engine as a Slurm step of its own. Slurm sets CUDA_VISIBLE_DEVICES in each step, so `env` sets it inside the step."""
     argv = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]
     if nodes > 1:
-        argv.append(f"--relative={place.node}")
-    return [*argv, *(["env", f"CUDA_VISIBLE_DEVICES={place.gpus}"] if place.gpus else []), *engine]
+        argv.append(f"--relative={location.node}")
+    return [*argv, *(["env", f"CUDA_VISIBLE_DEVICES={location.gpus}"] if location.gpus else []), *engine]
 
 
 # ---------------------------------------------------------------- when
@@ -80,30 +94,32 @@ def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a next start depends on. `refusals` in a row, its own word that it cannot start included; `words`: why, last."""
+    """What a next start depends on. `refusals` in a row, its own word that it cannot start included; `error_text`: why, last."""
 
     backoff_s: float = FIRST_BACKOFF_S
     refusals: int = 0
-    words: str = ""
+    error_text: str = ""
 
 
-def ended(history: History, code: int, lived_s: float, words: str) -> tuple[History, float]:
+def ended(history: History, code: int, lived_s: float, error_text: str) -> tuple[History, float]:
     """Pure: after an engine's end, its history and the seconds to wait before it is started again."""
     steady = lived_s >= STEADY_S
     wait = FIRST_BACKOFF_S if steady else history.backoff_s
     refusals = 0 if steady or code not in REFUSALS else history.refusals
-    if code in REFUSALS and RUN_ENDED not in words:
+    if code in REFUSALS and RUN_ENDED not in error_text:
         refusals += 1
-    return History(min(2 * wait, MOST_BACKOFF_S), refusals, words), wait
+    return History(min(2 * wait, MOST_BACKOFF_S), refusals, error_text), wait
 
 
 def reason(tail: str) -> str:
     """An engine's own last words, cause and remedy, out of what it wrote to standard error."""
     lines = tail.splitlines()
-    for place in range(len(lines) - 1, -1, -1):
-        if lines[place].startswith("rollout: "):
-            remedy = [line.strip() for line in lines[place + 1 : place + 2] if line.startswith("  remedy: ")]
-            return "; ".join([lines[place].removeprefix("rollout: "), *remedy])
+    for location in range(len(lines) - 1, -1, -1):
+        if lines[location].startswith("rollout: "):
+            remedy = [
+                line.strip() for line in lines[location + 1 : location + 2] if line.startswith("  remedy: ")
+            ]
+            return "; ".join([lines[location].removeprefix("rollout: "), *remedy])
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
@@ -115,7 +131,7 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class Engine:
+class ReservedEngine:
     """One reserved engine, started again with a growing wait whenever it ends. What it writes to standard error is passed on."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], number: int, gpus: int = 1) -> None:
@@ -133,10 +149,21 @@ class Engine:
     def given_up(self) -> bool:
         return self.history.refusals >= MOST_REFUSALS
 
-    def tend(self, now: float) -> None:
-        """Start it when it is due; look after it when it ended. `now`: monotonic seconds."""
+    @property
+    def slot(self) -> str:
+        """What the daemon and rank 0 know it by."""
+        return str(self._number)
+
+    def end(self, reason: str) -> None:
+        """End its process, and say why; returns when that is gone."""
+        if self.process is not None:
+            print(f"launch: reserved engine {self._number} is ended: {reason}", flush=True)
+            end([self.process])
+
+    def tend(self, now: float, *, may_start: bool = True) -> None:
+        """Start it when it is due and may be; look after it when it ended. `now`: monotonic seconds."""
         if self.process is None:
-            if now >= self.start_at:
+            if now >= self.start_at and may_start:
                 self._start(now)
             return
         code = self.process.poll()
@@ -144,9 +171,13 @@ class Engine:
         if code is None:
             return
         self._let_go(self.process)
-        said = reason(self._tail.decode(errors="replace"))
-        self.history, wait = ended(self.history, code, now - self._started_at, said)
-        known = {ENGINE_DRAINED: "was let go", ENGINE_CANNOT_START: f"cannot start: {said}", ENGINE_REFUSED: f"was refused: {said}"}
+        error_text = reason(self._tail.decode(errors="replace"))
+        self.history, wait = ended(self.history, code, now - self._started_at, error_text)
+        known = {
+            ENGINE_DRAINED: "was let go",
+            ENGINE_CANNOT_START: f"cannot start: {error_text}",
+            ENGINE_REFUSED: f"was refused: {error_text}",
+        }
         what = known.get(code, f"ended with status {code}")
         print(f"launch: reserved engine {self._number} {what}; again in {wait:g} s", flush=True)
         self.start_at = now + wait
@@ -160,8 +191,13 @@ class Engine:
     def _start(self, now: float) -> None:
         environ = self._environ | {"SCAVENGER_RESTART_COUNT": str(self._lives)}
         self.process = subprocess.Popen(
-            self._argv, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=die_with_parent
-        )  # fmt: skip
+            self._argv,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
         assert self.process.stderr is not None
         os.set_blocking(self.process.stderr.fileno(), False)
         self._lives, self._tail, self._started_at = self._lives + 1, b"", now

@@ -25,7 +25,7 @@ from trainer.tasks import sort
 VOCABULARY = 16  # the alphabet, rounded up
 EOS_ID = sort.ALPHABET.index(sort.EOS)
 PROMPT_TOKENS = sort.DIGITS + 1
-ANSWER_TOKENS = sort.DIGITS + 1  # the end token is sampled too
+COMPLETION_TOKENS = sort.DIGITS + 1  # the end token is sampled too
 SUPERVISED_STEPS = 70
 #: Demonstrations in the wrong order. Like a pretrained model's, the warmed-up model's habits are mixed; the reward says which is wanted.
 DESCENDING_SHARE = 0.5
@@ -67,27 +67,35 @@ def supervised_batch(seed: int, step: int, size: int) -> Tensor:
     """[size, PROMPT_TOKENS + ANSWER_TOKENS] token ids: prompt, answer, end; `DESCENDING_SHARE` of the answers in the wrong order."""
     rows = []
     for row in range(size):
-        prompt, meta = sort.problem(seed, step * size + row)
-        answer = meta["answer"][::-1] if (row + 1) * DESCENDING_SHARE % 1 < DESCENDING_SHARE else meta["answer"]
+        prompt, meta = sort.prompt_task(seed, step * size + row)
+        answer = (
+            meta["answer"][::-1] if (row + 1) * DESCENDING_SHARE % 1 < DESCENDING_SHARE else meta["answer"]
+        )
         rows.append([*encode(prompt), *encode(answer), EOS_ID])
     return torch.tensor(rows)
 
 
 @torch.no_grad()
-def accuracy(model: Any, problems: int, *, greedy: bool, seed: int = 0, max_tokens: int = ANSWER_TOKENS + 1) -> float:
+def accuracy(
+    model: Any, prompts: int, *, greedy: bool, seed: int = 0, max_tokens: int = COMPLETION_TOKENS + 1
+) -> float:
     """Share of held-out problems answered right, by plain decoding without a cache."""
-    drawn = [sort.problem(0, index, held_out=True) for index in range(problems)]
+    drawn = [sort.prompt_task(0, index, held_out=True) for index in range(prompts)]
     tokens = torch.tensor([encode(prompt) for prompt, _ in drawn])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_tokens):
         logits = model(input_ids=tokens).logits[:, -1].float()
-        chosen = logits.argmax(-1, keepdim=True) if greedy else torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        chosen = (
+            logits.argmax(-1, keepdim=True)
+            if greedy
+            else torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        )
         tokens = torch.cat([tokens, chosen], dim=1)
     right = 0
     for (_, meta), answer in zip(drawn, tokens[:, PROMPT_TOKENS:].tolist(), strict=True):
         text = "".join(sort.ALPHABET[t] if t < len(sort.ALPHABET) else "?" for t in answer)
         right += text.split(sort.EOS)[0] == meta["answer"]
-    return right / problems
+    return right / prompts
 
 
 def warm_up(model: Any, seed: int, steps: int, *, lr: float = 3e-3) -> None:
@@ -115,7 +123,9 @@ def make(out: Path, seed: int = 0, steps: int = SUPERVISED_STEPS) -> None:
     config_path.write_text(json.dumps(model_config(), indent=2) + "\n")
     sort.write_tokenizer(out)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out, local_files_only=True), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(out, local_files_only=True), dtype=torch.float32
+    )
     warm_up(model, seed, steps)
     parameters = {name: value.detach().contiguous() for name, value in model.named_parameters()}
     save_file(parameters, out / "model.safetensors", metadata={"format": "pt"})
@@ -129,7 +139,9 @@ def make(out: Path, seed: int = 0, steps: int = SUPERVISED_STEPS) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.tiny", description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.tiny", description=__doc__.split("\n")[0] if __doc__ else None
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="make the demo's model")
     making.add_argument("--out", type=Path, required=True)

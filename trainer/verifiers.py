@@ -18,7 +18,7 @@ from scavenger.errors import ConfigError
 
 #: GSM8K's way to end a worked solution.
 FINAL = "####"
-_F = TypeVar("_F", bound=Callable[..., float])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def prepared(prepare: Callable[..., str]) -> Callable[[_F], _F]:
@@ -48,19 +48,29 @@ def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
     return declare
 
 
+def whole_group(function: _F) -> _F:
+    """Declares that the function rewards a group: function(prompt, answers, meta) -> one reward for each of `answers`, a list of texts."""
+    function.__dict__.update(whole_group=True)
+    return function
+
+
 @functools.lru_cache(maxsize=1)
 def _math_verify() -> tuple[Any, Any]:
     """math-verify without its own alarms: the process has a deadline, and a killed one leaves nothing half done."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ConfigError(f"{sys.executable} has no math-verify", 'pip install ".[math]" in a clone of Scavenger') from error
+        raise ConfigError(
+            f"{sys.executable} has no math-verify", 'pip install ".[math]" in a clone of Scavenger'
+        ) from error
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return parse, verify
 
 
-def exact(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False) -> float:
+def exact(
+    prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False
+) -> float:
     """1 if the answer is the problem's `field`, blanks at both ends aside."""
     said, wanted = answer.strip(), str(meta[field]).strip()
     return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scavenger.errors import EngineError
-from scavenger.wire import SampleKey, Sampling
+from scavenger.protocol.worker.engine import Delta, Request
 
 
 class Weight(Protocol):
@@ -54,55 +54,22 @@ class Host:
     sleeps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One lease's work: go on after `prompt + accepted` until a stop token or until `max_new_tokens` more were sampled.
-
-    `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
-    ("reference") draws the token at position p (0 = first answer token, whichever lease produced it) from (seed, key, p) alone; one
-    that only takes a seed a request ("vllm") is given one for (seed, key, number of accepted tokens): `seeds.lease_seed`.
-    """
-
-    handle: int
-    prompt: tuple[int, ...]
-    accepted: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-    key: SampleKey
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one request, in order. Equal lengths: `token_ids[i]` was drawn with
-
-    `logprobs[i]`      under the sampling distribution (after temperature, top-k, top-p), and
-    `raw_logprobs[i]`  under the raw model (temperature 1, no truncation).
-
-    `finish` is "stop" (the last token is the sampled stop token), "length", or None while it goes on. `error` ends the
-    request without a finish: the tokens are refused and the sample is generated elsewhere.
-    """
-
-    handle: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...]
-    finish: str | None = None
-    error: str | None = None
-
-
 def refuse_impossible(request: Request, context_length: int, vocab_size: int) -> None:
     """Raises `EngineError` for a request that no engine of this size can ever serve."""
     length = len(request.prompt) + len(request.accepted)
     if length == 0 or request.max_new_tokens <= 0:
-        raise EngineError(f"nothing to generate: {length} tokens given, {request.max_new_tokens} more allowed")
+        raise EngineError(
+            f"nothing to generate: {length} tokens given, {request.max_new_tokens} more allowed"
+        )
     if length + request.max_new_tokens > context_length:
         raise EngineError(
             f"{length} tokens and {request.max_new_tokens} more exceed the context of {context_length}",
             "shorten the prompt, lower sampling.max_tokens or raise model.context_length",
         )
     if not all(0 <= token < vocab_size for token in (*request.prompt, *request.accepted)):
-        raise EngineError(f"a token id lies outside the vocabulary of {vocab_size}", "use the model's own tokenizer")
+        raise EngineError(
+            f"a token id lies outside the vocabulary of {vocab_size}", "use the model's own tokenizer"
+        )
 
 
 class Engine(Protocol):
@@ -142,6 +109,10 @@ class Engine(Protocol):
 
     async def wake(self) -> None:
         """Take the memory again; the last loaded weights are in place afterwards."""
+        ...
+
+    async def bytes_held(self) -> int:
+        """Bytes of its GPUs' memory that it holds, of all its processes, CUDA's own contexts not counted; 0 on a CPU."""
         ...
 
     def progress(self) -> int:

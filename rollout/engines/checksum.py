@@ -99,12 +99,12 @@ def faults(
     `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each tensor-parallel rank holds. A rank
     holds its slice, or the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too.
     """
-    said: list[str] = []
+    findings: list[str] = []
     used: set[str] = set()
     for parameter in ranks[0]:
         names = sources(tied.get(parameter, parameter), published, packed)
         if not names:
-            said.append(f"{parameter} is not made of published tensors")
+            findings.append(f"{parameter} is not made of published tensors")
             continue
         used.update(names)
         whole = total(published[name] for name in names)
@@ -113,8 +113,8 @@ def faults(
         else:
             expected = total(published[name].times(_copies(name, len(ranks), kv_heads)) for name in names)
         if not total(rank[parameter] for rank in ranks).agrees(expected):
-            said.append(f"{parameter} does not hold {' + '.join(names)}")
-    return said + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
+            findings.append(f"{parameter} does not hold {' + '.join(names)}")
+    return findings + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
 
 
 def _copies(name: str, ranks: int, kv_heads: int) -> int:

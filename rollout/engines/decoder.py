@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from rollout.engines.base import Delta, Request, Weight
+from rollout.engines.base import Weight
 from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
-from scavenger.wire import EngineSpec
+from scavenger.protocol.messages import EngineSpec
+from scavenger.protocol.worker.engine import Delta, Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
+MAX_PREFILL_TOKENS = (
+    8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
+)
 
 
 @dataclass(slots=True)
@@ -50,7 +53,10 @@ def read_config(text: str) -> Any:
     config = parse_config(text)
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"}:
-        raise EngineError(f"the reference engine computes full attention only; this model has {sorted(kinds)}", "use another engine")
+        raise EngineError(
+            f"the reference engine computes full attention only; this model has {sorted(kinds)}",
+            "use another engine",
+        )
     return config
 
 
@@ -59,7 +65,9 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (ValueError, TypeError) as error:
-        raise EngineError(f"transformers cannot build this model: {error}", "use a causal LM that it knows") from error
+        raise EngineError(
+            f"transformers cannot build this model: {error}", "use a causal LM that it knows"
+        ) from error
     model.eval().requires_grad_(False)
     if dtype == torch.float64:
         wide_norms(model)
@@ -71,7 +79,9 @@ class Decoder:
 
     def __init__(self, spec: EngineSpec, device: str = "cpu", *, sleeps: bool = False) -> None:
         if spec.dtype not in DTYPES:
-            raise EngineError(f"dtype {spec.dtype!r} is none of {sorted(DTYPES)}", "set another dtype for the engine")
+            raise EngineError(
+                f"dtype {spec.dtype!r} is none of {sorted(DTYPES)}", "set another dtype for the engine"
+            )
         self._device = device
         self._max_batch = spec.max_batch
         self._context_length = spec.context_length
@@ -106,21 +116,33 @@ class Decoder:
         for view in tensors:
             target = state.get(view.name)
             if target is None or tuple(target.shape) != view.shape or view.dtype not in STORED:
-                fits = "is unknown to the model" if target is None else f"is {view.dtype}{view.shape}, not {tuple(target.shape)}"
+                fits = (
+                    "is unknown to the model"
+                    if target is None
+                    else f"is {view.dtype}{view.shape}, not {tuple(target.shape)}"
+                )
                 raise EngineError(f"weight {view.name!r} {fits}", "publish weights of the run's own model")
             source = torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
             if target.data_ptr() in seen and not torch.equal(target, source.to(target)):
-                raise EngineError(f"weight {view.name!r} is tied to another one and differs from it", "publish it once")
+                raise EngineError(
+                    f"weight {view.name!r} is tied to another one and differs from it", "publish it once"
+                )
             target.copy_(source)
             seen.add(target.data_ptr())
             if summed:
                 given[view.name] = checksum(source)
-                due[view.name] = given[view.name] if source.dtype == target.dtype else checksum(source.to(target.dtype))
+                due[view.name] = (
+                    given[view.name] if source.dtype == target.dtype else checksum(source.to(target.dtype))
+                )
         missing = sorted(names[0] for pointer, names in aliases.items() if pointer not in seen)
         if missing:
-            raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
+            raise EngineError(
+                f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights"
+            )
         if wrong := sorted(name for name, value in due.items() if not checksum(state[name]).agrees(value)):
-            cause = f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}"
+            cause = (
+                f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}"
+            )
             raise WeightsDiffer(cause, f"the version is loaded again; {SUSPECT_MEMORY}")
         self.loaded, self._held = True, self._sums() if self._sleeps else {}
         return given
@@ -137,6 +159,12 @@ class Decoder:
         """Give the device's memory back; the weights wait in host memory."""
         self.clear()
         self._model.to("cpu")
+        if self._device == "cuda":
+            torch.cuda.empty_cache()  # torch keeps what it frees, and no other process could have it
+
+    def bytes_held(self) -> int:
+        """Of the GPU's memory, what torch keeps for reuse counted in; 0 on a CPU."""
+        return torch.cuda.memory_reserved() if self._device == "cuda" else 0
 
     def restore(self) -> None:
         """Take the memory again. Raises `WeightsDiffer` unless the weights are what they were when they were loaded."""
@@ -146,9 +174,9 @@ class Decoder:
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     @torch.inference_mode()
-    def step(self, joining: Sequence[Request], leaving: Sequence[int]) -> list[Delta]:
-        """One iteration: release `leaving`, give free slots to waiting requests, one new token for every running one."""
-        gone = set(leaving)
+    def step(self, joining: Sequence[Request], cancelled: Sequence[int]) -> list[Delta]:
+        """One iteration: release `cancelled`, give free slots to waiting requests, one new token for every running one."""
+        gone = set(cancelled)
         self._waiting = [r for r in (*self._waiting, *joining) if r.handle not in gone]
         self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
         running = len(self._rows)
@@ -163,7 +191,9 @@ class Decoder:
         span = max(row.cached for row in rows) + 1
         self._cache.decode(positions, span)
         mask = (torch.arange(span, device=self._device)[None, :] <= positions[:, None])[:, None, None, :]
-        logits = self._forward(torch.tensor([[row.last] for row in rows], device=self._device), positions[:, None], mask)
+        logits = self._forward(
+            torch.tensor([[row.last] for row in rows], device=self._device), positions[:, None], mask
+        )
         for row in rows:
             row.cached += 1
         return self._sample(logits, 0)
@@ -177,7 +207,13 @@ class Decoder:
             length = len(request.prompt) + len(request.accepted)
             if batch and max(width, length) * (len(batch) + 1) > MAX_PREFILL_TOKENS:
                 break
-            batch.append(_Row(self._waiting.pop(0), Draws(request.seed, request.key), frozenset(request.sampling.stop_token_ids)))
+            batch.append(
+                _Row(
+                    self._waiting.pop(0),
+                    Draws(request.seed, request.key),
+                    frozenset(request.sampling.stop_token_ids),
+                )
+            )
             width = max(width, length)
         if not batch:
             return [], []
@@ -197,7 +233,7 @@ class Decoder:
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Logits `[n, vocab]` of the last position."""
-        answer = self._model(
+        output = self._model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
@@ -205,7 +241,7 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logits: Tensor = answer.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
         return logits
 
     def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
@@ -225,7 +261,9 @@ class Decoder:
                 continue
             row.last = token
             row.made += 1
-            finish = "stop" if token in row.stops else "length" if row.made >= row.request.max_new_tokens else None
+            finish = (
+                "stop" if token in row.stops else "length" if row.made >= row.request.max_new_tokens else None
+            )
             deltas.append(Delta(handle, (token,), (drawn.logprobs[i],), (drawn.raw_logprobs[i],), finish))
             if finish:
                 ended.append(first + i)

@@ -36,9 +36,11 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 def _product(left: list[Tensor], right: list[Tensor]) -> Tensor:
     """Of what was cut: each matrix product is exact; they are added in one order, the smallest first."""
     slices = len(left)
-    pairs = sorted(((i, j) for i in range(slices) for j in range(slices - i)), key=lambda pair: (-sum(pair), pair))
-    first, *others = (left[i] @ right[j] for i, j in pairs)
-    for other in others:
+    pairs = sorted(
+        ((i, j) for i in range(slices) for j in range(slices - i)), key=lambda pair: (-sum(pair), pair)
+    )
+    first, *rest = (left[i] @ right[j] for i, j in pairs)
+    for other in rest:
         first += other
     return first
 
@@ -48,7 +50,9 @@ def _cut(whole: Tensor, dim: int, bits: int, slices: int) -> list[Tensor]:
     parts = []
     for _ in range(slices):
         largest = whole.abs().amax(dim, keepdim=True)
-        power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1.0)  # the division is exact: 2^exponent
+        power = torch.where(
+            largest > 0, largest / torch.frexp(largest).mantissa, 1.0
+        )  # the division is exact: 2^exponent
         unit = power * 2.0**-bits
         parts.append(torch.round(whole / unit) * unit)
         whole = whole - parts[-1]

@@ -64,18 +64,27 @@ def tensor(view: Weight) -> Tensor:
     return torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
 
 
-def views(manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, blob: memoryview) -> list[Weight]:
+def views(
+    manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, blob: memoryview
+) -> list[Weight]:
     """All weights of a version that holds adapters, each made when it is read. Raises `EngineError` where the base is not its own."""
     of = manifest.adapter
     assert of is not None
     if base.root != of.base:
-        raise EngineError(f"version {manifest.version} is of base {of.base.hex()}, not of {base.root.hex()}", _REMEDY)
+        raise EngineError(
+            f"version {manifest.version} is of base {of.base.hex()}, not of {base.root.hex()}", _REMEDY
+        )
     if of.dtype not in STORED:
-        raise EngineError(f"version {manifest.version} is to be merged in {of.dtype}", f"publish in one of {', '.join(STORED)}")
+        raise EngineError(
+            f"version {manifest.version} is to be merged in {of.dtype}",
+            f"publish in one of {', '.join(STORED)}",
+        )
     given = {view.name: view for view in adapters}
     found = [_one(weight, given, of.scale, of.dtype) for weight in manifests.views(base, blob)]
     if given:
-        raise EngineError(f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY)
+        raise EngineError(
+            f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY
+        )
     return found
 
 
@@ -95,7 +104,10 @@ def refuse_other(manifest: Manifest, found: bytes) -> None:
 def _one(weight: TensorView, given: dict[str, TensorView], scale: float, dtype: str) -> Weight:
     """The weight with its adapter, which is taken out of `given`."""
     if weight.dtype not in STORED:
-        raise EngineError(f"weight {weight.name!r} of the base is {weight.dtype}", f"publish it in one of {', '.join(STORED)}")
+        raise EngineError(
+            f"weight {weight.name!r} of the base is {weight.dtype}",
+            f"publish it in one of {', '.join(STORED)}",
+        )
     layer = weight.name.removesuffix(".weight")
     down, up = given.get(layer + DOWN), given.get(layer + UP)
     if down is None or up is None:
@@ -107,8 +119,13 @@ def _one(weight: TensorView, given: dict[str, TensorView], scale: float, dtype: 
 
 def _check(weight: TensorView, down: TensorView, up: TensorView) -> None:
     shapes = (weight.shape, up.shape, down.shape)
-    fits = all(len(shape) == 2 for shape in shapes) and weight.shape == (up.shape[0], down.shape[1]) and up.shape[1] == down.shape[0]
+    fits = (
+        all(len(shape) == 2 for shape in shapes)
+        and weight.shape == (up.shape[0], down.shape[1])
+        and up.shape[1] == down.shape[0]
+    )
     if not fits or down.dtype != up.dtype or down.dtype not in ("float32", "float64"):
-        said = f"A is {down.dtype}{down.shape}, B is {up.dtype}{up.shape}"
-        raise EngineError(f"weight {weight.name!r} {weight.shape} has an adapter that does not fit: {said}", _REMEDY)
-
+        detail = f"A is {down.dtype}{down.shape}, B is {up.dtype}{up.shape}"
+        raise EngineError(
+            f"weight {weight.name!r} {weight.shape} has an adapter that does not fit: {detail}", _REMEDY
+        )

@@ -20,7 +20,12 @@ from rollout.engines.base import Weight
 from scavenger.errors import EngineError
 from scavenger.weights.manifest import TensorView
 
-STORED = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def parse_config(text: str) -> Any:
@@ -30,7 +35,9 @@ def parse_config(text: str) -> Any:
         model_type = values.pop("model_type")
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise EngineError(f"the model's config.json cannot be used: {error}", "pass the config.json of a causal LM") from error
+        raise EngineError(
+            f"the model's config.json cannot be used: {error}", "pass the config.json of a causal LM"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,9 @@ def layout(config: Any) -> Layout:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (ValueError, TypeError) as error:
-        raise EngineError(f"transformers cannot build this model: {error}", "use a causal LM that it knows") from error
+        raise EngineError(
+            f"transformers cannot build this model: {error}", "use a causal LM that it knows"
+        ) from error
     named = dict(model.named_parameters(remove_duplicate=False))
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in named.items():
@@ -77,12 +86,18 @@ def checked(of: Layout, views: Sequence[Weight]) -> list[Weight]:
             raise EngineError(f"weight {view.name!r} {fits}", "publish weights of the run's own model")
     missing = sorted(names[0] for names in of.tied if not any(name in by_name for name in names))
     if missing:
-        raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
+        raise EngineError(
+            f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights"
+        )
     chosen: list[Weight] = []
     for names in of.tied:
         given = [by_name[name] for name in names if name in by_name]
         if len(given) > 1 and any(other.data != given[0].data for other in given[1:]):
-            raise EngineError(f"weight {given[1].name!r} is tied to another one and differs from it", "publish it once")
+            raise EngineError(
+                f"weight {given[1].name!r} is tied to another one and differs from it", "publish it once"
+            )
         same = given[0].name == names[0]  # what is made when it is read is not read here
-        chosen.append(given[0] if same else TensorView(names[0], given[0].dtype, given[0].shape, given[0].data))
+        chosen.append(
+            given[0] if same else TensorView(names[0], given[0].dtype, given[0].shape, given[0].data)
+        )
     return sorted(chosen, key=lambda view: view.name)

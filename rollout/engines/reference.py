@@ -27,10 +27,11 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rollout.engines import checksum
-from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refuse_impossible
+from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, told
-from scavenger.wire import EngineSpec
+from scavenger.protocol.messages import EngineSpec
+from scavenger.protocol.worker.engine import Delta, Request
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +43,9 @@ async def build(spec: EngineSpec, host: Host) -> ReferenceEngine:
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        decoder = await asyncio.get_running_loop().run_in_executor(executor, lambda: Decoder(spec, device, sleeps=host.sleeps))
+        decoder = await asyncio.get_running_loop().run_in_executor(
+            executor, lambda: Decoder(spec, device, sleeps=host.sleeps)
+        )
     except BaseException:
         executor.shutdown(wait=False)
         raise
@@ -64,7 +67,7 @@ class ReferenceEngine:
         self._next_beat = 0.0
         self._live: set[int] = set()
         self._joining: list[Request] = []
-        self._leaving: list[int] = []
+        self._cancelled: list[int] = []
         self._work = asyncio.Event()
         self._iterations = 0
         self._usable = False
@@ -73,7 +76,9 @@ class ReferenceEngine:
     def info(self) -> EngineInfo:
         spec = self._spec
         cache = spec.max_batch * spec.context_length  # a slot for each
-        return EngineInfo(NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache)
+        return EngineInfo(
+            NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache
+        )
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self._forget_all()
@@ -94,7 +99,7 @@ class ReferenceEngine:
         gone = self._live.intersection(handles)
         self._live -= gone
         self._joining = [r for r in self._joining if r.handle not in gone]
-        self._leaving += gone
+        self._cancelled += gone
         if not self._live:
             self._work.clear()
 
@@ -107,8 +112,8 @@ class ReferenceEngine:
                     continue
                 self._next_beat = time.monotonic() + self._beat_s
             joining, self._joining = self._joining, []
-            leaving, self._leaving = self._leaving, []
-            deltas = await self._compute(self._decoder.step, joining, leaving)
+            cancelled, self._cancelled = self._cancelled, []
+            deltas = await self._compute(self._decoder.step, joining, cancelled)
             self._iterations += 1
             fresh = [d for d in deltas if d.handle in self._live]
             self._live.difference_update(d.handle for d in fresh if d.finish or d.error)
@@ -126,6 +131,9 @@ class ReferenceEngine:
         await self._compute(self._decoder.restore)
         self._asleep = False
 
+    async def bytes_held(self) -> int:
+        return await self._compute(self._decoder.bytes_held)
+
     def progress(self) -> int:
         return self._iterations
 
@@ -134,7 +142,7 @@ class ReferenceEngine:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget_all(self) -> None:
-        self._leaving += self._live
+        self._cancelled += self._live
         self._live.clear()
         self._joining.clear()
         self._work.clear()

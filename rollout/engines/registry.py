@@ -9,9 +9,9 @@ from typing import cast
 from rollout.engines.base import Engine, Host
 from rollout.engines.stopping import Stopping
 from scavenger.errors import EngineError
-from scavenger.wire import EngineSpec
+from scavenger.protocol.messages import EngineSpec
 
-MODULES = {"reference": "rollout.engines.reference", "vllm": "rollout.engines.vllm"}
+MODULES = {"reference": "rollout.engines.reference", "vllm": "rollout.engines.vllm.engine"}
 Build = Callable[[EngineSpec, Host], Awaitable[Engine]]
 
 

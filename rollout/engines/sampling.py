@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from scavenger.wire import SampleKey, Sampling
+from scavenger.protocol.messages import SampleKey, Sampling
 
 _PERSON = b"scavenger-draw-1"  # names this construction; another one must use another name
 
@@ -27,7 +27,9 @@ class Draws:
         purpose = key.purpose.encode()
         # Length-prefixed text and fixed-width integers: two different keys never encode to the same bytes.
         fields = struct.pack(">qqqq", seed, key.step, key.prompt, key.index)
-        self._prefix = blake2b(struct.pack(">I", len(purpose)) + purpose + fields, digest_size=8, person=_PERSON)
+        self._prefix = blake2b(
+            struct.pack(">I", len(purpose)) + purpose + fields, digest_size=8, person=_PERSON
+        )
 
     def uniform(self, position: int) -> float:
         """The number for the sample's answer token at `position` (0 = first)."""
@@ -52,7 +54,9 @@ def sampling_logprobs(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     Rows with temperature 0 are the distribution that is certain of the arg max (the smallest id among equals).
     """
     device = logits.device
-    temperature = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in sampling], dtype=torch.float64, device=device)
+    temperature = torch.tensor(
+        [s.temperature if s.temperature > 0 else 1.0 for s in sampling], dtype=torch.float64, device=device
+    )
     scaled = logits / temperature[:, None]
     for i, how in enumerate(sampling):
         if how.temperature == 0:
@@ -79,7 +83,9 @@ def _truncate(scaled: Tensor, how: Sampling) -> Tensor:
     return scaled.masked_fill(~allowed, -torch.inf)
 
 
-def draw(logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float], positions: Sequence[int]) -> Drawn:
+def draw(
+    logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float], positions: Sequence[int]
+) -> Drawn:
     """Draw one token a row from `[n, vocab]` logits: the first id, in id order, at which the CDF passes the uniform.
 
     `positions`: how many tokens each row's sample has already; below `min_tokens` no stop token is drawn.

@@ -44,7 +44,9 @@ class SlotCache:
         self._rows = torch.arange(len(positions), device=positions.device)
         self._positions, self._span = positions, span
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store one layer's new entries; returns the keys and values that its attention reads."""
         while len(self._keys) <= layer:
             self._keys.append(self._empty(keys))

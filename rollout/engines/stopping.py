@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollout.engines.base import Delta, Engine, EngineInfo, Request, Weight
+from rollout.engines.base import Engine, EngineInfo, Weight
 from scavenger.errors import EngineError
+from scavenger.protocol.worker.engine import Delta, Request
 
 
 class Matcher:
@@ -21,7 +22,9 @@ class Matcher:
     `accepted` tokens were searched under earlier leases. Of them only the end counts: as many as can hold the beginning of a stop text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int, accepted: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], least: int, accepted: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._least = least
@@ -32,7 +35,9 @@ class Matcher:
         self._length = len(accepted) - len(tail)
         self.found = False
         for token in tail:
-            self.found = self.feed(token)  # the last one's answer: it may have ended the sample, and its end was lost
+            self.found = self.feed(
+                token
+            )  # the last one's answer: it may have ended the sample, and its end was lost
 
     def feed(self, token: int) -> bool:
         """The next token; whether it completes a stop text."""
@@ -62,8 +67,9 @@ class Stopping:
             except Exception as error:  # the library raises nothing narrower
                 raise EngineError(
                     f"the tokenizer {self._path!r}, which sampling.stop needs, cannot be read here",
-                    "put model.path where the engines' nodes see it, or use sampling.stop_token_ids", quoted=str(error),
-                ) from error  # fmt: skip
+                    "put model.path where the engines' nodes see it, or use sampling.stop_token_ids",
+                    quoted=str(error),
+                ) from error
         return self._tokenizer
 
     async def add(self, request: Request) -> None:
@@ -89,14 +95,20 @@ class Stopping:
         matcher = self._matchers.get(delta.handle)
         if matcher is None:
             return delta
-        last = 0 if matcher.found else next((n for n, token in enumerate(delta.token_ids, 1) if matcher.feed(token)), None)
+        last = (
+            0
+            if matcher.found
+            else next((n for n, token in enumerate(delta.token_ids, 1) if matcher.feed(token)), None)
+        )
         if last is None or delta.error is not None:
             if delta.finish or delta.error:
                 del self._matchers[delta.handle]
             return delta
         del self._matchers[delta.handle]
         ended.add(delta.handle)
-        return Delta(delta.handle, delta.token_ids[:last], delta.logprobs[:last], delta.raw_logprobs[:last], "stop")
+        return Delta(
+            delta.handle, delta.token_ids[:last], delta.logprobs[:last], delta.raw_logprobs[:last], "stop"
+        )
 
     async def abort(self, handles: Iterable[int]) -> None:
         gone = tuple(handles)
@@ -117,6 +129,9 @@ class Stopping:
 
     async def wake(self) -> None:
         await self._engine.wake()
+
+    async def bytes_held(self) -> int:
+        return await self._engine.bytes_held()
 
     def progress(self) -> int:
         return self._engine.progress()

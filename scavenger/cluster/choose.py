@@ -10,14 +10,14 @@ import shutil
 
 import structlog
 
-from scavenger.cluster.local import LocalCluster
+from scavenger.cluster import partition_check as checks
+from scavenger.cluster.local.client import LocalCluster
 from scavenger.cluster.model import ClusterInfo
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.pyslurm_client import PyslurmCluster, unfit
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.pyslurm.client import PyslurmCluster, unfit
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
-from scavenger.harvest import preflight as checks
 
 log = structlog.get_logger()
 
@@ -26,7 +26,11 @@ def backend(config: DaemonConfig) -> Cluster:
     """The cluster of this configuration. Raises `ConfigError` when it cannot be had, naming the remedy."""
     section = config.cluster
     if is_local(config):
-        log.info("backend", chosen="local", reason="cluster.local_dir is set" if section.backend == "auto" else 'backend = "local"')
+        log.info(
+            "backend",
+            chosen="local",
+            reason="cluster.local_dir is set" if section.backend == "auto" else 'backend = "local"',
+        )
         return local(config)
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -36,7 +40,7 @@ def backend(config: DaemonConfig) -> Cluster:
         )
     commands = SlurmCluster(timeout_s=section.command_timeout_s, output=section.command_output)
     if section.backend == "slurm":
-        log.info("backend", chosen="slurm", reason="backend = \"slurm\": Slurm's commands")
+        log.info("backend", chosen="slurm", reason='backend = "slurm": Slurm\'s commands')
         return commands
     eyes, why_not = with_pyslurm(commands, section.command_timeout_s)
     if eyes is not None:
@@ -76,7 +80,7 @@ def local(config: DaemonConfig) -> Cluster:
     """Raises `ConfigError` where no directory is named. Whether somebody serves there shows at the first question."""
     section = config.cluster
     if section.local_dir is None:
-        remedy = "name the directory of a running `python -m scavenger.cluster.local serve`"
+        remedy = "name the directory of a running `python -m scavenger.cluster.local.client serve`"
         raise ConfigError('backend = "local" needs cluster.local_dir', remedy)
     return LocalCluster(section.local_dir, timeout_s=section.command_timeout_s)
 
@@ -96,7 +100,9 @@ def answer(cluster: Cluster) -> ClusterInfo:
         raise
     except ClusterError as error:
         remedy = "try `scontrol ping`: this needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
-        raise ConfigError(f"the cluster's commands do not work on this host: {short(error.cause)}", error.remedy or remedy) from error
+        raise ConfigError(
+            f"the cluster's commands do not work on this host: {short(error.cause)}", error.remedy or remedy
+        ) from error
 
 
 def short(cause: str) -> str:

@@ -59,22 +59,34 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for part in self.partitions:
             unknown = sorted(set(part.nodes) - set(self.nodes))
             if unknown or not part.nodes:
-                raise ConfigError(f"partition {part.name}: unknown or no nodes {unknown}", f"use {', '.join(self.nodes)}")
+                raise ConfigError(
+                    f"partition {part.name}: unknown or no nodes {unknown}", f"use {', '.join(self.nodes)}"
+                )
         return self
 
 
-def demo_layout(*, nodes: int = 4, gpus: int = 4, cpus: int = 64, grace_s: float = 10.0,
-                requeue_delay_s: float = 6.0) -> Layout:
+def demo_layout(
+    *, nodes: int = 4, gpus: int = 4, cpus: int = 64, grace_s: float = 10.0, requeue_delay_s: float = 6.0
+) -> Layout:
     """`reserved` on the first node; `normal` over the others, which takes its GPUs back from `scavenge`."""
     names = tuple(f"node{i}" for i in range(nodes))
     shared = names[1:] or names
     return Layout(
-        nodes=names, gpus=gpus, cpus=cpus, requeue_delay_s=requeue_delay_s,
+        nodes=names,
+        gpus=gpus,
+        cpus=cpus,
+        requeue_delay_s=requeue_delay_s,
         partitions=(
             PartitionLayout(name="reserved", nodes=names[:1], priority_tier=100),
             PartitionLayout(name="normal", nodes=shared, priority_tier=10),
-            PartitionLayout(name="scavenge", nodes=shared, priority_tier=1, preempt_mode=PreemptMode.REQUEUE,
-                            grace_s=grace_s, spread=True),
+            PartitionLayout(
+                name="scavenge",
+                nodes=shared,
+                priority_tier=1,
+                preempt_mode=PreemptMode.REQUEUE,
+                grace_s=grace_s,
+                spread=True,
+            ),
         ),
     ).check()
 

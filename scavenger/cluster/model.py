@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class JobState(StrEnum):
@@ -41,7 +42,9 @@ class JobFlag(StrEnum):
     STAGE_OUT = "STAGE_OUT"
     STOPPED = "STOPPED"
     REVOKED = "REVOKED"
-    RESV_DEL_HOLD = "RESV_DEL_HOLD"  # its reservation ended, or was deleted, while it waited: held until its user acts
+    RESV_DEL_HOLD = (
+        "RESV_DEL_HOLD"  # its reservation ended, or was deleted, while it waited: held until its user acts
+    )
     LAUNCH_FAILED = "LAUNCH_FAILED"  # from here on: releases after 22.05
     RECONFIG_FAIL = "RECONFIG_FAIL"
     POWER_UP_NODE = "POWER_UP_NODE"
@@ -57,16 +60,70 @@ class PreemptMode(StrEnum):
     SUSPEND = "SUSPEND"
 
 
-_UNUSABLE = frozenset({
-    "down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding", "unknown", "error", "power_down",
-    "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued", "reboot_requested", "planned_down", "invalid_reg", "inval",
-    "future", "maintenance", "blocked",
-})  # fmt: skip
+class Unread(NamedTuple):
+    """A field of one record that cannot be read: its name as Slurm has it, and its value. It is unknown there."""
+
+    field: str
+    value: str
+
+
+#: States beside which new jobs may start. A word in neither list is of an unknown release: the node is not usable.
+_USABLE = frozenset(
+    {
+        "idle",
+        "mixed",
+        "allocated",
+        "planned",
+        "completing",
+        "cloud",
+        "dynamic_norm",
+        "undrain",
+        "resume",
+        "reboot_canceled",
+        "perfctrs",
+    }
+)
+_UNUSABLE = frozenset(
+    {
+        "down",
+        "drain",
+        "drained",
+        "draining",
+        "fail",
+        "failing",
+        "maint",
+        "reserved",
+        "not_responding",
+        "unknown",
+        "error",
+        "power_down",
+        "powered_down",
+        "powering_down",
+        "powering_up",
+        "reboot",
+        "reboot_issued",
+        "reboot_requested",
+        "planned_down",
+        "invalid_reg",
+        "inval",
+        "future",
+        "maintenance",
+        "blocked",
+        "power_up",
+        "power_drain",
+        "dynamic_future",
+        "external",
+    }
+)
+KNOWN_NODE_STATES = _USABLE | _UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One compute node. `states` holds Slurm's lower-case state words, flags included ('idle', 'drain', 'not_responding')."""
+    """One compute node. `states` holds Slurm's lower-case state words, flags included ('idle', 'not_responding').
+
+    `unread`: what could not be read. Then its GPUs count as taken, it is not usable, or its memory is 0.
+    """
 
     name: str
     states: frozenset[str]
@@ -78,11 +135,12 @@ class Node:
     cpus_allocated: int
     memory_mb: int
     memory_allocated_mb: int
+    unread: tuple[Unread, ...] = ()
 
     @property
     def usable(self) -> bool:
-        """Whether new jobs may start here at all."""
-        return self.states.isdisjoint(_UNUSABLE)
+        """Whether new jobs may start here at all. Not beside a state that is not known."""
+        return self.states <= _USABLE
 
     @property
     def idle_gpus(self) -> int:
@@ -94,6 +152,8 @@ class Job:
     """One job as the queue shows it. `gpus` is the total over its nodes; `gpus_by_node` is known only while it holds them.
 
     `planned`: the nodes on which backfill expects a waiting job to start at `start_time`; () where it plans none.
+    `exit_code`: the shell's view, 128 + signal; None where it could not be read.
+    `unread`: what could not be read; such a time or priority is 0, such a limit infinite.
     """
 
     job_id: int
@@ -116,17 +176,35 @@ class Job:
     start_time: float = 0.0
     end_time: float = 0.0
     time_limit_s: float = 0.0
-    exit_code: int = 0
+    exit_code: int | None = 0
     planned: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
     @property
-    def holds_gpus(self) -> bool:
+    def has_gpus_allocated(self) -> bool:
         """RUNNING, SUSPENDED or COMPLETING: its GPUs cannot be given to another job yet."""
         return self.state in (JobState.RUNNING, JobState.SUSPENDED) or JobFlag.COMPLETING in self.flags
 
     @property
     def waits(self) -> bool:
         return self.state is JobState.PENDING and JobFlag.COMPLETING not in self.flags
+
+
+@dataclass(frozen=True, slots=True)
+class JobLife:
+    """One life of a job as Slurm's accounting has it: a job that was requeued has several. Times are Unix s; `end_time` 0: it goes on.
+
+    `state`: the word of how it ended (PREEMPTED, REQUEUED, CANCELLED, ...).
+    """
+
+    job_id: int
+    name: str
+    state: str
+    submit_time: float
+    start_time: float  # 0: it never started, where it has no nodes either; else Slurm lost it
+    end_time: float
+    nodes: tuple[str, ...] = ()
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +243,11 @@ class ClusterInfo:
     user: str
     switches: tuple[tuple[str, str], ...] = ()  # (node, its switch or block); none where no topology is known
     plan_step_s: float = 60.0  # bf_resolution: backfill lets a plan begin at a whole one of these
-    private: frozenset[str] = frozenset()  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
+    exempt_s: float = 0.0  # PreemptExemptTime: how long after its start no job may be preempted
+    private: frozenset[str] = (
+        frozenset()
+    )  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
+    accounting: bool = False  # slurmdbd keeps every life of a job: `port.Cluster.accounting` can be asked
 
     @property
     def preempts_by(self) -> str:

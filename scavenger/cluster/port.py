@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
 from scavenger.cluster.rpc import RpcCounter
 
 
@@ -49,6 +49,10 @@ class Cluster(Protocol):
 
     def release(self, job_id: int, node: str) -> None:
         """Let a waiting job of ours begin now, and on this node only, whatever was said of either when it was submitted."""
+        ...
+
+    def accounting(self, job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
+        """Every life of these jobs as the accounting database has it. Where `info().accounting` is false there is none to ask: ()."""
         ...
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from scavenger.config.site import (
     PrometheusSection,
     RouterSection,
 )
+from scavenger.config.unknown_keys import hint
 from scavenger.errors import ConfigError
 
 __all__ = [
@@ -80,17 +81,20 @@ C = TypeVar("C", bound=Section)
 SECRETS = frozenset({"daemon.ledger"})
 
 
-def _explain(path: Path, error: ValidationError) -> ConfigError:
+def _explain(model: type[Section], path: Path, error: ValidationError) -> ConfigError:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]) or "(file)"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{path}: unknown key {key!r}")
+            remedy = hint(model, item["loc"])
+            lines.append(f"{path}: unknown key {key!r}" + (f": {remedy}" if remedy else ""))
         elif item["type"] == "missing":
             lines.append(f"{path}: key {key!r} is missing")
         elif isinstance(mistaken := item.get("ctx", {}).get("error"), Mistaken):
             lines.append(f"{path}: {'.'.join([*map(str, item['loc']), str(mistaken)])}")
-        elif isinstance(item["input"], dict):  # a rule between keys names them, and what a section holds may be a secret
+        elif isinstance(
+            item["input"], dict
+        ):  # a rule between keys names them, and what a section holds may be a secret
             lines.append(f"{path}: {key}: {item['msg'].removeprefix('Value error, ')}")
         elif key in SECRETS:
             lines.append(f"{path}: {key}: {item['msg']}")
@@ -104,22 +108,26 @@ def parse(model: type[C], path: Path, data: dict[str, Any]) -> C:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _explain(path, error) from error
+        raise _explain(model, path, error) from error
 
 
 def _read(model: type[C], path: Path) -> C:
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     return parse(model, path, data)
 
 
 def read_daemon(path: Path) -> DaemonConfig:
-    """Read `scavenger.toml`. Raises `ConfigError`."""
-    return _read(DaemonConfig, path)
+    """Read `scavenger.toml`. A relative `daemon.state_dir` is relative to the file. Raises `ConfigError`."""
+    config = _read(DaemonConfig, path)
+    where = path.resolve().parent / config.daemon.state_dir
+    return config.model_copy(update={"daemon": config.daemon.model_copy(update={"state_dir": where})})
 
 
 def read_run(path: Path) -> RunConfig:
@@ -137,4 +145,13 @@ def read_run(path: Path) -> RunConfig:
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
     held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "daemon": daemon, "data": data, "eval": held_out, "model": model, "weights": weights})
+    return config.model_copy(
+        update={
+            "run": run,
+            "daemon": daemon,
+            "data": data,
+            "eval": held_out,
+            "model": model,
+            "weights": weights,
+        }
+    )

@@ -1,4 +1,8 @@
-"""`run.toml`, a run's: every key, its unit, its default and what is allowed. Knows nothing of the daemon's keys, and reads no file."""
+"""`run.toml`, a run's: every key, its unit, its default, what is allowed and what it does.
+
+docs/config.md is generated from this module: a class's docstring opens its section, the text below a key is its description
+(`scavenger.config.reference`). Knows nothing of the daemon's keys, and reads no file.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +11,106 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from scavenger.config.section import Fraction, Name, NonNegative, Positive, Seconds, Section, Share
-from scavenger.wire.common import MAX_GROUP_SAMPLES
+from scavenger.config.section import (
+    Allowed,
+    Fraction,
+    Host,
+    Name,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+)
+from scavenger.protocol.messages.common import MAX_GROUP_SAMPLES
+
+Column = Annotated[str, Field(min_length=1), Allowed("column name")]
 
 
 class RunSection(Section):
+    """The run itself: its name, its length, its folders, and how many harvested engines it may have."""
+
     name: Name
+    """Name of the run in the ledger. A run that is opened again under its name goes on, as a new attempt."""
     seed: NonNegative = 0
+    """Seed of sampling and of mini-batches. A run cannot be opened again with another seed."""
     steps: Positive
-    state_dir: Path  # the daemon's state directory: its rendezvous file lies there
-    out_dir: Path  # checkpoints, metrics.jsonl
+    """Optimizer steps of the whole run."""
+    state_dir: Path
+    """The daemon's `state_dir`, where its rendezvous file is."""
+    out_dir: Path
+    """Folder of checkpoints and `metrics.jsonl`. All ranks must see it."""
     deterministic: bool = False
+    """`true`: float64 everywhere, one group a micro-batch, exact sums: a preemption then changes no token
+    ([architecture.md](architecture.md#deterministic-mode)). Needs `engine.name = "reference"`."""
     harvest: bool = True
-    max_engines: NonNegative = 64  # the daemon's own limit applies too
+    """`false`: only reserved engines generate. Needs `reserved.workers` of 1 or more."""
+    max_engines: NonNegative = 64
+    """Harvested engines of this run at most. The daemon's `harvest.max_engines` applies too."""
     gpus_per_engine: Positive = 1
+    """GPUs of one harvested job, on one node. vLLM uses all of them (tensor parallel), the reference engine
+    one."""
     poison_after: Positive = 3
+    """A sample is given up when engines failed on it on so many different nodes, or three times as often on
+    fewer."""
     on_poison: Literal["stop", "mask"] = "stop"
-    key: Path | None = None  # the owner's key; empty = <state_dir>/keys/owner.key
+    """What happens with a sample that is given up. `stop`: the run stops and names the sample. `mask`: the
+    sample is left out of training and counted."""
+    key: Path | None = None
+    """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key`."""
 
 
 class EmbeddedSection(Section):
-    """A daemon of the run's own, on the training job's first node: for a site that runs none."""
+    """A daemon of the run's own, for a site that runs none ([admin.md](admin.md#without-an-admin))."""
 
     embedded: bool = False
-    config: Path | None = None  # its scavenger.toml; none = the one beside this file
+    """`true`: the training job starts a daemon on its first node. The daemon ends with the run, and its
+    harvested jobs are cancelled with it."""
+    config: Path | None = None
+    """The `scavenger.toml` of that daemon. None: the one beside this file. Its `daemon.state_dir` must be the
+    run's."""
 
 
 class ModelSection(Section):
-    path: Path  # Hugging Face folder: config.json, model.safetensors, tokenizer.json
+    """The model to train."""
+
+    path: Path
+    """Hugging Face folder of a causal LM: `config.json`, safetensors weights, `tokenizer.json`. Code in it is
+    never run."""
     context_length: Positive
+    """Tokens of prompt and completion together at most."""
 
 
 class DataSection(Section):
-    """`task` is "sort" (built in, makes its own problems), or how the files at `path` are written: "jsonl" or "parquet"."""
+    """The prompts, and how many of them a step takes."""
 
     task: Literal["sort", "jsonl", "parquet"] = "sort"
-    path: Path | None = None  # a file, or a folder of them
-    prompt_field: Annotated[str, Field(min_length=1)] = "prompt"  # text, or a list of {role, content}
-    answer_field: Annotated[str, Field(min_length=1)] = "answer"
-    chat: bool = False  # render prompts with the model's chat template
-    system: str = ""  # the system turn; without chat, text before every prompt
-    chat_options: dict[str, bool | int | float | str] = {}  # further variables of the template
-    on_overlong: Literal["stop", "drop"] = "stop"  # prompts that leave no room for an answer
+    """File format of `path`. `sort` needs no files: it is a built-in task, to sort six digits."""
+    path: Path | None = None
+    """The prompts: a file, several files (`*` in the last part of the path), or a folder with such files at
+    any depth, such as a clone of a Hugging Face data set. JSONL is UTF-8, one object a line. The reward
+    function gets the columns beside prompt and answer. Needed unless `task = "sort"`."""
+    prompt_field: Column = "prompt"
+    """Column of the prompt: text, or a conversation (a list of objects with `role` and `content`), which
+    needs `chat`."""
+    answer_field: Column = "answer"
+    """Column of the reference answer. The reward function gets it as `meta["answer"]`."""
+    chat: bool = False
+    """`true`: prompts are rendered with the model's chat template, up to where the assistant's turn
+    begins."""
+    system: str = ""
+    """System turn of conversations that have none. Without `chat`: text before every prompt."""
+    chat_options: dict[str, bool | int | float | str] = {}
+    """Further variables of the chat template, such as `{ enable_thinking = false }`."""
+    on_overlong: Literal["stop", "drop"] = "stop"
+    """Prompts longer than `model.context_length - sampling.max_tokens`. All prompts are checked before the
+    run starts. `stop`: the run does not start. `drop`: it leaves them out and logs how many."""
     prompts_per_step: Positive = 32
+    """Prompts (groups) of one step."""
     samples_per_prompt: Annotated[int, Field(ge=2, le=MAX_GROUP_SAMPLES)] = 8
+    """Completions of each prompt: the size of a group."""
     seed: NonNegative = 0
+    """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
@@ -61,17 +120,38 @@ class DataSection(Section):
 
 
 class SamplingSection(Section):
+    """How completions are sampled."""
+
     max_tokens: Positive
+    """Tokens of one completion at most, over all engines that generate it. Must be below
+    `model.context_length`."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling. Below 1 it needs `allow_truncated`."""
     top_k: NonNegative = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()  # texts that end an answer
-    min_tokens: NonNegative = 0  # before so many no stop token is drawn and no stop text ends the answer
-    allow_truncated: bool = False  # opt-in that top_p < 1, top_k > 0 or min_tokens > 0 needs
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling from the k most probable tokens. 0: off. Above 0 it needs `allow_truncated`."""
+    stop_token_ids: Annotated[tuple[int, ...], Allowed("list of token ids")] = ()
+    """Tokens that end a completion. The sampled one belongs to the completion and is trained. Empty: the
+    model's `eos_token_id`."""
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...],
+        Allowed("list of texts of 1 to 256 characters"),
+    ] = ()
+    """Texts that end a completion, matched over the whole completion, whichever engines generated it. The
+    token that completes such a text is the last. Engines then read the tokenizer at `model.path`."""
+    min_tokens: NonNegative = 0
+    """Tokens of the whole completion before which no stop token is drawn and no stop text ends it. At most
+    `max_tokens`. Above 0 it needs `allow_truncated`."""
+    allow_truncated: bool = False
+    """Accepts that `top_p`, `top_k` or `min_tokens` make the sampling distribution differ from the trained
+    one. The metrics `mismatch_*` show the difference."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), Allowed("0")] = 0.0
+    """Any other value is refused: an engine that continues a migrated sample would count its tokens anew."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), Allowed("0")] = 0.0
+    """Any other value is refused, for the same reason."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10), Allowed("1")] = 1.0
+    """Any other value is refused: the trainer does not compute its distribution."""
 
     @model_validator(mode="after")
     def _truncation(self) -> SamplingSection:
@@ -99,12 +179,24 @@ class SamplingSection(Section):
 
 
 class EngineSection(Section):
+    """The rollout engine, reserved and harvested ([engines.md](engines.md))."""
+
     name: Literal["reference", "vllm"] = "reference"
+    """The rollout engine: `vllm`, or `reference` for small models, tests and deterministic runs."""
     max_batch: Positive = 64
-    pace: Annotated[float, Field(ge=0)] = 0.0  # tokens a second and sample at most; 0 = unpaced
-    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory that vLLM takes
-    eager: bool = False  # vLLM: no compilation and no CUDA graphs
-    pause: Literal["abort", "keep"] = "abort"  # what becomes of samples under way when other weights come
+    """Samples that one engine generates at once."""
+    pace: Annotated[float, Field(ge=0)] = 0.0
+    """Tokens a second at most, for each sample. 0: no bound. It slows a toy model down to a large one's
+    speed."""
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """vLLM: share of each GPU's memory that an engine takes for weights and cache. Reserved engines share
+    their GPUs with the trainer: both must fit."""
+    eager: bool = False
+    """vLLM: `true` means no compilation and no CUDA graphs. Engines start sooner and generate slower. Without
+    a GPU it is always so."""
+    pause: Annotated[Literal["abort", "keep"], Allowed('`"abort"`')] = "abort"
+    """What becomes of unfinished samples when an engine gets other weights. `"keep"`, with which vLLM would
+    continue them, is refused: a sample carries one version."""
 
     @model_validator(mode="after")
     def _pause(self) -> EngineSection:
@@ -116,108 +208,283 @@ class EngineSection(Section):
         return self
 
 
+PartName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_]{0,63}$"),
+    Allowed("letters, digits, `_`; 1 to 64, the first a letter or digit"),
+]
+Function = Annotated[str, Allowed('`"module:function"`')]
+FiniteWeight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class RewardFunction(Section):
+    """One of several reward functions. The reward is their weighted sum
+    ([training.md](training.md#rewards))."""
+
+    function: Function
+    """As `reward.function`."""
+    name: PartName | None = None
+    """Name of its metric, `reward_<name>`. None: the function's own name."""
+    weight: FiniteWeight = 1.0
+    """Its weight in the sum."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the function."""
+
+    @property
+    def part(self) -> str:
+        return self.name or self.function.rpartition(":")[2]
+
+
 class RewardSection(Section):
-    function: str = "trainer.tasks.sort:reward"  # "module:function"
-    version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
-    options: dict[str, JsonValue] = {}  # keyword arguments of the function
+    """The reward of a completion ([training.md](training.md#rewards))."""
+
+    function: Function = "trainer.tasks.sort:reward"
+    """Called as `function(prompt, completion, meta)` in a process of its own; returns a number, or a dict of
+    parts. The trainer's Python must be able to import it."""
+    version: Annotated[str, Field(max_length=256)] = ""
+    """Recorded with each reward. After a restart a recorded reward is used again only if its version is the
+    same. Empty: the function's name and a hash of its module's file. Set it where other files or a remote
+    judge decide too."""
+    options: dict[str, JsonValue] = {}
+    """Keyword arguments of the function, as JSON can hold them. They are part of its version."""
+    functions: Annotated[tuple[RewardFunction, ...], Allowed("tables `[[reward.functions]]`")] = ()
+    """Several functions, in place of `function` and `options`: see [below](#rewardfunctions)."""
+    weights: dict[PartName, FiniteWeight] = {}
+    """Weights of the parts, by name, of a function that returns a dict. Empty: 1 each. Otherwise every part
+    needs one."""
     timeout_s: Seconds = 10.0
-    start_timeout_s: Seconds = 120.0  # for importing it, and for loading what it prepares
-    memory_gb: Annotated[float, Field(ge=0)] = 4.0  # beyond what the function's process has once it is imported; 0 = unbounded
+    """Seconds that one call may take. Then its process is killed; an `async def` call is cancelled."""
+    start_timeout_s: Seconds = 120.0
+    """Seconds that the import of the function may take, with all that it loads."""
+    memory_gb: Annotated[float, Field(ge=0)] = 4.0
+    """Memory (GiB) that the process, and each one it starts, may take beyond what it has after the import. A
+    call that needs more fails. 0: no bound."""
     retries: NonNegative = 2
+    """Further tries after an error or a timeout."""
+    processes: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes that call the function side by side, beside training; each of several functions has so many.
+    They start when there is work. 0: the CPUs of the job on the trainer's first node, at most 8."""
+    concurrency: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Calls of an `async def` function at once, in its one process."""
     on_reward_error: Literal["stop", "mask"] = "stop"
+    """What happens when every try failed. `stop`: the run stops. `mask`: the sample is left out of training
+    and counted. A failure is never a reward of 0, except at a deadline of `trainer.verifiers:math` and
+    `regex`."""
+
+    @model_validator(mode="after")
+    def _functions(self) -> RewardSection:
+        if self.functions and self.model_fields_set & {"function", "options"}:
+            raise ValueError("functions stands in the place of function and options: leave these two out")
+        names = [one.part for one in self.functions]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"functions: two are named {doubled[0]!r}; give one of them another name")
+        return self
 
 
 class AlgorithmSection(Section):
-    """What `name` leaves open; the rows themselves, with each one's defaults, are in `trainer/algorithms/rows.py`."""
+    """The loss and its data ([training.md](training.md#algorithms)). The rows, with each algorithm's own
+    defaults, are in `trainer/algorithms/rows.py`."""
 
-    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"] = "grpo"
-    aggregation: Literal["", "token", "sequence", "constant"] = ""  # empty = the algorithm's own
-    scale_by_std: bool | None = None  # none = the algorithm's own, like clip_low and clip_high
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
+    ] = "grpo"
+    """The algorithm: its advantage, its surrogate and the defaults of the keys below."""
+    aggregation: Literal["", "token", "sequence", "constant"] = ""
+    """How token losses are averaged over the step. Empty: the algorithm's own."""
+    scale_by_std: bool | None = None
+    """`false`: advantages are centred rewards, not divided by their deviation. None: the algorithm's own."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The policy ratio is clipped below 1 - `clip_low`. None: the algorithm's own."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
+    """The policy ratio is clipped above 1 + `clip_high`. None: the algorithm's own."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    kl_estimator: Literal["", "k1", "k2", "k3"] = ""  # empty = the algorithm's own
-    kl_reference: Literal["start", "proximal"] = "start"  # the model at model.path, kept in memory; or the step's first weights
-    importance: Literal["truncate", "mask", "off"] = "truncate"  # what is done with proximal/behaviour
+    """Weight of the KL term."""
+    kl_estimator: Literal["", "k1", "k2", "k3"] = ""
+    """Estimator of the KL term. Empty: the algorithm's own."""
+    kl_reference: Literal["start", "proximal"] = "start"
+    """`start`: KL against the model at `model.path`, which then stays in memory too. `proximal`: KL against
+    the weights at the step's start, which costs nothing and needs `updates_per_step` above 1."""
+    importance: Literal["truncate", "mask", "off"] = "truncate"
+    """What is done with the ratio trainer/engine of each sampled token's probabilities. `truncate`: a weight
+    of at most `importance_cap`. `mask`: a weight that is 0 outside `importance_floor` and `importance_cap`.
+    `off`: nothing."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio: each token's, its sample's (the product), or its sample's geometric mean."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    importance_floor: Annotated[float, Field(ge=0)] = 0.0  # of the mask
-    on_length: Literal["reward", "mask", "overlong-shape"] = "reward"  # answers that sampling.max_tokens ended
+    """Largest ratio trainer/engine."""
+    importance_floor: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest ratio trainer/engine that `mask` keeps. Must be below `importance_cap`."""
+    on_length: Literal["reward", "mask", "overlong-shape"] = "reward"
+    """Completions that `sampling.max_tokens` ended. `reward`: they are trained by their reward. `mask`: they
+    are not trained. `overlong-shape`: every completion's reward falls as it nears the limit."""
     overlong_buffer_tokens: NonNegative = 0
-    dynamic_sampling: bool | None = None  # prompts whose answers compare nothing are replaced; none = the algorithm's own
-    dynamic_limit: Annotated[float, Field(ge=1)] = 4.0  # groups of a step at most, as a multiple of data.prompts_per_step
+    """Last tokens before `sampling.max_tokens` over which `overlong-shape` lowers the reward by 0 to 1."""
+    dynamic_sampling: bool | None = None
+    """`true`: prompts whose completions all got the same reward are replaced by the next ones of the data,
+    until `data.prompts_per_step` groups have rewards that differ. None: the algorithm's own (`dapo`:
+    true)."""
+    dynamic_limit: Annotated[float, Field(ge=1)] = 4.0
+    """Groups of one step at most, as a multiple of `data.prompts_per_step`. Then the step trains what it
+    has."""
     updates_per_step: Positive = 1
-    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0  # how many steps in advance samples are generated
+    """Optimizer updates of one step. The step's prompts are divided among them."""
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: a step's samples are generated while the step before is trained, by weights one step older
+    ([training.md](training.md#staleness)). Needs `importance` and `run.harvest`. Excludes `run.deterministic`
+    and dynamic sampling."""
 
     @model_validator(mode="after")
     def _mask(self) -> AlgorithmSection:
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')
         if self.max_off_policy_steps and self.importance == "off":
-            raise ValueError('max_off_policy_steps = 1 needs the correction: importance = "truncate" or "mask"')
+            raise ValueError(
+                'max_off_policy_steps = 1 needs the correction: importance = "truncate" or "mask"'
+            )
         if self.importance == "mask" and self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor < importance_cap must hold")
         return self
 
 
 class LoraSection(Section):
-    """Low-rank adapters instead of all weights; `rank` 0 = off."""
+    """Low-rank adapters, trained instead of the model's own weights ([training.md](training.md#lora))."""
 
     rank: NonNegative = 0
+    """Rank of the adapters. 0: all weights are trained. Above 0 it needs the extra `[lora]`."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The adapters' product is scaled by `alpha / rank`."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1), Allowed("names of linear layers")] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Layers that get an adapter. The output head and the embeddings are refused."""
 
 
 class OptimizerSection(Section):
+    """AdamW and its learning rate."""
+
     lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Learning rate."""
     warmup_steps: NonNegative = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    final_lr_share: Share = 0.0  # of lr, in the last step
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Steps over which the learning rate rises linearly to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from the warm-up's end to the run's last step."""
+    final_lr_share: Share = 0.0
+    """Share of `lr` that is left in the last step, unless `schedule` is constant."""
+    betas: Annotated[tuple[Fraction, Fraction], Allowed("two numbers, each 0 to below 1")] = (0.9, 0.95)
+    """Adam's decay rates."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
 
 
 class ReservedSection(Section):
-    """Engines on the training job's own GPUs. `window` is the share of a step's samples after which they sleep."""
+    """Engines on the training job's own GPUs."""
 
     workers: NonNegative = 1
-    gpus_per_engine: Positive = 1  # of the training job's, on one node
+    """Reserved engines that the launcher starts beside the ranks. Scavenger's own trainer needs at least 1:
+    without one a run would stand still while no GPU is idle. 0 is for another trainer
+    ([your-trainer.md](your-trainer.md))."""
+    gpus_per_engine: Positive = 1
+    """GPUs of each, on one node of the training job (vLLM: tensor parallel). A node's GPUs are dealt out in
+    order, and again from the first when there are more engines than fit. GPUs left over are used by the ranks
+    alone."""
     window: Share = 0.5
-    wake_after_s: Seconds = 5.0  # no harvested engine for this long with samples outstanding: wake
+    """Share of a step's samples after which reserved engines sleep and training begins, if a harvested engine
+    is ready. Used while the router's policy does not set the window: `router.policy = "standard"` never
+    does."""
+    wake_after_s: Seconds = 5.0
+    """Seconds without a ready harvested engine, with samples outstanding, after which reserved engines wake
+    within the step. After so many seconds with one they sleep again."""
+    sleep_timeout_s: Seconds = 60.0
+    """Seconds within which an engine that is to sleep must report that its memory is free; nothing is trained
+    before. An engine that does not is ended (`reserved_ended` in the log and in the ledger's events), and its
+    samples continue elsewhere. Must be more than an engine takes to start, where the window may close that
+    early."""
 
 
 class CheckpointSection(Section):
+    """Checkpoints in `<out_dir>`."""
+
     every: Positive = 20
+    """Steps between two checkpoints. The last step always makes one."""
     keep: Positive = 2
-    grace_s: Seconds = 120.0  # what a training job that was told to end may take for its checkpoint
+    """Newest checkpoints that are kept."""
+    grace_s: Seconds = 120.0
+    """Seconds that a training job waits, once it is told to end, for its ranks to write a checkpoint. The
+    cluster may grant less."""
 
 
 class EvalSection(Section):
-    every: NonNegative = 0  # steps; 0 = before the first and after the last only
-    problems: NonNegative = 0
-    samples: Annotated[int, Field(gt=0, le=MAX_GROUP_SAMPLES)] = 1  # answers of each at temperature 1, beside the greedy one
-    path: Path | None = None  # held-out problems, written like those of data.path; none = taken out of data.path
+    """Evaluation on held-out prompts."""
+
+    every: NonNegative = 0
+    """Steps between two evaluations. 0: before the first step and after the last only."""
+    prompts: NonNegative = 0
+    """Held-out prompts. Each gets `samples` completions at temperature 1 and one greedy completion. 0: no
+    evaluation."""
+    samples: Annotated[int, Field(gt=0, le=MAX_GROUP_SAMPLES)] = 1
+    """Completions of each held-out prompt at temperature 1. The metrics `eval_pass_at_1`, `_2`, `_4` and so
+    on up to it tell how often at least one of so many has a reward of 1 or more."""
+    path: Path | None = None
+    """Where held-out prompts come from, in the format of `data.path`. None: rows of `data.path`, which are
+    then never trained on."""
 
 
 class WeightsSection(Section):
+    """How engines get each version of the weights ([weights.md](weights.md))."""
+
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    listen: str = "127.0.0.1"  # interface that the weights source binds
-    advertise: str = ""  # host name that engines pull from; empty = `listen`
-    deltas: Annotated[int, Field(ge=0, le=8)] = 4  # versions back that engines are sent only what changed since; 0 = everything
-    encrypt: bool = False  # the bytes too go under CURVE; what they are is authenticated either way
-    nixl: bool = False  # let engines read the trainer's memory by NIXL (RDMA); needs the extra `nixl`; not with `encrypt`
-    spool_dir: Path | None = None  # a folder that engines see too; versions are written there as well
+    """Type of the published weights. The trainer's own are float32 (`deterministic`: float64)."""
+    listen: Host = "127.0.0.1"
+    """Interface of each training rank's host that engines pull from. `0.0.0.0`: all of them, which ranks on
+    several hosts need. The system chooses the ports."""
+    advertise: Annotated[str, Allowed("host name")] = ""
+    """Host name of rank 0 that engines connect to. Empty, and on other hosts: `listen`, or the host's name
+    where `listen` is `0.0.0.0`."""
+    deltas: Annotated[int, Field(ge=0, le=8)] = 4
+    """Engines that have one of so many last versions get only what changed since, where that is less. 0:
+    always everything."""
+    encrypt: bool = False
+    """`true`: weights travel encrypted (CURVE). Otherwise they travel in the clear; every byte is checked
+    either way."""
+    nixl: bool = False
+    """`true`: engines read weights from the trainer's memory by NIXL (RDMA where the network has it). Needs
+    the extra `nixl` on both sides; engines without it use TCP. Excludes `encrypt`."""
+    spool_dir: Path | None = None
+    """A folder that engines and all ranks see. The two newest versions are written there too, for when no
+    process serves them and for `scavenger weights export`. They are in the clear, also with `encrypt`: only
+    the folder's permissions protect them."""
 
 
 class TrainerSection(Section):
-    micro_batch_tokens: Positive = 8192  # tokens of one micro-batch and rank at most; deterministic: one group
-    packing: bool = True  # samples of a micro-batch lie in one line without padding
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU
+    """How the training ranks compute."""
+
+    micro_batch_tokens: Positive = 8192
+    """Tokens of one micro-batch on one rank at most, padding included. A longer sample is trained alone. Not
+    used when `deterministic`."""
+    packing: bool = True
+    """`true`: samples of a micro-batch lie in one line, without padding. `false`: they are padded to the
+    longest, for models whose attention cannot separate packed samples. Not used when `deterministic`."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type in which layers compute; master weights, gradient sums and the optimizer are float32 in any case.
+    `auto`: bfloat16 on a GPU, else float32. Not used when `deterministic`."""
     activation_checkpointing: bool = False
+    """`true`: activations are computed again in the backward pass instead of kept."""
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
-    stuck_s: Seconds = 300.0  # a rank that is so long at one command, or gives no sign of life, is named
-    stuck_end_s: Seconds = 1800.0  # and after so long the job ends, to be resumed
+    """Milliseconds between two polls of a rank that waits for rank 0."""
+    stuck_s: Seconds = 300.0
+    """Seconds after which the watchdog names a rank that is still at one command, or gives no sign of life.
+    Waiting for samples is no command."""
+    stuck_end_s: Seconds = 1800.0
+    """Seconds after which such a rank ends the job, with status 75; `scripts/train.sbatch` then requeues it.
+    At least `stuck_s`."""
 
     @model_validator(mode="after")
     def _stuck(self) -> TrainerSection:
@@ -227,16 +494,27 @@ class TrainerSection(Section):
 
 
 class MonitorSection(Section):
-    """Where a step's figures go beside `<out_dir>/metrics.jsonl` and standard output."""
+    """Where a step's metrics go, beside `<out_dir>/metrics.jsonl` and standard output."""
 
-    tensorboard: bool = False  # <out_dir>/tensorboard
+    tensorboard: bool = False
+    """`true`: metrics go to `<out_dir>/tensorboard` too (extra `[tensorboard]`)."""
     wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (extra `[wandb]`). `offline` writes to `<out_dir>/wandb`, for `wandb sync` later. The
+    key comes from `wandb login`, never from this file. W&B gets this file's settings without `run.key`,
+    `reward.options` and `data.chat_options`, which may hold secrets."""
     wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
-    wandb_entity: str = ""  # empty = the user's own
-    mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02  # mean k3 of trainer and engines above which a step says so; 0 = never
+    """W&B's project. The W&B run is `run.name`, for all attempts."""
+    wandb_entity: str = ""
+    """W&B's team. Empty: the user's own."""
+    mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02
+    """The log warns of a step whose `mismatch_k3` (the mean of trainer against engines) is above this
+    ([training.md](training.md#figures)). 0: never."""
 
 
 class RunConfig(Section):
+    """A run's file. `scripts/train.sbatch` (`python -m trainer.launch`) and every rank (`python -m trainer`)
+    read it."""
+
     run: RunSection
     daemon: EmbeddedSection = EmbeddedSection()
     model: ModelSection
@@ -259,7 +537,9 @@ class RunConfig(Section):
         if self.sampling.max_tokens >= self.model.context_length:
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
         if self.run.deterministic and self.engine.name != "reference":
-            raise ValueError('run.deterministic = true needs engine.name = "reference": no other engine computes in float64')
+            raise ValueError(
+                'run.deterministic = true needs engine.name = "reference": no other engine computes in float64'
+            )
         if self.run.deterministic and self.algorithm.max_off_policy_steps:
             raise ValueError(
                 "run.deterministic = true needs algorithm.max_off_policy_steps = 0: "
@@ -272,5 +552,7 @@ class RunConfig(Section):
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
         if self.weights.nixl and self.weights.encrypt:
-            raise ValueError("weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them")
+            raise ValueError(
+                "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"
+            )
         return self

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What docs/config.md gives as allowed for a key whose type alone does not tell. It checks nothing."""
+
+    text: str
+
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"),
+    Allowed("letters, digits, `_`, `.`, `-`; 1 to 64, the first a letter or digit"),
+]
+Host = Annotated[str, Allowed("host name or IPv4 address")]
+
 
 class Mistaken(ValueError):
     """About one key of a section, which the message names."""
@@ -34,7 +49,9 @@ class Section(BaseModel):
 
 def _mistaken(annotation: Any, value: Any) -> str:
     """What is wrong with a plain value for a field of numbers or booleans alone; "" where nothing is, or where it takes others too."""
-    kinds = set(get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)) - {NoneType}
+    kinds = set(get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)) - {
+        NoneType
+    }
     if not kinds <= {int, float, bool}:
         return ""
     wanted = "true or false" if kinds == {bool} else "a number"

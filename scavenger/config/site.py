@@ -1,4 +1,8 @@
-"""`scavenger.toml`, the daemon's: every key, its unit, its default and what is allowed. Knows nothing of runs, and reads no file."""
+"""`scavenger.toml`, the daemon's: every key, its unit, its default, what is allowed and what it does.
+
+docs/config.md is generated from this module: a class's docstring opens its section, the text below a key is its description
+(`scavenger.config.reference`). Knows nothing of runs, and reads no file.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,66 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scavenger.config.section import Fraction, NonNegative, Positive, Seconds, Section
+from scavenger.config.section import Allowed, Fraction, Host, NonNegative, Positive, Seconds, Section
 
 _DAY = "Mon|Tue|Wed|Thu|Fri|Sat|Sun"
 
 
 class DaemonSection(Section):
-    """Where the daemon keeps its state and how it is reached."""
+    """Where the daemon keeps its state, and how workers and trainers reach it."""
 
     state_dir: Path
-    ledger: str = ""  # SQLAlchemy URL; empty = SQLite at <state_dir>/ledger.sqlite3
-    listen: str = "127.0.0.1"  # interface to bind; 0.0.0.0 = every one
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0 = the system gives one
-    advertise: str = ""  # host name that workers connect to; empty = `listen`, or this host's name for 0.0.0.0
+    """Directory of the keys, the rendezvous file, the engines' logs and, by default, the ledger. Daemon,
+    engines and trainers must all see it, under one path and one user id. A relative path is relative to this
+    file."""
+    ledger: Annotated[str, Allowed("SQLAlchemy URL")] = ""
+    """Database of the ledger: `sqlite:////absolute/path` or `postgresql://user@host/database`. Empty: SQLite
+    at `<state_dir>/ledger.sqlite3`. The daemon refuses SQLite on a network file system and a relative path;
+    it warns of a ledger in memory (tmpfs). `<state_dir>/ledger.json` names the ledger: the daemon refuses
+    another one, or an empty one, unless it is started with `--new-ledger`."""
+    listen: Host = "127.0.0.1"
+    """Interface that the daemon binds. `0.0.0.0`: all of them."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port. 0: the system chooses one, and another one after each restart."""
+    advertise: Annotated[str, Allowed("host name")] = ""
+    """Host name that workers and trainers connect to. Empty: the text of `listen`, or this host's name where
+    `listen` is `0.0.0.0`."""
     heartbeat_s: Seconds = 1.0
-    suspect_s: Seconds = 4.0  # silence after which a worker gets no new leases
-    dead_s: Seconds = 12.0  # silence after which its samples move even without a word from Slurm
-    reconnect_s: Seconds = 15.0  # how long a restarted daemon waits for the holders of open leases
-    engine_stalled_s: Seconds = 300.0  # an engine that answers and moves none of its samples for so long is given up
-    trainer_silent_s: Seconds = 60.0  # silence of a trainer after which no engines are wanted when nothing waits for them
-    trainer_gone_s: Seconds = 600.0  # silence of a trainer after which no engines are wanted whatever waits for them
+    """Seconds between two heartbeats of a worker. Must be below `suspect_s`."""
+    suspect_s: Seconds = 4.0
+    """Seconds of silence after which a worker gets no new leases. Must be below `dead_s`."""
+    dead_s: Seconds = 12.0
+    """Seconds of silence after which the router moves a worker's samples, even when Slurm reports nothing."""
+    reconnect_s: Seconds = 15.0
+    """Seconds that a restarted daemon waits for the workers with open leases. Then it moves their samples."""
+    engine_stalled_s: Seconds = 300.0
+    """Seconds without a new token after which the router moves an engine's samples and drains the engine,
+    though its worker still replies. Must be more than the engine takes to compile."""
+    trainer_silent_s: Seconds = 60.0
+    """Seconds of a trainer's silence after which its run wants no harvested engines, if none of its samples
+    is waiting or being generated."""
+    trainer_gone_s: Seconds = 600.0
+    """Seconds of a trainer's silence after which its run wants no harvested engines in any case. At least
+    `trainer_silent_s`."""
     flush_ms: Annotated[float, Field(ge=1, le=10_000)] = 100.0
+    """Milliseconds after which a worker sends the tokens that it has generated. With `flush_tokens` it bounds
+    what a worker loses when it ends without notice."""
     flush_tokens: Positive = 32
-    payload_memory_mb: NonNegative = 512  # tokens of samples in flight that are kept in memory beside the ledger
+    """Tokens of one sample after which a worker sends them at once."""
+    payload_memory_mb: NonNegative = 512
+    """Mebibytes of tokens that the daemon caches, so that a sample can move without a read of the ledger.
+    Tokens that are not committed yet always stay in memory."""
+
+    @field_validator("ledger")
+    @classmethod
+    def _absolute(cls, url: str) -> str:
+        """Of a relative path another working directory would make another ledger."""
+        scheme, _, path = url.partition(":///")
+        if scheme.split("+")[0] == "sqlite" and path and not path.startswith(("/", ":memory:", "file:")):
+            raise ValueError(
+                "the path of an SQLite ledger is relative; write sqlite:////absolute/path, with four slashes"
+            )
+        return url
 
     @model_validator(mode="after")
     def _ordered(self) -> DaemonSection:
@@ -41,77 +82,225 @@ class DaemonSection(Section):
         return self
 
 
+class RouterSection(Section):
+    """Which engine generates which sample, when reserved engines sleep, and how many engines a run asks
+    for."""
+
+    policy: Literal["predictive", "standard"] = "predictive"
+    """`predictive` learns completion lengths and the engines' speed, start-up time and lifetime, and solves
+    for the shortest step ([architecture.md](architecture.md)). `standard` fills engines evenly, moves no
+    sample, takes the window from `reserved.window`, and asks for every engine that the step's samples can
+    use. If `predictive` fails, the run goes on with `standard`, and the log has an event `policy_failed`."""
+    harvested_gpu_price: Annotated[float, Field(ge=0)] = 1.0
+    """`predictive` only: what a harvested GPU-second costs, in GPU-seconds of the training job's own. The run
+    asks for an engine while the engine is expected to save more than its start costs. 0: idle GPUs cost
+    nothing, so the run asks for every engine that shortens the step, though most may be preempted before they
+    generate."""
+
+
+class LedgerSection(Section):
+    """What becomes of the tokens of samples that no resume from a kept checkpoint needs."""
+
+    retention: Literal["keep", "compact", "drop"] = "keep"
+    """Applies to samples that are final (consumed, filtered, masked, evaluated, superseded or surplus) in a
+    step that the oldest kept checkpoint covers. `compact`: one row a lease instead of one a chunk, with every
+    token. `drop`: tokens and logprobs are deleted; lengths, rewards and leases stay."""
+    retention_steps: NonNegative = 2
+    """Optimizer steps that the run must have taken since the sample's own before `retention` applies."""
+
+
 class ClusterSection(Section):
+    """How the daemon talks to the scheduler, and how often."""
+
     backend: Literal["auto", "slurm", "pyslurm", "local"] = "auto"
-    local_dir: Path | None = None  # the local backend's directory
-    observe_s: Seconds = 60.0  # seconds between observations
-    quick_s: Seconds = 15.0  # while something is expected (just submitted, just preempted)
-    observe_floor_s: Annotated[float, Field(ge=0)] = 5.0  # the site's: no two observations are closer
-    max_rpc_per_min: Annotated[float, Field(gt=0)] = 4.0  # requests to the controller, on average over ten minutes
-    absent_s: Annotated[float, Field(ge=0)] = 30.0  # a job is ended only after it was absent this long
+    """`slurm` runs Slurm's commands. `pyslurm` polls through pyslurm in a process of its own, and submits and
+    cancels by the commands; it must be built for this Slurm's X.Y (`scripts/build-pyslurm`). `local` talks to
+    a running `python -m scavenger.cluster.local.client serve`. `auto`: `local` when `local_dir` is set, else
+    `pyslurm` where it fits, else `slurm`; the log names the backend and the reason."""
+    local_dir: Path | None = None
+    """Directory of the local backend's server. `local` needs it."""
+    poll_interval_s: Seconds = 60.0
+    """Polling interval: seconds between two observations of nodes and queue, at random up to a tenth more or
+    less. It doubles while no run is open and the daemon has no job. An observation older than two intervals
+    (and older than `command_timeout_s`) decides nothing."""
+    fast_poll_interval_s: Seconds = 15.0
+    """Polling interval while something is expected (a job was just submitted or preempted), within
+    `max_rpc_per_min`: where that is too little for a whole observation, the daemon polls the queue alone.
+    Also the first wait after a failed command; the wait doubles up to 300 s, and starts at `poll_interval_s`
+    where Slurm asked for fewer requests."""
+    min_poll_interval_s: Annotated[float, Field(ge=0)] = 5.0
+    """Lower bound of both polling intervals."""
+    max_rpc_per_min: Annotated[float, Field(gt=0)] = 4.0
+    """Requests to slurmctld a minute, as `sdiag` counts them, on average over ten minutes: what is not used
+    in quiet times is left for fast polling. A whole observation takes 4, the queue alone 2 (`pyslurm`: 1).
+    Submissions and cancellations count too, and are never delayed."""
+    absent_s: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that a job must be missing from the queue, in at least two observations, before it counts as
+    ended."""
     command_timeout_s: Seconds = 20.0
-    command_output: Literal["fields", "json"] = "fields"  # what Slurm's commands are asked to print
+    """Seconds that one Slurm command may take."""
+    command_output: Literal["fields", "json"] = "fields"
+    """Output format of Slurm's commands. `json` takes them ten times as long, and an observation then takes 3
+    requests instead of 4. The schemas of Slurm 22.05 to 26.05 are read."""
 
 
 class Hours(Section):
-    """Limits for some hours of the week, in `harvest.timezone`; those that are not named stay as they are."""
+    """Limits for some hours of the week, in `harvest.timezone`. The first table that holds now replaces those
+    of `max_engines` and `max_gpus` that it names. Engines over the new limit are drained."""
 
-    days: Annotated[str, Field(pattern=rf"^({_DAY})(-({_DAY}))?$")] = "Mon-Sun"
-    hours: Annotated[str, Field(pattern=r"^([01]?\d|2[0-3])-([01]?\d|2[0-4])$")] = "0-24"  # 20-6 goes on into the next morning
+    days: Annotated[
+        str, Field(pattern=rf"^({_DAY})(-({_DAY}))?$"), Allowed('days as `"Sun"` or `"Mon-Fri"`')
+    ] = "Mon-Sun"
+    """Days of the week."""
+    hours: Annotated[
+        str, Field(pattern=r"^([01]?\d|2[0-3])-([01]?\d|2[0-4])$"), Allowed('hours as `"8-18"`')
+    ] = "0-24"
+    """Hours of these days. `"20-6"` goes on into the next morning."""
     max_engines: NonNegative | None = None
+    """Takes the place of `harvest.max_engines`."""
     max_gpus: NonNegative | None = None
+    """Takes the place of `harvest.max_gpus`."""
 
 
 class HarvestSection(Section):
+    """Which GPUs the daemon may use, what it does for other users' jobs, and how its own jobs are
+    submitted."""
+
     enabled: bool = True
+    """`false`: the daemon neither polls the cluster nor submits. Running harvested engines lose their keys
+    and end."""
     partition: str = "scavenge"
+    """The preemptible partition. The daemon refuses to start on one whose jobs could block others."""
     # what may be used
     max_engines: NonNegative = 4
+    """Harvested jobs at most, over all runs; pending and draining ones count. 0: all of them are drained."""
     max_gpus: NonNegative | None = None
+    """GPUs at most that the daemon's jobs are allocated or wait for, over all runs. None: no such limit."""
     max_pending: Positive = 2
+    """Jobs of the daemon that may be pending at once, requeued ones included."""
     max_gpus_per_node: NonNegative | None = None
-    max_gpus_per_user: NonNegative | None = None  # in the partition, with other daemons of the same user
-    schedule: tuple[Hours, ...] = ()  # the first that holds now
-    timezone: str = "UTC"
-    stop_file: Path | None = None  # while it is there nothing is harvested
+    """GPUs of one node at most that the daemon's jobs are allocated. None: no such limit."""
+    max_gpus_per_user: NonNegative | None = None
+    """GPUs of the partition at most that all jobs of the daemon's Unix user are allocated or wait for; jobs
+    of the user's other daemons count. None: no such limit. The limits of a QOS or an account apply besides:
+    while Slurm keeps a job pending for one, the daemon submits no other."""
+    schedule: Annotated[tuple[Hours, ...], Allowed("tables `[[harvest.schedule]]`")] = ()
+    """Other limits for some hours of the week: see [below](#harvestschedule)."""
+    timezone: Annotated[str, Allowed("IANA name")] = "UTC"
+    """Time zone of `schedule`."""
+    stop_file: Path | None = None
+    """Kill switch: while this file exists, the daemon submits nothing and drains its engines. If the file's
+    first word is `now`, the daemon cancels its jobs at once. `scavenger drain` does the same for one
+    daemon."""
     max_preemptions_per_hour: NonNegative | None = None
-    headroom_gpus: NonNegative = 0  # idle GPUs to leave alone
+    """After so many preemptions within an hour the daemon submits nothing and cancels its pending jobs, until
+    fewer lie within the last hour. None: no such limit."""
+    headroom_gpus: NonNegative = 0
+    """Idle GPUs to leave idle."""
     headroom_per_node: NonNegative = 0
+    """Idle GPUs to leave idle on each node."""
     headroom_by_type: dict[str, NonNegative] = {}
+    """Idle GPUs of each GRES type to leave idle: `{ h100 = 8 }`."""
     headroom_by_partition: dict[str, NonNegative] = {}
-    # others
-    courtesy_window_s: Annotated[float, Field(ge=0)] = 60.0
-    courtesy_after_s: Annotated[float, Field(ge=0)] = 10.0
-    peer_yield_s: Seconds = 30.0
-    sees_all_jobs: bool = False  # the daemon's user may see others' jobs though PrivateData hides them
-    sole_user: bool = False  # nobody else may use the partition
+    """Idle GPUs to leave idle on the nodes of each of the other partitions: `{ interactive = 4 }`."""
+    # other users' jobs
+    other_users_window_s: Annotated[float, Field(ge=0)] = 60.0
+    """GPUs that other users' jobs are expected to need within so many seconds (begin times, Slurm's planned
+    starts) do not count as idle. 0: only GPUs that a pending job could use now are left.
+    [harmless.md](harmless.md)"""
+    yield_after_s: Annotated[float, Field(ge=0)] = 10.0
+    """Voluntary preemption: when another user's job may preempt the daemon's jobs, could start without them,
+    and still waits after so many seconds, the daemon drains engines for it. Where Slurm preempts by QOS the
+    daemon does not wait: it drains at once for every such job."""
+    same_tier_yield_s: Seconds = 30.0
+    """A same-tier job of another user cannot preempt the daemon's jobs; where Slurm preempts by QOS, the
+    daemon treats every job so. When such a job could start without them, the daemon drains engines for it,
+    and cancels those that still run after so many seconds."""
+    sees_all_jobs: bool = False
+    """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set (a Slurm operator
+    does)."""
+    sole_user: bool = False
+    """`true`: only the daemon's user may use the partition. The daemon then harvests it even if other users'
+    jobs are hidden, because all of them can preempt its jobs."""
     # the jobs
     placement: Literal["node", "slurm"] = "node"
+    """`node`: the daemon submits each job for the node with the smallest gap that it fits into
+    (`--nodelist`), so that headroom and limits hold on each node. `slurm`: Slurm chooses the node."""
     cpus_per_engine: Positive = 1
+    """`--cpus-per-task` of a job, and its `OMP_NUM_THREADS`. At most its GPUs' share of the node's CPUs."""
     memory_mb_per_engine: NonNegative = 0
+    """`--mem` of a job in mebibytes. A node where that is more than the share of the job's GPUs is not used.
+    0: that share. Set what an engine needs: where the share exceeds Slurm's `MaxMemPerCPU`, Slurm adds CPUs
+    for it."""
     gpu_type: str = ""
+    """GRES type, as in `--gres=gpu:TYPE:N`. Empty: any."""
     time_limit_s: Seconds = 3600.0
-    time_min_s: Annotated[float, Field(ge=0)] = 0.0  # 0 = no --time-min
-    least_life_s: Seconds = 600.0  # no engine is submitted where a reservation, or a start that backfill plans, leaves it less
-    time_stagger: Fraction = 0.25  # a job's limit is up to this share shorter, so that not all end at once
-    drain_before_s: Annotated[float, Field(ge=0)] = 30.0  # leave so long before the time limit or a reservation
+    """`--time` of a job, less `time_stagger`, rounded up to whole minutes."""
+    time_min_s: Annotated[float, Field(ge=0)] = 0.0
+    """`--time-min`, less the same share as the time limit: Slurm's backfill may shorten a job to this, so
+    that it fits before a planned start (22.05 does so whenever backfill starts it). 0, or not below the
+    limit: not given."""
+    min_runtime_s: Seconds = 600.0
+    """The daemon submits no engine where a reservation, or another user's job that backfill plans to start,
+    leaves it less than this."""
+    time_stagger: Fraction = 0.25
+    """Each job's time limit is shorter by a random share up to this, so that engines that started together do
+    not end together."""
+    drain_before_s: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds before its time limit, or before a reservation on its node begins, at which an engine is
+    drained."""
     fresh_after_s: Seconds = 30.0
-    outlast: Fraction = 0.985  # of the idle GPUs that are taken, the share that shall outlast an engine's start; 0 = take what is idle
-    spares: NonNegative = 4  # jobs that wait until we say where they begin, so that others' small jobs do not break up idle nodes
-    leave: Literal["requeue", "wait"] = "requeue"
-    pull_mb_per_s: Annotated[float, Field(ge=0)] = 0.0  # of weights, by all harvested engines of a node together; 0 = no bound
+    """The daemon cancels a pending job and submits another if there is free capacity elsewhere and the job
+    begins later than this (a requeued one waits 121 s by default), or has waited so long for a node that is
+    now taken."""
+    min_expected_life: Fraction = 0.985
+    """Start-benefit check: the share of the taken GPUs that shall stay idle for longer than an engine takes
+    to start. The daemon waits until a GPU has been idle for long enough, judged by the GPUs that it has
+    observed since it started (other users' jobs must have taken 100 of a kind first). 0: an idle GPU is taken
+    at once. Needs a run whose policy predicts an engine's benefit. Does not apply to jobs that are pending
+    already, nor with `placement = "slurm"` or a `constraint`. [harmless.md](harmless.md)"""
+    standby_jobs: NonNegative = 4
+    """Pending jobs with a start time far away, until the daemon sets the node where they start. Engines
+    beside other users' jobs are then older than engines on otherwise idle nodes. Slurm preempts the oldest
+    first, so it breaks up no idle node for a small job. A standby job has no allocation, and counts as no
+    engine and no pending job. [harmless.md](harmless.md)"""
+    after_drain: Literal["requeue", "wait"] = "requeue"
+    """What a job does after Slurm's notice, once its engine is drained. `requeue`: it requeues itself, so
+    that the preempting job starts at once. `wait`: Slurm requeues it at the end of the grace."""
+    pull_mb_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Megabytes of weights a second that all harvested engines of this user on one node together fetch from
+    other machines and from the spool, so that the node's network stays free for other users' jobs. Applies to
+    jobs that are submitted later; a job template of your own passes it on (`--pull-mb-per-s`). 0: no
+    bound."""
     nice: NonNegative = 10_000
+    """`--nice`: how far behind other jobs the daemon's stand in the queue."""
     account: str = ""
+    """`--account`. Empty: not given."""
     qos: str = ""
+    """`--qos`. Empty: not given. Needed where Slurm preempts by QOS."""
     wckey: str = ""
+    """`--wckey`. Empty: not given."""
     constraint: str = ""
+    """`--constraint`. Empty: not given."""
     container: str = ""
-    quarantine_after: Positive = 3  # engine deaths on a node within quarantine_s
+    """Runs the engine in a container: options of `srun` for pyxis (`--container-image=...`), or a command
+    (`apptainer exec --nv IMAGE`), split as a shell splits words. Python and the state directory must have the
+    same paths in the container."""
+    quarantine_after: Positive = 3
+    """Engine deaths on a node within `quarantine_s` after which the node gets no engines for
+    `quarantine_s`."""
     quarantine_s: Seconds = 600.0
-    backoff_s: Seconds = 5.0  # first wait after a job that died at once; doubles up to 10 min
-    job_template: Path | None = None  # Jinja2; empty = the shipped scripts/rollout.sbatch.j2
-    python: str = ""  # interpreter of the engines; empty = the daemon's
-    logs_mb: Positive = 512  # what all engines' logs may take
+    """Seconds of a quarantine. It doubles each further time, up to eight times this."""
+    backoff_s: Seconds = 5.0
+    """Seconds without submissions after a job that died at once. They double up to 600 s, until an engine has
+    lived."""
+    job_template: Path | None = None
+    """Jinja2 template of the engines' batch script. None: the shipped `scripts/rollout.sbatch.j2`."""
+    python: Annotated[str, Allowed("path")] = ""
+    """Python interpreter of the engines on the compute nodes. Empty: the path of the daemon's own."""
+    logs_mb: Positive = 512
+    """Mebibytes of `<state_dir>/logs`, the logs of all engines' jobs. The oldest of ended jobs are deleted
+    first; a log larger than an eighth of this keeps its end only."""
 
     @field_validator("timezone")
     @classmethod
@@ -120,31 +309,31 @@ class HarvestSection(Section):
             if name != "UTC":
                 zoneinfo.ZoneInfo(name)
         except (ValueError, zoneinfo.ZoneInfoNotFoundError) as error:
-            raise ValueError(f"{name!r} is no time zone of this machine; write it as Europe/Berlin") from error
+            raise ValueError(
+                f"{name!r} is no time zone of this machine; write it as Europe/Berlin"
+            ) from error
         return name
 
 
-class RouterSection(Section):
-    """What decides which engine generates which sample, when reserved engines sleep, and how many engines are asked for."""
-
-    policy: Literal["predictive", "standard"] = "predictive"
-    harvested_gpu_price: Annotated[float, Field(ge=0)] = 1.0  # of a GPU-second, in GPU-seconds of the run's own; 0 = idle GPUs cost nothing
-
-
-class LedgerSection(Section):
-    """What becomes of the tokens of samples that no resume from a kept checkpoint can want again."""
-
-    retention: Literal["keep", "compact", "drop"] = "keep"
-    retention_steps: NonNegative = 2  # steps that the run must have taken since the sample's own
-
-
 class PrometheusSection(Section):
-    """For Prometheus. Off unless an address is given: whoever reaches it may read it."""
+    """Metrics for Prometheus. Off unless an address is given."""
 
-    listen: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_.-]+:\d{1,5}$")] = ""  # host:port; port 0 = the system gives one
+    listen: Annotated[
+        str, Field(pattern=r"^$|^[A-Za-z0-9_.-]+:\d{1,5}$"), Allowed("empty, or `host:port`")
+    ] = ""
+    """Address of `http://host:port/metrics`. Empty: the daemon serves and counts nothing. `127.0.0.1:0`: the
+    system chooses a port, which the log and `scavenger status` name. Anyone who reaches the address can read
+    the metrics: they hold names of runs, and no prompts or completions."""
 
 
 class DaemonConfig(Section):
+    """The daemon's file. `scavenger daemon` reads it; `scavenger samples`, `scavenger ledger` and `scavenger
+    enroll` read it to find the ledger and the state directory. `--config FILE` or `SCAVENGER_CONFIG` names
+    it; the default is `scavenger.toml` in the working directory.
+
+    On SIGHUP (`systemctl reload`) the daemon reads the file again. Keys marked *live* change at once. The log
+    names every other key that changed; it keeps its old value until a restart."""
+
     daemon: DaemonSection
     router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
@@ -155,3 +344,54 @@ class DaemonConfig(Section):
     @property
     def ledger_url(self) -> str:
         return self.daemon.ledger or f"sqlite:///{self.daemon.state_dir / 'ledger.sqlite3'}"
+
+
+#: What a daemon that runs takes over on SIGHUP, because `harvest.driver` reads it afresh at every cycle. All else needs a restart.
+LIVE = frozenset(
+    {
+        "cluster.fast_poll_interval_s",
+        "cluster.max_rpc_per_min",
+        "cluster.min_poll_interval_s",
+        "cluster.poll_interval_s",
+        "harvest.account",
+        "harvest.after_drain",
+        "harvest.constraint",
+        "harvest.container",
+        "harvest.cpus_per_engine",
+        "harvest.drain_before_s",
+        "harvest.fresh_after_s",
+        "harvest.gpu_type",
+        "harvest.headroom_by_partition",
+        "harvest.headroom_by_type",
+        "harvest.headroom_gpus",
+        "harvest.headroom_per_node",
+        "harvest.job_template",
+        "harvest.max_engines",
+        "harvest.max_gpus",
+        "harvest.max_gpus_per_node",
+        "harvest.max_gpus_per_user",
+        "harvest.max_pending",
+        "harvest.max_preemptions_per_hour",
+        "harvest.memory_mb_per_engine",
+        "harvest.min_expected_life",
+        "harvest.min_runtime_s",
+        "harvest.nice",
+        "harvest.other_users_window_s",
+        "harvest.placement",
+        "harvest.pull_mb_per_s",
+        "harvest.python",
+        "harvest.qos",
+        "harvest.same_tier_yield_s",
+        "harvest.schedule",
+        "harvest.sees_all_jobs",
+        "harvest.sole_user",
+        "harvest.standby_jobs",
+        "harvest.stop_file",
+        "harvest.time_limit_s",
+        "harvest.time_min_s",
+        "harvest.time_stagger",
+        "harvest.timezone",
+        "harvest.wckey",
+        "harvest.yield_after_s",
+    }
+)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scavenger.demo import session
-from scavenger.demo.figures import Figures
+from scavenger.demo.metrics import DemoMetrics
 
 STEPS = 6
 
@@ -22,27 +22,31 @@ def run(options: session.DemoOptions, console: Console) -> int:
     backend = session.choose_backend(options.backend, console)
     out = options.out.resolve() / time.strftime("compare-%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
-    settings = dataclasses.replace(options.settings, steps=STEPS, eval_problems=0)
+    settings = dataclasses.replace(options.settings, steps=STEPS, eval_prompts=0)
     calm = dataclasses.replace(options, settings=settings, preempt_every_s=0.0)
     busy = dataclasses.replace(options, settings=settings, preempt_every_s=2.5)
-    found: list[Figures] = []
-    with session.Model(out, settings.seed) as model:
+    found: list[DemoMetrics] = []
+    with session.DemoModel(out, settings.seed) as model:
         for name, chosen in (("undisturbed", calm), ("preempted", busy)):
             console.print(f"{name}: {STEPS} steps")
             with session.Screen(console, STEPS, time.monotonic()) as screen:
-                found.append(session.play(chosen, backend, out / name, model, screen)[0])
+                found.append(session.run_demo(chosen, backend, out / name, model, screen)[0])
     console.print(table(*found))
     equal = rows(found[0]) == rows(found[1])
-    console.print(f"{found[1].moves.moved} samples moved; rewards and losses are {'equal' if equal else 'DIFFERENT'} in every step")
+    console.print(
+        f"{found[1].moves.moved} samples moved; rewards and losses are {'equal' if equal else 'DIFFERENT'} in every step"
+    )
     return 0 if equal else 1
 
 
-def rows(figures: Figures) -> list[tuple[int, str, str]]:
+def rows(demo_metrics: DemoMetrics) -> list[tuple[int, str, str]]:
     """(step, reward, loss) with nine decimals."""
-    return [(s.step, f"{s.metrics['reward']:.9f}", f"{s.metrics['loss']:+.9f}") for s in figures.trained()]
+    return [
+        (s.step, f"{s.metrics['reward']:.9f}", f"{s.metrics['loss']:+.9f}") for s in demo_metrics.trained()
+    ]
 
 
-def table(calm: Figures, busy: Figures) -> Table:
+def table(calm: DemoMetrics, busy: DemoMetrics) -> Table:
     made = Table("step", "reward, undisturbed", "reward, preempted", "loss, undisturbed", "loss, preempted")
     for (step, reward, loss), (_, reward_too, loss_too) in zip(rows(calm), rows(busy), strict=True):
         made.add_row(str(step), reward, reward_too, loss, loss_too)

@@ -7,9 +7,15 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from scavenger.demo.figures import Figures, Gpus
+from scavenger.demo.metrics import DemoMetrics, Gpus
 
-COLOURS = {"idle": "bright_black", "harvested": "green", "others": "red", "reserved": "blue", "unusable": "yellow"}
+COLOURS = {
+    "idle": "bright_black",
+    "harvested": "green",
+    "other_users": "red",
+    "reserved": "blue",
+    "unusable": "yellow",
+}
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -21,24 +27,24 @@ def sparkline(values: list[float], width: int, top: float) -> str:
 def gpu_bar(gpus: Gpus) -> Text:
     """One square a GPU, coloured by owner."""
     text = Text()
-    for owner in ("reserved", "others", "harvested", "idle", "unusable"):
+    for owner in ("reserved", "other_users", "harvested", "idle", "unusable"):
         text.append("■ " * int(getattr(gpus, owner)), style=COLOURS[owner])
     return text
 
 
 def legend(gpus: Gpus) -> Text:
     text = Text()
-    for owner in ("reserved", "others", "harvested", "idle"):
+    for owner in ("reserved", "other_users", "harvested", "idle"):
         text.append(f"■ {owner} {getattr(gpus, owner)}  ", style=COLOURS[owner])
     return text
 
 
-def render(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int) -> RenderableType:
+def render(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, steps: int) -> RenderableType:
     """The whole display for one moment."""
     title = f"scavenger · {phase} · {elapsed_s:.0f} s"
-    if figures is None or not figures.gpus:
+    if demo_metrics is None or not demo_metrics.gpus:
         return Panel(Text(phase), title=title, border_style="cyan")
-    gpus, now, trained = figures.gpus[-1], figures.now, figures.trained()
+    gpus, now, trained = demo_metrics.gpus[-1], demo_metrics.now, demo_metrics.trained()
     rewards = [s.metrics.get("reward", 0.0) for s in trained]
     table = Table.grid(padding=(0, 3))
     table.add_row("GPUs", gpu_bar(gpus))
@@ -49,21 +55,23 @@ def render(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int)
         "preemptions survived",
         f"{now.preemptions} · {now.tokens_salvaged:,} tokens salvaged · {now.tokens_regenerated:,} generated again",
     )
-    moves = figures.moves
-    table.add_row("samples moved", f"{moves.moved:,} of {moves.samples:,} ({moves.share:.0%}), one {moves.most} times")
+    moves = demo_metrics.moves
+    table.add_row(
+        "samples moved", f"{moves.moved:,} of {moves.samples:,} ({moves.share:.0%}), one {moves.most} times"
+    )
     last = f"{rewards[-1]:.3f}" if rewards else "-"
     table.add_row("reward per step", Text(f"{sparkline(rewards, 60, 1.0)} {last}", style="cyan"))
     table.add_row("step", f"{len(trained)} of {steps} · {now.tokens_total:,} tokens generated")
     return Panel(Group(table), title=title, border_style="cyan")
 
 
-def line(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int) -> str:
+def line(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, steps: int) -> str:
     """The same in one plain line, for a log."""
-    if figures is None or not figures.gpus:
+    if demo_metrics is None or not demo_metrics.gpus:
         return f"[{elapsed_s:4.0f} s] {phase}"
-    if not figures.trained():
+    if not demo_metrics.trained():
         return f"[{elapsed_s:4.0f} s] {phase}: engines start, held-out problems are answered before step 1"
-    now, trained = figures.now, figures.trained()
+    now, trained = demo_metrics.now, demo_metrics.trained()
     reward = f"{trained[-1].metrics.get('reward', 0.0):.3f}" if trained else "-"
     return (
         f"[{elapsed_s:4.0f} s] step {len(trained)}/{steps}  reward {reward}  harvested engines {now.engines_harvested}  "

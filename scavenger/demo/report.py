@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import jinja2
 
-from scavenger import plots, resources
-from scavenger.demo.figures import Figures
+from scavenger import resources
+from scavenger.demo.metrics import DemoMetrics
+from scavenger.observe import plots
 
 OWNERS = (
     ("reserved (training job)", "#5b6ee1", "reserved"),
-    ("other users", "#d9634c", "others"),
+    ("other users", "#d9634c", "other_users"),
     ("harvested", "#37a66b", "harvested"),
     ("idle", "#d8dce3", "idle"),
     ("unusable", "#8a8f98", "unusable"),
@@ -39,35 +40,49 @@ class Context:
     backend: str
     ledger_path: str
     took_s: float
-    others_jobs: int
-    others_waited_s: float | None
+    other_users_jobs: int
+    other_users_waited_s: float | None
     grace_s: float
 
 
-def summary(figures: Figures, context: Context) -> list[tuple[str, str]]:
+def summary(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]]:
     """The report's table, one (name, value) a line."""
-    now, moves, steps = figures.now, figures.moves, figures.trained()
+    now, moves, steps = demo_metrics.now, demo_metrics.moves, demo_metrics.trained()
     rows = [
         ("cluster", context.backend),
         ("took", f"{context.took_s:.0f} s"),
         ("optimizer steps", str(len(steps))),
         ("training samples", f"{moves.samples:,}, each delivered exactly once"),
-        ("", f"{moves.trained:,} trained on, {moves.filtered:,} filtered (all rewards of their group were equal)"),
+        (
+            "",
+            f"{moves.trained:,} trained on, {moves.filtered:,} filtered (all rewards of their group were equal)",
+        ),
         ("tokens generated", f"{now.tokens_total:,}, evaluations included"),
-        ("engines lost", f"{len(figures.lost)} ({now.preemptions} preemptions seen by the daemon)"),
+        ("engines lost", f"{len(demo_metrics.lost)} ({now.preemptions} preemptions seen by the daemon)"),
         ("tokens salvaged", f"{now.tokens_salvaged:,}, evaluations included"),
         ("tokens generated again", f"{now.tokens_regenerated:,}"),
-        ("training samples moved", f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}"),
+        (
+            "training samples moved",
+            f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}",
+        ),
     ]
-    if context.others_waited_s is not None:
-        waited = f"{context.others_waited_s:.1f} s at most, {context.others_jobs} jobs (GraceTime {context.grace_s:g} s)"
+    if context.other_users_waited_s is not None:
+        waited = f"{context.other_users_waited_s:.1f} s at most, {context.other_users_jobs} jobs (GraceTime {context.grace_s:g} s)"
         rows.append(("other users waited", waited))
-    evaluations = figures.evaluations()
+    evaluations = demo_metrics.evaluations()
     if len(evaluations) >= 2:
         before, after = evaluations[0].metrics, evaluations[-1].metrics
-        for name, label in (("eval_sampled", "held-out accuracy, sampled"), ("eval_greedy", "held-out accuracy, greedy")):
+        for name, label in (
+            ("eval_sampled", "held-out accuracy, sampled"),
+            ("eval_greedy", "held-out accuracy, greedy"),
+        ):
             if name in before and name in after:
-                rows.append((label, f"{before[name]:.3f} before, {after[name]:.3f} after ({after[name] - before[name]:+.3f})"))
+                rows.append(
+                    (
+                        label,
+                        f"{before[name]:.3f} before, {after[name]:.3f} after ({after[name] - before[name]:+.3f})",
+                    )
+                )
     return rows
 
 
@@ -86,22 +101,27 @@ def queries(ledger_path: str) -> str:
     )
 
 
-def html(figures: Figures, context: Context, title: str, subtitle: str) -> str:
+def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str) -> str:
     """The page. Nothing in it is fetched from elsewhere."""
-    start = figures.gpus[0].at if figures.gpus else 0.0
-    times = [g.at - start for g in figures.gpus]
-    series = [(label, colour, [float(getattr(g, name)) for g in figures.gpus]) for label, colour, name in OWNERS]
-    steps = figures.trained()
+    start = demo_metrics.gpus[0].at if demo_metrics.gpus else 0.0
+    times = [g.at - start for g in demo_metrics.gpus]
+    series = [
+        (label, colour, [float(getattr(g, name)) for g in demo_metrics.gpus])
+        for label, colour, name in OWNERS
+    ]
+    steps = demo_metrics.trained()
     environment = jinja2.Environment(autoescape=True)
     return environment.from_string(PAGE).render(
         style=plots.STYLE,
         title=title,
         subtitle=subtitle,
-        rows=summary(figures, context),
+        rows=summary(demo_metrics, context),
         gpus=plots.stacked(times, series, "seconds", "GPUs"),
-        reward=plots.line([s.step for s in steps], [s.metrics.get("reward", 0.0) for s in steps], "step", "reward", 1.0),
-        salvaged=plots.bars([e.salvaged for e in figures.lost], "lost engine", "tokens"),
-        lost=figures.lost,
+        reward=plots.line(
+            [s.step for s in steps], [s.metrics.get("reward", 0.0) for s in steps], "step", "reward", 1.0
+        ),
+        salvaged=plots.bars([e.salvaged for e in demo_metrics.lost], "lost engine", "tokens"),
+        lost=demo_metrics.lost,
         start=start,
         queries=queries(context.ledger_path),
     )

@@ -19,12 +19,14 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from scavenger import toml
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
-from scavenger.cluster.sandbox import missing_slurm
-from scavenger.demo import display, figures, report, settings, users
+from scavenger.cluster.sandbox.sandbox import missing_slurm
+from scavenger.demo import display, metrics, report, settings, training
+from scavenger.demo import settings as users
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.errors import ClusterUnavailable, ScavengerError
+from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
 
 REFRESH_S = 0.5
@@ -43,7 +45,7 @@ class DemoOptions:
     backend: str = "auto"
     grace_s: float = 2.0
     preempt_every_s: float = 5.0
-    hold_s: float = 4.0
+    other_job_s: float = 4.0
     max_engines: int = 3
     time_limit_s: float = 420.0
     policy: str = "predictive"
@@ -51,11 +53,11 @@ class DemoOptions:
 
 
 @dataclass(slots=True)
-class Others:
+class OtherUsers:
     """Jobs of the other users and how long each waited for its GPUs."""
 
-    arrivals: Iterator[users.Arrival]
-    pending: users.Arrival
+    arrivals: Iterator[users.DemoArrival]
+    pending: users.DemoArrival
     submitted: dict[int, float] = field(default_factory=dict)
     waited: dict[int, float] = field(default_factory=dict)
 
@@ -77,30 +79,41 @@ def run(options: DemoOptions, console: Console) -> int:
     backend = choose_backend(options.backend, console)
     site_dir = out / time.strftime("run-%Y%m%d-%H%M%S")
     console.print(f"results go to {site_dir}")
-    with Model(site_dir, options.settings.seed) as model, Screen(console, options.settings.steps, started) as screen:
-        seen, context = play(options, backend, site_dir, model, screen)
+    with (
+        DemoModel(site_dir, options.settings.seed) as model,
+        Screen(console, options.settings.steps, started) as screen,
+    ):
+        seen, context = run_demo(options, backend, site_dir, model, screen)
     _report(options, site_dir, seen, context, screen.picture, console)
     return 0
 
 
-def play(options: DemoOptions, backend: str, site_dir: Path, model: Model, screen: Screen) -> tuple[figures.Figures, report.Context]:
+def run_demo(
+    options: DemoOptions, backend: str, site_dir: Path, model: DemoModel, screen: Screen
+) -> tuple[metrics.DemoMetrics, report.Context]:
     """One run on a site of its own, from boot to the end of the training job; returns what the ledger says of it."""
     layout = demo_layout(grace_s=options.grace_s)
     screen.show(None, "booting the cluster, warming up the model")
-    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy})) as site:
+    with Site(
+        SiteOptions(
+            backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy}
+        )
+    ) as site:
         model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))
-        others = _others(options, layout.nodes[1:], layout.gpus)
-        _watch(options, site, job, others, screen)
+        other_users = _other_users(options, layout.nodes[1:], layout.gpus)
+        _watch(options, site, job, other_users, screen)
         engine = store.open_readonly(site.ledger_url)
         try:
-            seen = figures.read(engine)
+            seen = metrics.read(engine)
         finally:
             engine.dispose()
-    waited = max(others.waited.values(), default=None) if others else None
+    waited = max(other_users.waited.values(), default=None) if other_users else None
     ledger = str(site.state_dir / "ledger.sqlite3")
     took_s = time.monotonic() - screen.started
-    return seen, report.Context(backend, ledger, took_s, len(others.waited) if others else 0, waited, options.grace_s)
+    return seen, report.Context(
+        backend, ledger, took_s, len(other_users.waited) if other_users else 0, waited, options.grace_s
+    )
 
 
 class Screen:
@@ -111,8 +124,10 @@ class Screen:
         self._steps = steps
         self.started = started
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-        self._said_at = -LINE_S
-        self.picture: RenderableType | None = None  # the liveliest frame so far: most tokens in flight beside others' jobs
+        self._printed_at = -LINE_S
+        self.picture: RenderableType | None = (
+            None  # the liveliest frame so far: most tokens in flight beside others' jobs
+        )
         self._most = -1
 
     def __enter__(self) -> Screen:
@@ -124,22 +139,22 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, seen: figures.Figures | None, phase: str) -> None:
+    def show(self, seen: metrics.DemoMetrics | None, phase: str) -> None:
         elapsed_s = time.monotonic() - self.started
         frame = display.render(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps)
-        if seen is not None and seen.gpus and min(seen.gpus[-1].others, seen.gpus[-1].harvested) > 0:
+        if seen is not None and seen.gpus and min(seen.gpus[-1].other_users, seen.gpus[-1].harvested) > 0:
             liveliness = seen.now.tokens_in_flight + len(seen.trained()) * self._steps
             if liveliness > self._most:
                 self._most, self.picture = liveliness, frame
         if self._live is not None:
             self._live.update(frame)
-        elif elapsed_s - self._said_at >= LINE_S:
-            self._said_at = elapsed_s
-            words = display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps)
-            self._console.print(words, highlight=False, soft_wrap=True)
+        elif elapsed_s - self._printed_at >= LINE_S:
+            self._printed_at = elapsed_s
+            text = display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps)
+            self._console.print(text, highlight=False, soft_wrap=True)
 
 
-class Model:
+class DemoModel:
     """The demo's model, made by the trainer's own tool in a process of its own while the cluster boots."""
 
     def __init__(self, directory: Path, seed: int) -> None:
@@ -147,11 +162,22 @@ class Model:
         self._log = directory / "model.log"
         self._seed = seed
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> DemoModel:
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        argv = [sys.executable, "-m", "trainer.tiny", "make", "--out", str(self.path), "--seed", str(self._seed)]
+        argv = [
+            sys.executable,
+            "-m",
+            "trainer.tiny",
+            "make",
+            "--out",
+            str(self.path),
+            "--seed",
+            str(self._seed),
+        ]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -162,56 +188,78 @@ class Model:
     def wait(self, screen: Screen) -> None:
         """Show how far it is until it is made."""
         while self._process.poll() is None:
-            said = self._log.read_text(errors="replace").split("\n")[-2:-1]
-            screen.show(None, f"the cluster is up; warming the model up: {said[0].split('  ')[0] if said else 'starting'}")
+            last_line = self._log.read_text(errors="replace").split("\n")[-2:-1]
+            screen.show(
+                None,
+                f"the cluster is up; warming the model up: {last_line[0].split('  ')[0] if last_line else 'starting'}",
+            )
             time.sleep(REFRESH_S)  # the display's frame rate
         if self._process.returncode != 0:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
-            raise ScavengerError(f"the demo's model could not be made:\n{tail}", "is the [trainer] extra installed?")
+            raise ScavengerError(
+                f"the demo's model could not be made:\n{tail}", "is the [trainer] extra installed?"
+            )
 
 
 def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
     document = settings.run_document(
-        options.settings, name=RUN_NAME, state_dir=site.state_dir, out_dir=site.dir / "out", model=model, max_engines=options.max_engines
+        options.settings,
+        name=RUN_NAME,
+        state_dir=site.state_dir,
+        out_dir=site.dir / "out",
+        model=model,
+        max_engines=options.max_engines,
     )
     path = site.dir / "run.toml"
     path.write_text(toml.dumps(document))
     return path
 
 
-def _others(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> Others | None:
+def _other_users(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> OtherUsers | None:
     if options.preempt_every_s <= 0:
         return None
-    stream = users.arrivals(nodes, gpus, every_s=options.preempt_every_s, run_s=options.hold_s, seed=options.settings.seed)
-    return Others(stream, next(stream))
+    stream = users.arrivals(
+        nodes, gpus, every_s=options.preempt_every_s, run_s=options.other_job_s, seed=options.settings.seed
+    )
+    return OtherUsers(stream, next(stream))
 
 
-def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, screen: Screen) -> None:
-    """Refresh the display and play the other users until the training job has left the queue."""
+def _watch(
+    options: DemoOptions, site: Site, job: int, other_users: OtherUsers | None, screen: Screen
+) -> None:
+    """Refresh the display and play the other users until the run is finished. Raises `ScavengerError` as soon as it cannot be any more."""
     engine = store.open_readonly(site.ledger_url)
     trained_since: float | None = None
-    deadline = Deadline(options.time_limit_s, time.monotonic())
+    deadline, following = Deadline(options.time_limit_s, time.monotonic()), training.Training(job)
     try:
         while True:
             now = time.monotonic()
-            seen = _read(engine)
+            seen, run_state = _read(engine)
             if seen is not None and seen.trained() and trained_since is None:
-                trained_since = now  # others arrive once training runs: before that there is nothing to take back
-            state = _observe(site, job, others)
-            if late := deadline.passed(state, now):
-                raise ScavengerError(late, f"look at {_telling_log(site.dir)}")
-            if others is not None and trained_since is not None:
-                _arrive(site, others, now - trained_since)
-            phase = "training while others take GPUs back" if trained_since else "starting the training job"
-            screen.show(seen, phase)
-            if state is not None and state not in (JobState.PENDING, JobState.RUNNING):
-                if state is not JobState.COMPLETED:
-                    tail = "\n".join((site.dir / "train.log").read_text(errors="replace").splitlines()[-20:])
-                    raise ScavengerError(f"the training job ended as {state}:\n{tail}", f"its log: {site.dir / 'train.log'}")
+                trained_since = (
+                    now  # others arrive once training runs: before that there is nothing to take back
+                )
+            state, verdict = _observe(site, following, run_state, other_users, now)
+            if verdict.done:
                 return
+            if verdict.failed:
+                raise ScavengerError(*_died(verdict.failed, site.dir))
+            if late := deadline.passed(state, now):
+                raise ScavengerError(late, f"look at {_log_of_failure(site.dir)}")
+            if other_users is not None and trained_since is not None:
+                _arrive(site, other_users, now - trained_since)
+            phase = "training while others take GPUs back" if trained_since else "starting the training job"
+            screen.show(seen, verdict.phase or phase)
             time.sleep(max(0.0, REFRESH_S - (time.monotonic() - now)))  # the display's frame rate
     finally:
         engine.dispose()
+
+
+def _died(why: str, folder: Path) -> tuple[str, str]:
+    """Cause, with the last lines of the job's log, and remedy."""
+    log = folder / "train.log"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return f"{why}; the last lines of its log:\n{training.log_tail(text)}", f"the whole log: {log}"
 
 
 class Deadline:
@@ -229,56 +277,81 @@ class Deadline:
         return f"the training job did not {'end' if self._started else 'start'} within {self._limit_s:.0f} s"
 
 
-def _telling_log(folder: Path) -> Path:
+def _log_of_failure(folder: Path) -> Path:
     """The log to look at: the training job's, or while that has nothing in it the daemon's, or else their folder."""
     logs = (folder / "train.log", folder / "daemon.log")
     return next((log for log in logs if log.is_file() and log.stat().st_size), folder)
 
 
-def _read(engine: sa.Engine) -> figures.Figures | None:
+def _read(engine: sa.Engine) -> tuple[metrics.DemoMetrics | None, str]:
+    """The figures, and the state of the run; (None, "") before the ledger has any."""
     try:
-        return figures.read(engine)
+        return metrics.read(engine), metrics.run_state(engine)
     except sa.exc.OperationalError:  # the daemon has not made the tables yet, or holds a lock for a moment
-        return None
+        return None, ""
 
 
-def _observe(site: Site, job: int, others: Others | None) -> JobState | None:
-    """The training job's state; notes when jobs of others got their GPUs."""
+def _observe(
+    site: Site, following: training.Training, run_state: str, other_users: OtherUsers | None, now: float
+) -> tuple[JobState | None, training.Verdict]:
+    """The training job's state (None: not known) and what it means; notes when jobs of others got their GPUs."""
     try:
-        view = site.cluster.view()
-    except ClusterUnavailable:
-        return None
-    by_id: dict[int, Job] = {j.job_id: j for j in view.jobs}
-    for job_id, at in (others.submitted if others else {}).items():
+        jobs = site.cluster.jobs()
+    except ClusterError as error:
+        malformed = isinstance(error, ClusterUnavailable) and error.error_kind == ErrorKind.PARTIAL
+        return None, following.unreadable(error.cause, now, malformed=malformed)
+    seen_at = time.time()
+    by_id: dict[int, Job] = {j.job_id: j for j in jobs}
+    for job_id, at in (other_users.submitted if other_users else {}).items():
         seen = by_id.get(job_id)
-        if others is not None and seen is not None and job_id not in others.waited and seen.state is not JobState.PENDING:
+        if (
+            other_users is not None
+            and seen is not None
+            and job_id not in other_users.waited
+            and seen.state is not JobState.PENDING
+        ):
             # Slurm's own times have whole seconds; ours are finer but as late as the observation
-            others.waited[job_id] = min(view.observed_at - at, max(0.0, seen.start_time + 1 - at))
-    mine = by_id.get(job)
-    return mine.state if mine is not None else None
+            other_users.waited[job_id] = min(seen_at - at, max(0.0, seen.start_time + 1 - at))
+    mine = by_id.get(following.job_id)
+    return mine.state if mine is not None else None, following.observe(jobs, run_state, now)
 
 
-def _arrive(site: Site, others: Others, elapsed_s: float) -> None:
-    if others.pending.at_s > elapsed_s:
+def _arrive(site: Site, other_users: OtherUsers, elapsed_s: float) -> None:
+    if other_users.pending.at_s > elapsed_s:
         return
-    arrival = others.pending
-    others.pending = next(others.arrivals)
-    others.submitted[site.submit_other(arrival.run_s, arrival.gpus, arrival.node)] = time.time()
+    arrival = other_users.pending
+    other_users.pending = next(other_users.arrivals)
+    other_users.submitted[site.submit_other(arrival.run_s, arrival.gpus, arrival.node)] = time.time()
 
 
 def _report(
-    options: DemoOptions, site_dir: Path, seen: figures.Figures, context: report.Context, frame: RenderableType | None, console: Console
+    options: DemoOptions,
+    site_dir: Path,
+    seen: metrics.DemoMetrics,
+    context: report.Context,
+    frame: RenderableType | None,
+    console: Console,
 ) -> None:
     page, steps = site_dir / "report.html", options.settings.steps
-    page.write_text(report.html(seen, context, "demo run", f"{steps} steps of GRPO on sorting digits, on {context.backend}"))
+    page.write_text(
+        report.html(
+            seen, context, "demo run", f"{steps} steps of GRPO on sorting digits, on {context.backend}"
+        )
+    )
     with (site_dir / "display.txt").open("w") as file:
         picture = Console(record=True, width=118, file=file)
-        picture.print(frame or display.render(seen, elapsed_s=context.took_s, phase="the end of the run", steps=steps))
+        picture.print(
+            frame or display.render(seen, elapsed_s=context.took_s, phase="the end of the run", steps=steps)
+        )
         picture.save_svg(str(site_dir / "display.svg"), title="./scripts/quickstart")
     console.print()
     for name, value in report.summary(seen, context):
         console.print(f"  {name:<28} {value}", highlight=False, soft_wrap=True)
-    console.print(f"\n  report  {page}\n  ledger  {context.ledger_path}\n\n  Three queries worth trying:", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n  report  {page}\n  ledger  {context.ledger_path}\n\n  Three queries worth trying:",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)
     command = f"{Path(sys.executable).parent / 'scavenger'} samples {RUN_NAME} --step 3 --config {site_dir / 'scavenger.toml'}"
     console.print(f"\n  And what the model said in step 3:\n{command}", highlight=False, soft_wrap=True)

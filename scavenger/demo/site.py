@@ -19,14 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from scavenger import keys, resources, toml
+from scavenger import resources, toml
 from scavenger.cluster.layout import Layout, demo_layout
-from scavenger.cluster.local import LocalCluster, LocalServer
+from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import JobSpec
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
+from scavenger.protocol import keys
 
 START_S = 30.0
 OWNER = "owner"
@@ -39,7 +40,7 @@ class SiteOptions:
     backend: str  # "slurm" | "local"
     dir: Path
     layout: Layout = field(default_factory=demo_layout)
-    observe_s: float = 0.5
+    poll_interval_s: float = 0.5
     max_engines: int = 3
     daemon: Mapping[str, Any] = field(default_factory=dict)
     harvest: Mapping[str, Any] = field(default_factory=dict)
@@ -48,22 +49,36 @@ class SiteOptions:
     router: Mapping[str, Any] = field(default_factory=dict)
 
 
-def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | None) -> dict[str, dict[str, Any]]:
+def daemon_document(
+    options: SiteOptions, state_dir: Path, local_dir: Path | None
+) -> dict[str, dict[str, Any]]:
     """The `scavenger.toml` of such a site. Pure."""
     cluster: dict[str, Any] = {
-        "backend": options.backend, "observe_s": options.observe_s, "quick_s": options.observe_s, "absent_s": 2.0,
-        "observe_floor_s": 0.0, "max_rpc_per_min": 60_000.0,  # the Slurm is ours alone
-    }  # fmt: skip
+        "backend": options.backend,
+        "poll_interval_s": options.poll_interval_s,
+        "fast_poll_interval_s": options.poll_interval_s,
+        "absent_s": 2.0,
+        "min_poll_interval_s": 0.0,
+        "max_rpc_per_min": 60_000.0,  # the Slurm is ours alone
+    }
     if local_dir is not None:
         cluster["local_dir"] = str(local_dir)
     # Its GPUs are taken back every few seconds: at a price no engine would earn its start, and none would be asked for.
     router = {"harvested_gpu_price": 0.0}
     # Slurm places the engines: filled up node by node, they would all be lost to each of the few large jobs that are played here.
     harvest = {
-        "partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0, "placement": "slurm",
-    }  # fmt: skip
+        "partition": "scavenge",
+        "max_engines": options.max_engines,
+        "max_pending": 2,
+        "time_limit_s": 1800.0,
+        "placement": "slurm",
+    }
     return {
-        "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},
+        "daemon": {
+            "state_dir": str(state_dir),
+            **({"ledger": options.ledger} if options.ledger else {}),
+            **options.daemon,
+        },
         "router": {**router, **options.router},
         "cluster": {**cluster, **options.cluster},
         "harvest": {**harvest, **options.harvest},
@@ -90,7 +105,9 @@ class Site:
             self.stop()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def start(self) -> Self:
@@ -144,15 +161,28 @@ class Site:
         while self.generation == before:
             if self._daemon.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join((self.dir / "daemon.log").read_text(errors="replace").splitlines()[-15:])
-                raise ScavengerError(f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}")
+                raise ScavengerError(
+                    f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}"
+                )
             time.sleep(0.02)  # polls the rendezvous file
 
     def spawn_daemon(self, *options: str) -> subprocess.Popen[bytes]:
         """Start a daemon, which becomes the site's, without waiting for it. An earlier one that still runs is the caller's to end."""
-        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin", *options]
+        argv = [
+            sys.executable,
+            "-m",
+            "scavenger",
+            "daemon",
+            "--config",
+            str(self.config_path),
+            "--die-with-stdin",
+            *options,
+        ]
         with (self.dir / "daemon.log").open("ab") as log:
             # a session of its own: a Ctrl-C at the terminal reaches only the program that uses the site
-            self._daemon = subprocess.Popen(argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+            self._daemon = subprocess.Popen(
+                argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
         return self._daemon
 
     @property
@@ -207,28 +237,55 @@ class Site:
         environment = {"SCAVENGER_PYTHON": sys.executable, "SCAVENGER_RANKS": str(ranks), **(env or {})}
         log = str(self.dir / "train.log")
         if self._sandbox is not None:
-            argv = ["sbatch", "--parsable", "--partition=reserved", f"--ntasks={ranks}", f"--gpus-per-node={ranks}", f"--output={log}"]
+            argv = [
+                "sbatch",
+                "--parsable",
+                "--partition=reserved",
+                f"--ntasks={ranks}",
+                f"--gpus-per-node={ranks}",
+                f"--output={log}",
+            ]
             argv += [script, str(run_toml)]
             done = subprocess.run(
-                argv, env=self.env | environment, cwd=self.dir, capture_output=True, text=True, timeout=60, check=False
+                argv,
+                env=self.env | environment,
+                cwd=self.dir,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
             if done.returncode != 0:
                 raise ClusterError(f"sbatch refused the training job: {done.stderr.strip()}")
             return int(done.stdout)
         shared = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
         spec = JobSpec(
-            name="train", comment="", partition="reserved", gpus=ranks, tasks=ranks, requeue=False, output=log, workdir=str(self.dir),
+            name="train",
+            comment="",
+            partition="reserved",
+            gpus=ranks,
+            tasks=ranks,
+            requeue=False,
+            output=log,
+            workdir=str(self.dir),
             script=f"#!/bin/bash\nexec bash {shlex.quote(script)} {shlex.quote(str(run_toml))}\n",
             environment={name: self.env[name] for name in shared} | environment,
-        )  # fmt: skip
+        )
         return self.cluster.submit(spec)
 
     def submit_other(self, seconds: float, gpus: int, node: str = "", name: str = "other") -> int:
         """Another user's ordinary job in `normal`, which preempts ours."""
         spec = JobSpec(
-            name=name, comment="", partition="normal", script=f"#!/bin/bash\nexec sleep {seconds:.2f}\n", gpus=gpus, requeue=False,
-            nodelist=(node,) if node else (), workdir=str(self.dir), output="/dev/null",
-        )  # fmt: skip
+            name=name,
+            comment="",
+            partition="normal",
+            script=f"#!/bin/bash\nexec sleep {seconds:.2f}\n",
+            gpus=gpus,
+            requeue=False,
+            nodelist=(node,) if node else (),
+            workdir=str(self.dir),
+            output="/dev/null",
+        )
         return self.cluster.submit(spec)
 
     # ---------------------------------------------------------------- the end
@@ -239,7 +296,9 @@ class Site:
             self.end_daemon(self._daemon)
             self._daemon = None
         if self._cluster is not None:
-            with contextlib.suppress(ClusterError, ClusterUnavailable):  # it is thrown away next, with all its jobs
+            with contextlib.suppress(
+                ClusterError, ClusterUnavailable
+            ):  # it is thrown away next, with all its jobs
                 self._cluster.close()
             self._cluster = None
         if self._local is not None:

@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
-from scavenger.cluster import commands, runner
-from scavenger.cluster.sandbox import slurm_environment
-from scavenger.doctor.facts import QOS_FIELDS, Answer, Facts, Wanted
+from scavenger.cluster.sandbox.sandbox import slurm_environment
+from scavenger.cluster.slurm import commands, runner
+from scavenger.doctor.facts import QOS_FIELDS, CommandOutput, Facts, Wanted
 from scavenger.errors import ClusterError
 
 DEADLINE_S = 20.0
@@ -66,15 +66,15 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
     return facts
 
 
-def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> Answer:
+def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> CommandOutput:
     """Run one command. Whatever goes wrong is said in the answer."""
     try:
         done = runner.asked(argv, env, deadline_s)
     except ClusterError as error:
-        return Answer(error=error.cause)
+        return CommandOutput(error=error.cause)
     if done.returncode != 0:
-        return Answer(error=f"{' '.join(argv[:3])}: {runner.words(done)}")
-    return Answer(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
+        return CommandOutput(error=f"{' '.join(argv[:3])}: {runner.words(done)}")
+    return CommandOutput(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
 
 
 def pyslurm_version() -> str:

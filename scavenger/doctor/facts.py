@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from scavenger.cluster import commands, slurm_text
 from scavenger.cluster.model import Node, Partition
+from scavenger.cluster.slurm import commands
+from scavenger.cluster.slurm import text as slurm_text
 from scavenger.errors import ClusterError
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class Missing(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandOutput:
     """What one command printed; `error` is why there is nothing to read, "" where there is."""
 
     text: str = ""
@@ -47,8 +48,8 @@ class Wanted:
     cpus: int = 1
     memory_mb: int = 0
     time_limit_s: float = 3600.0
-    observe_s: float = 60.0
-    quick_s: float = 15.0
+    poll_interval_s: float = 60.0
+    fast_poll_interval_s: float = 15.0
     absent_s: float = 30.0
     user: str = ""
 
@@ -67,19 +68,28 @@ class Qos:
 
 
 QOS_FIELDS = (
-    "Name", "Preempt", "PreemptMode", "GraceTime", "PreemptExemptTime", "UsageFactor", "MaxTRESPU", "MaxJobsPU", "MaxSubmitPU", "GrpTRES",
-)  # fmt: skip
+    "Name",
+    "Preempt",
+    "PreemptMode",
+    "GraceTime",
+    "PreemptExemptTime",
+    "UsageFactor",
+    "MaxTRESPU",
+    "MaxJobsPU",
+    "MaxSubmitPU",
+    "GrpTRES",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """`answers`: by the names in `collect.QUESTIONS`. `asked_at`: this host's clock when the configuration came, Unix seconds."""
 
-    answers: Mapping[str, Answer]
+    answers: Mapping[str, CommandOutput]
     asked_at: float = 0.0
     utc_offset_s: float = 0.0
     pyslurm: str = ""  # the installed one's version, "" = none
-    probe: Answer | None = None  # what the test job said of its node; None = it was not asked for
+    probe: CommandOutput | None = None  # what the test job said of its node; None = it was not asked for
     _cache: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     def text(self, name: str) -> str:

@@ -17,14 +17,14 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`said`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is.
+    """`observed`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is.
 
     `missing`: why the facts that the check needs could not be had, "" where they could. Checks that lack them for one reason are told once.
     """
 
     check: str
     level: Level
-    said: str
+    observed: str
     remedy: str = ""
     missing: str = ""
 
@@ -39,23 +39,33 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
     """For a terminal. What several checks lack for one reason stands where the first of them would, with their names."""
-    said = []
+    observed = []
     pad = max((len(one.check) for one in findings), default=0) + 2
     indent = " " * (9 + pad)
     for one in findings:
         alike = [other.check for other in findings if one.missing and other.missing == one.missing]
         if alike[1:] and alike[0] != one.check:
             continue
-        name, text = (f"{len(alike)} checks", one.missing) if alike[1:] else (one.check, one.said)
-        said += textwrap.wrap(text, width, initial_indent=f"{one.level:<9}{name:<{pad}}", subsequent_indent=indent, break_long_words=False)
+        name, text = (f"{len(alike)} checks", one.missing) if alike[1:] else (one.check, one.observed)
+        observed += textwrap.wrap(
+            text,
+            width,
+            initial_indent=f"{one.level:<9}{name:<{pad}}",
+            subsequent_indent=indent,
+            break_long_words=False,
+        )
         below = ["-> " + one.remedy] if one.remedy else []
         for text in [*below, "not checked: " + ", ".join(alike)] if alike[1:] else below:
-            said += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "   ", break_long_words=False)
+            observed += textwrap.wrap(
+                text, width, initial_indent=indent, subsequent_indent=indent + "   ", break_long_words=False
+            )
     count = {level: sum(one.level is level for one in findings) for level in Level}
-    said.append(", ".join(f"{n} {level}" for level, n in count.items() if n))
-    return said
+    observed.append(", ".join(f"{n} {level}" for level, n in count.items() if n))
+    return observed
 
 
 def as_json(findings: Sequence[Finding]) -> bytes:
     """One object: the exit code, and every finding with its check, level, text and remedy."""
-    return msgspec.json.format(msgspec.json.encode({"exit_code": exit_code(findings), "findings": list(findings)}))
+    return msgspec.json.format(
+        msgspec.json.encode({"exit_code": exit_code(findings), "findings": list(findings)})
+    )

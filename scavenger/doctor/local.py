@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.cluster.port import Cluster
 from scavenger.doctor.facts import Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.errors import ClusterError, ConfigError
-from scavenger.harvest import preflight
 
 
 def look(cluster: Cluster, wanted: Wanted) -> Sequence[Finding]:
@@ -27,27 +27,42 @@ def look(cluster: Cluster, wanted: Wanted) -> Sequence[Finding]:
     return judge(info, view, wanted)
 
 
-SERVE = "start it: python -m scavenger.cluster.local serve --dir DIR, and name the same DIR in cluster.local_dir"
+SERVE = "start it: python -m scavenger.cluster.local.client serve --dir DIR, and name the same DIR in cluster.local_dir"
 
 
 def judge(info: ClusterInfo, view: ClusterView, wanted: Wanted) -> Sequence[Finding]:
     """Pure."""
-    said = f"cluster {info.name} of {len(view.nodes)} nodes on this machine answers; nothing is asked of a Slurm, nor is anything there"
-    found = [Finding("local backend", Level.OK, said)]
+    observed = f"cluster {info.name} of {len(view.nodes)} nodes on this machine answers; nothing is asked of a Slurm, nor is anything there"
+    found = [Finding("local backend", Level.OK, observed)]
     try:
-        preflight.check(info, view.partitions, wanted.partition, wanted.qos)
+        partition_check.check(info, view.partitions, wanted.partition, wanted.qos)
     except ConfigError as error:
         return (*found, Finding("preemption", Level.PROBLEM, error.cause, error.remedy))
-    found.append(Finding("preemption", Level.OK, f"{info.preempt_type}: jobs in all other partitions of its nodes take our GPUs"))
+    found.append(
+        Finding(
+            "preemption",
+            Level.OK,
+            f"{info.preempt_type}: jobs in all other partitions of its nodes take our GPUs",
+        )
+    )
     return (*found, _gpus(view, wanted), _limits(view, wanted))
 
 
 def _gpus(view: ClusterView, wanted: Wanted) -> Finding:
-    here = [node for node in view.nodes if wanted.partition in node.partitions and wanted.gpu_type in ("", node.gpu_type)]
+    here = [
+        node
+        for node in view.nodes
+        if wanted.partition in node.partitions and wanted.gpu_type in ("", node.gpu_type)
+    ]
     gpus = sum(node.gpus for node in here)
     if not gpus:
         kind = f" of type {wanted.gpu_type}" if wanted.gpu_type else ""
-        return Finding("gpus", Level.PROBLEM, f"partition {wanted.partition} has no GPUs{kind}", "harvest.partition, harvest.gpu_type")
+        return Finding(
+            "gpus",
+            Level.PROBLEM,
+            f"partition {wanted.partition} has no GPUs{kind}",
+            "harvest.partition, harvest.gpu_type",
+        )
     return Finding("gpus", Level.OK, f"{gpus} GPUs on {len(here)} nodes of partition {wanted.partition}")
 
 
@@ -55,9 +70,20 @@ def _limits(view: ClusterView, wanted: Wanted) -> Finding:
     part = view.partition(wanted.partition)
     assert part is not None  # preflight saw it
     if not part.up:
-        return Finding("partition limits", Level.PROBLEM, f"partition {part.name} is down", "set it up, or choose another")
+        return Finding(
+            "partition limits",
+            Level.PROBLEM,
+            f"partition {part.name} is down",
+            "set it up, or choose another",
+        )
     if part.max_time_s < wanted.time_limit_s:
-        said = f"MaxTime of {part.name} is {part.max_time_s / 60:g} min, harvest.time_limit_s is {wanted.time_limit_s / 60:g} min"
-        return Finding("partition limits", Level.PROBLEM, said, f"harvest.time_limit_s = {part.max_time_s:g}")
+        observed = f"MaxTime of {part.name} is {part.max_time_s / 60:g} min, harvest.time_limit_s is {wanted.time_limit_s / 60:g} min"
+        return Finding(
+            "partition limits", Level.PROBLEM, observed, f"harvest.time_limit_s = {part.max_time_s:g}"
+        )
     most = "no limit of time" if math.isinf(part.max_time_s) else f"{part.max_time_s / 60:g} min at most"
-    return Finding("partition limits", Level.OK, f"partition {part.name} is up, {most}, ours ask for {wanted.time_limit_s / 60:g} min")
+    return Finding(
+        "partition limits",
+        Level.OK,
+        f"partition {part.name} is up, {most}, ours ask for {wanted.time_limit_s / 60:g} min",
+    )

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from scavenger.cluster.model import JobSpec
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import collect
-from scavenger.doctor.facts import Answer
+from scavenger.doctor.facts import CommandOutput
 from scavenger.errors import ClusterError
 
 LIMIT_S = 60.0
@@ -53,22 +53,37 @@ sleep {limit}
 def script(folder: Path, python: str, host: str, port: int) -> str:
     """Pure. The batch script of the test job."""
     quote = shlex.quote
-    return _SCRIPT.format(dir=quote(str(folder)), python=quote(python), host=quote(host), port=int(port), limit=int(LIMIT_S))
+    return _SCRIPT.format(
+        dir=quote(str(folder)), python=quote(python), host=quote(host), port=int(port), limit=int(LIMIT_S)
+    )
 
 
 def job(config: DaemonConfig, text: str) -> JobSpec:
     """Pure. It asks for what an engine of one GPU asks for."""
     h = config.harvest
     return JobSpec(
-        name="scv-doctor", comment="scavenger doctor", partition=h.partition, script=text, gpus=1, gpu_type=h.gpu_type,
-        cpus_per_task=h.cpus_per_engine, memory_mb=h.memory_mb_per_engine, time_s=LIMIT_S, workdir="/", account=h.account, qos=h.qos,
+        name="scv-doctor",
+        comment="scavenger doctor",
+        partition=h.partition,
+        script=text,
+        gpus=1,
+        gpu_type=h.gpu_type,
+        cpus_per_task=h.cpus_per_engine,
+        memory_mb=h.memory_mb_per_engine,
+        time_s=LIMIT_S,
+        workdir="/",
+        account=h.account,
+        qos=h.qos,
         constraint=h.constraint,
-    )  # fmt: skip
+    )
 
 
 def run(
-    config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: float = WAIT_S, say: Callable[[str], None] = lambda _text: None
-) -> Answer:
+    config: DaemonConfig,
+    env: Mapping[str, str] | None = None,
+    wait_s: float = WAIT_S,
+    say: Callable[[str], None] = lambda _text: None,
+) -> CommandOutput:
     """Submit, wait for its word, take everything away again. Never raises for what the site refuses: the answer says it.
 
     `say` hears that a job was submitted and for how long it is waited for.
@@ -79,17 +94,23 @@ def run(
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
-        return Answer(error=f"the state directory cannot be written: {error}")
+        return CommandOutput(error=f"the state directory cannot be written: {error}")
     job_id = 0
     try:
         with _listening(config) as (host, port):
-            job_id = cluster.submit(job(config, script(folder, config.harvest.python or sys.executable, host, port)))
-            say(f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most")
+            job_id = cluster.submit(
+                job(config, script(folder, config.harvest.python or sys.executable, host, port))
+            )
+            say(
+                f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"
+            )
             return _wait(folder / SAID, job_id, env, wait_s)
     except (ClusterError, OSError) as error:
-        return Answer(error=f"the test job could not be run: {error}")
+        return CommandOutput(error=f"the test job could not be run: {error}")
     finally:
-        with contextlib.suppress(ClusterError):  # the answer stands; a job that stays ends by its limit of a minute
+        with contextlib.suppress(
+            ClusterError
+        ):  # the answer stands; a job that stays ends by its limit of a minute
             if job_id:
                 cluster.cancel((job_id,))
         shutil.rmtree(folder, ignore_errors=True)
@@ -114,24 +135,27 @@ def _listening(config: DaemonConfig) -> Iterator[tuple[str, int]]:
         yield host, d.port or ours.getsockname()[1]
 
 
-def _wait(said: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float) -> Answer:
+def _wait(observed: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float) -> CommandOutput:
     deadline = time.monotonic() + wait_s
     text = ""
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
-            text = said.read_text(encoding="utf-8", errors="replace")
+            text = observed.read_text(encoding="utf-8", errors="replace")
         state, reason, restarts = _state(job_id, env)
         if "requeue=" in text and ("requeue=ok" not in text or restarts):
-            return Answer(text)
+            return CommandOutput(text)
         if restarts:  # it was put back before it could say that it was
-            return Answer(text + "requeue=ok\n")
+            return CommandOutput(text + "requeue=ok\n")
         if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", ""):
-            return Answer(text) if "node=" in text else Answer(error=_silent(job_id, state))
+            return CommandOutput(text) if "node=" in text else CommandOutput(error=_silent(job_id, state))
         time.sleep(POLL_S)  # between two looks at the job: Slurm tells nobody
     if "node=" in text:
-        return Answer(text)
+        return CommandOutput(text)
     was = f"{state or 'not to be asked for'} ({reason or 'no reason given'})"
-    return Answer(error=f"job {job_id} was {was} for {wait_s:g} s and said nothing", remedy=BUSY if reason in BUSY_REASONS else "")
+    return CommandOutput(
+        error=f"job {job_id} was {was} for {wait_s:g} s and said nothing",
+        remedy=BUSY if reason in BUSY_REASONS else "",
+    )
 
 
 def _silent(job_id: int, state: str) -> str:

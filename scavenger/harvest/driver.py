@@ -27,39 +27,41 @@ from dataclasses import replace
 
 import structlog
 
+from scavenger.asyncio_helpers import OneThread, first, patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
-from scavenger.harvest import policy
-from scavenger.harvest.durable import Durable, as_json
-from scavenger.harvest.idling import Idling
-from scavenger.harvest.leave import leave_by, unseen
+from scavenger.harvest.decide import decide
+from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
+from scavenger.harvest.decide.drain import must_end_by, unseen
+from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.execute.durable import Durable, as_json
+from scavenger.harvest.execute.execute import Performer
+from scavenger.harvest.execute.worker_keys import WorkerKeys
 from scavenger.harvest.limits import pace_of, rules_of, stale_s
-from scavenger.harvest.looks import Looks
-from scavenger.harvest.pace import Look, Pace
-from scavenger.harvest.perform import Performer
-from scavenger.harvest.policy import Cancel, Code, Leaving
-from scavenger.harvest.room import owners
-from scavenger.harvest.standing import Standing
-from scavenger.harvest.thread import OneThread
-from scavenger.harvest.tracker import Output, Tracker
-from scavenger.harvest.waiting import first, patience_s
-from scavenger.harvest.worker_keys import WorkerKeys
+from scavenger.harvest.observe.pace import Pace, Poll
+from scavenger.harvest.observe.polls import Poller
+from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
-from scavenger.router.events import Identity, RouterEvent
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
+from scavenger.policy.idle_gpus import Idling
+from scavenger.router.core.events import Identity, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
 
 #: A drained engine's job that is still there after this is cancelled.
-LEAVE_S = 30.0
+DRAIN_NOTICE_S = 30.0
 #: How often the demand is compared with what was last decided on.
 DEMAND_TICK_S = 1.0
 #: How long a stop waits for the cycle under way, so that a submission's answer is still recorded.
 STOP_S = 3.0
 #: How long a shutdown that cancels waits for the jobs to leave the queue.
 CANCEL_S = 20.0
+#: Jobs that accounting is asked for at once, and how long one that did not answer is left alone: its commands wait for seconds.
+MOST_JOBS = 200
+ACCOUNT_RETRY_S = 300.0
 
 
 class Harvester:
@@ -80,32 +82,54 @@ class Harvester:
         unregister: Callable[[str], None],
         clock: Callable[[], float],
         learned: Callable[[ClusterInfo], None] = lambda _info: None,
-        leave_s: float = LEAVE_S,
+        lives: Callable[[], Sequence[WorkerLife]] = tuple,
+        observed: Callable[[ClusterView], None] = lambda _view: None,
+        drain_notice_s: float = DRAIN_NOTICE_S,
         token: Callable[[], str] = lambda: secrets.token_hex(8),
         draw: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._write, self._post, self._clock = write, post, clock
-        self._demand, self._leases, self._leave_s = demand, leases, leave_s
+        self._demand, self._leases, self._drain_notice_s = demand, leases, drain_notice_s
+        self._lives, self._observed = lives, observed
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
-        self.standing = Standing(lambda: self.config)
+        self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
         self._thread = OneThread("cluster")
         self._keys = WorkerKeys(self._state_dir, register, unregister)
-        durable = Durable(commit, write, lambda: patience_s(self.config.cluster.quick_s), clock)
+        durable = Durable(commit, write, lambda: patience_s(self.config.cluster.fast_poll_interval_s), clock)
         self._performer = Performer(
-            config, cluster, self._thread, uid, self.tracker, self._keys, durable,
-            write=write, post=post, absorb=self._absorb, clock=clock, token=token,
-        )  # fmt: skip
-        self._looks = Looks(
-            lambda: self.config, cluster, self._thread,
-            surprised=self.tracker.surprised, learned=learned, write=write, clock=clock, monotonic=monotonic,
-        )  # fmt: skip
+            config,
+            cluster,
+            self._thread,
+            uid,
+            self.tracker,
+            self._keys,
+            durable,
+            write=write,
+            post=post,
+            absorb=self._absorb,
+            clock=clock,
+            token=token,
+        )
+        self._poller = Poller(
+            lambda: self.config,
+            cluster,
+            self._thread,
+            surprised=self.tracker.surprised,
+            learned=learned,
+            write=write,
+            clock=clock,
+            monotonic=monotonic,
+        )
         self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
+        self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
-        self.troubles: Counter[str] = Counter()  # failed looks and commands by kind, for status and metrics
+        self.error_kinds: Counter[str] = (
+            Counter()
+        )  # failed looks and commands by kind, for status and metrics
         self._decided_on: tuple[tuple[int, int, int], ...] = ()
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -114,7 +138,12 @@ class Harvester:
     @property
     def view(self) -> ClusterView | None:
         """The last complete observation."""
-        return self._looks.view
+        return self._poller.view
+
+    def connected(self) -> tuple[int, int]:
+        """Engines of our jobs that are registered now, and their GPUs: what is known of them between two looks at Slurm."""
+        here = {life.intent_id for life in self._lives() if life.here} & self.tracker.intents.keys()
+        return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
     # ---------------------------------------------------------------- life
 
@@ -127,13 +156,27 @@ class Harvester:
             try:
                 self._keys.allow_again(intended.intent_id)
             except AuthError as error:
-                if job.job_id:  # without its key the job can never greet; before the submission there need not be one
-                    self._write([rec.Event("worker_key_missing", intended.run_id, intended.intent_id, error.cause, "{}", now)])
-                    self.tracker.revoke(intended.intent_id, Leaving.GIVEN_BACK, error.cause, now)
+                if (
+                    job.job_id
+                ):  # without its key the job can never greet; before the submission there need not be one
+                    self._write(
+                        [
+                            rec.Event(
+                                "worker_key_missing",
+                                intended.run_id,
+                                intended.intent_id,
+                                error.cause,
+                                "{}",
+                                now,
+                            )
+                        ]
+                    )
+                    self.tracker.revoke(intended.intent_id, DrainKind.DRAINING, error.cause, now)
         self._keys.drop_stale({job.intended.intent_id for job in jobs})
 
     def reconfigure(self, config: DaemonConfig) -> None:
-        """Go on with what `scavenger.reload` lets change live, from the next cycle on. Raises `ConfigError`, and then nothing changed."""
+        """Go on with what `scavenger.daemon.reload` lets change live, from the next cycle on. Raises
+        `ConfigError`, and then nothing changed."""
         self._performer.obey(config)
         self.config = config
         self._pace.obey(pace_of(config), self._monotonic())
@@ -147,13 +190,13 @@ class Harvester:
         """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
         scheduler to talk to; what fails later is an event and is tried again."""
         (self._state_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        look = Look.FULL
+        poll = Poll.FULL
         while not stop.is_set():
             async with self._cycle_lock:
                 if self._stopping.is_set():
                     return
-                await self._cycle(look)
-            look = await self._pause(stop)
+                await self._cycle(poll)
+            poll = await self._pause(stop)
 
     async def shutdown(self, cancel: bool) -> None:
         """Stop. Jobs stay for the next daemon unless `cancel`: then every one is cancelled, and waited for while that takes `CANCEL_S`."""
@@ -168,71 +211,123 @@ class Harvester:
     async def _cancel_all(self) -> None:
         try:
             while jobs := self.tracker.jobs({}):
-                staying = [job.intent_id for job in jobs if job.leaving is not Leaving.CANCELLED]
+                staying = [job.intent_id for job in jobs if job.leaving is not DrainKind.CANCELLED]
                 chosen = [Cancel(intent_id, "the daemon shuts down", Code.SHUTDOWN) for intent_id in staying]
-                await self._performer.cancel([action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}")
-                self._absorb(self.tracker.observe(await self._looks.whole(), self._clock()))
-                await asyncio.sleep(min(1.0, self.config.cluster.quick_s))
+                await self._performer.cancel(
+                    [action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}"
+                )
+                self._absorb(self.tracker.observe(await self._poller.whole(), self._clock()))
+                await asyncio.sleep(min(1.0, self.config.cluster.fast_poll_interval_s))
         except ClusterError as error:
             log.warning("jobs may be left", reason=error.cause, jobs=sorted(self.tracker.job_ids()))
 
     # ---------------------------------------------------------------- one cycle
 
-    async def _cycle(self, look: Look) -> None:
+    async def _cycle(self, poll: Poll) -> None:
         """Observe and conclude; after a whole look also decide and perform."""
         before = self.cluster.rpc.total
         try:
-            view, look = await self._looks.observe(look, failed=self._pace.failures > 0)
+            view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
         except ClusterError as error:
-            if self._looks.info is None and not isinstance(error, ClusterUnavailable):
+            if self._poller.info is None and not isinstance(error, ClusterUnavailable):
                 raise  # it never worked: no Slurm on PATH, not a cluster
             self._failed(error, before)
             return
         if failures := self._pace.failures:
-            self._write([rec.Event("cluster_back", 0, self._looks.name, f"answers again after {failures} failures", "{}", self._clock())])
+            self._write(
+                [
+                    rec.Event(
+                        "cluster_back",
+                        0,
+                        self._poller.name,
+                        f"answers again after {failures} failures",
+                        "{}",
+                        self._clock(),
+                    )
+                ]
+            )
         seen = self.cluster.rpc.total
-        self._pace.looked(look, seen - before, self._monotonic())
+        self._pace.polled(poll, seen - before, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._leases().items() if n_leases)
+        self.tracker.heard(self._lives())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
-        if look is Look.JOBS:
+        self._observed(view)
+        if poll is Poll.JOBS:
             return  # the nodes in this view are those of the last whole look: nothing is decided on them
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
-        have, now = owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()), self._clock()
-        self._write([rec.ClusterSampled(have.idle, have.harvested, have.others, have.reserved, have.unusable, have.pending_others, now)])
-        await self.standing.look_now()
+        have, now = (
+            owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()),
+            self._clock(),
+        )
+        self._write(
+            [
+                rec.ClusterPolled(
+                    have.idle,
+                    have.harvested,
+                    have.others,
+                    have.reserved,
+                    have.unusable,
+                    have.jobs_pending_other_users,
+                    now,
+                )
+            ]
+        )
+        await self.stop_state.poll_now()
         demand = self._wanted()
         now = self._clock()
-        info = self._looks.info
-        assert info is not None  # by `Looks.observe`
-        limits = self.standing.limits(view, info, self.tracker, self._leave_s, now)
-        spares = limits.spares if self._performer.steers else 0
-        limits = replace(limits, idle=self.idling.known(self.config.harvest.outlast, now), spares=spares)
-        self._write(self.standing.events)
-        self.standing.events.clear()
-        decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
-        self.standing.decided(decision, now)
+        info = self._poller.info
+        assert info is not None  # by `Poller.observe`
+        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
+        standby_jobs = limits.standby_jobs if self._performer.steers else 0
+        limits = replace(
+            limits,
+            idle=self.idling.known(self.config.harvest.min_expected_life, now),
+            standby_jobs=standby_jobs,
+        )
+        self._write(self.stop_state.events)
+        self.stop_state.events.clear()
+        decision = decide.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
+        self.stop_state.decided(decision, now)
         try:
-            await self._performer.cancel_strangers(output.strangers)
+            await self._performer.cancel_orphaned_jobs(output.orphaned_jobs)
             await self._performer.perform(decision, demand, info.backend, self._overtaken)
         except ClusterError as error:
             self._failed(error, seen)
             return
         self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
         # Who was promised GPUs within a time gets them. A job that was cancelled is Slurm's to end; one without an id has no name there.
-        promised = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is Leaving.GIVEN_BACK]
-        due = min((leave_by(job, limits) for job in promised), default=math.inf)
+        promised = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
+        due = min((must_end_by(job, limits) for job in promised), default=math.inf)
         self._by = self._monotonic() + max(0.0, due - self._clock())
+        if info.accounting:
+            await self._account()
+
+    async def _account(self) -> None:
+        """Ask Slurm's accounting for the times of allocations that no look saw whole. It is no part of a look: without it all goes on."""
+        asked = self.tracker.to_account()[:MOST_JOBS]
+        if not asked or self._monotonic() < self._account_at:
+            return
+        try:
+            lives = await self._thread.call(self.cluster.accounting, asked)
+        except ClusterError as error:
+            self._account_at = self._monotonic() + ACCOUNT_RETRY_S
+            self._write(
+                [rec.Event("accounting_unavailable", 0, self._poller.name, error.cause, "{}", self._clock())]
+            )
+            log.warning("accounting unavailable", reason=error.cause, retry_s=ACCOUNT_RETRY_S)
+            return
+        self._absorb(self.tracker.accounted(asked, lives, self._clock()))
 
     def _failed(self, error: ClusterError, before: int) -> None:
         """A command failed: what it was to do is decided afresh on the next view. `before`: requests that had been counted by then."""
-        trouble = error.trouble if isinstance(error, ClusterUnavailable) else "refused"
-        retry_s = self._pace.failed(trouble, self.cluster.rpc.total - before, self._monotonic())
-        self.troubles[trouble] += 1
+        error_kind = error.error_kind if isinstance(error, ClusterUnavailable) else "refused"
+        retry_s = self._pace.failed(error_kind, self.cluster.rpc.total - before, self._monotonic())
+        self.error_kinds[error_kind] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
-        detail = {"trouble": trouble, "failures": failures, "retry_s": round(retry_s, 3)}
-        self._write([rec.Event(kind, 0, self._looks.name, error.cause, as_json(detail), self._clock())])
+        detail = {"trouble": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}
+        self._write([rec.Event(kind, 0, self._poller.name, error.cause, as_json(detail), self._clock())])
         log.warning(kind, reason=error.cause, **detail)
 
     def _absorb(self, output: Output) -> None:
@@ -248,39 +343,50 @@ class Harvester:
     def _wanted(self) -> list[Demand]:
         demand = list(self._demand())
         self._decided_on = _shape(demand)
-        if self._looks.refused:
-            return [replace(d, engines=0, reason=self._looks.refused) for d in demand]
+        if self._poller.refused:
+            return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
         return demand
 
     async def _overtaken(self) -> bool:
         """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and somebody may have stopped us."""
         assert self.view is not None
-        await self.standing.look_now()
+        await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
-        return old or self._stopping.is_set() or self.standing.seen != self.standing.decided_on
+        return old or self._stopping.is_set() or self.stop_state.seen != self.stop_state.decided_on
 
     # ---------------------------------------------------------------- time
 
-    async def _pause(self, stop: asyncio.Event) -> Look:
+    async def _pause(self, stop: asyncio.Event) -> Poll:
         """Until the next look is due, or it is time to stop. Says which look that is."""
-        look = Look.FULL
+        poll = Poll.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
-            changed = self.standing.changed
-            if self._pace.failures and self.standing.seen is not None:  # no look, no decision: what needs no Slurm is done now
-                for action in unseen(self.tracker.jobs(self._leases()), self.standing.seen.reason):
-                    self._performer.give_back(action, "{}")
+            changed = self.stop_state.changed
+            if (
+                self._pace.failures and self.stop_state.seen is not None
+            ):  # no look, no decision: what needs no Slurm is done now
+                for action in unseen(self.tracker.jobs(self._leases()), self.stop_state.seen.reason):
+                    self._performer.drain(action, "{}")
             moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
-            rests = all(one.spare for one in self.tracker.intents.values()) and not any(d.engines for d in self._demand())
+            rests = all(one.standby for one in self.tracker.intents.values()) and not any(
+                d.engines for d in self._demand()
+            )
             # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
-            by = now if changed and self.standing.seen is not None else self._by
-            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by)
+            by = now if changed and self.stop_state.seen is not None else self._by
+            due_at, poll = self._pace.next(
+                now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by
+            )
             if now >= due_at:
                 break
-            await first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, due_at - now))
-        if look is Look.FULL:
+            await first(
+                stop,
+                self._stopping,
+                *([] if moved else [self._poked]),
+                timeout_s=min(DEMAND_TICK_S, due_at - now),
+            )
+        if poll is Poll.FULL:
             self._poked.clear()
-        return look
+        return poll
 
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, Hours
-from scavenger.harvest.health import Health, HealthRules
-from scavenger.harvest.others import gpus_by_node
-from scavenger.harvest.pace import PaceRules
-from scavenger.harvest.policy import Limits
-from scavenger.harvest.tracker import Rules
+from scavenger.harvest.decide.decide import Limits
+from scavenger.harvest.decide.other_users import gpus_by_node
+from scavenger.harvest.observe.pace import PaceRules
+from scavenger.harvest.track.node_health import Health, HealthRules
+from scavenger.harvest.track.tracker import Rules
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 #: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
@@ -33,23 +33,33 @@ class Stop:
 
 def rules_of(config: DaemonConfig, uid: str, user: str) -> Rules:
     harvest = config.harvest
-    return Rules(uid, user, config.cluster.absent_s, HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s))
+    return Rules(
+        uid,
+        user,
+        config.cluster.absent_s,
+        HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s),
+    )
 
 
 def pace_of(config: DaemonConfig) -> PaceRules:
     section = config.cluster
-    return PaceRules(section.observe_s, section.quick_s, section.observe_floor_s, section.max_rpc_per_min)
+    return PaceRules(
+        section.poll_interval_s,
+        section.fast_poll_interval_s,
+        section.min_poll_interval_s,
+        section.max_rpc_per_min,
+    )
 
 
 def stale_s(config: DaemonConfig) -> float:
     """On what was seen longer ago nothing is decided, and nothing more is submitted."""
-    return max(2 * config.cluster.observe_s, config.cluster.command_timeout_s)
+    return max(2 * config.cluster.poll_interval_s, config.cluster.command_timeout_s)
 
 
 def limits_of(
     config: DaemonConfig,
     health: Health,
-    leave_s: float,
+    drain_notice_s: float,
     now: float,
     *,
     user: str = "",
@@ -65,7 +75,7 @@ def limits_of(
     not_before, why = health.backoff()
     return replace(
         _configured(config, now),
-        leave_s=leave_s,
+        drain_notice_s=drain_notice_s,
         could_start_since=could_start_since,
         by_qos=by_qos,
         plan_step_s=plan_step_s,
@@ -100,29 +110,34 @@ def _configured(config: DaemonConfig, now: float) -> Limits:
         cpus_per_engine=harvest.cpus_per_engine,
         memory_mb_per_engine=harvest.memory_mb_per_engine,
         stale_s=stale_s(config),
-        horizon_s=cluster.observe_s,
-        courtesy_window_s=harvest.courtesy_window_s,
-        courtesy_after_s=harvest.courtesy_after_s,
-        peer_yield_s=harvest.peer_yield_s,
+        horizon_s=cluster.poll_interval_s,
+        other_users_window_s=harvest.other_users_window_s,
+        yield_after_s=harvest.yield_after_s,
+        same_tier_yield_s=harvest.same_tier_yield_s,
         drain_before_s=harvest.drain_before_s,
-        min_life_s=min(harvest.least_life_s, harvest.time_limit_s) + harvest.drain_before_s,
+        min_life_s=min(harvest.min_runtime_s, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,
-        spares=harvest.spares,
-        pin=harvest.placement == "node" and not harvest.constraint,  # which nodes have the features is Slurm's to know
+        standby_jobs=harvest.standby_jobs,
+        pin=harvest.placement == "node"
+        and not harvest.constraint,  # which nodes have the features is Slurm's to know
         max_preemptions_per_hour=harvest.max_preemptions_per_hour,
     )
 
 
 def hours_now(schedule: Sequence[Hours], timezone: str, now: float) -> Hours | None:
     """The first entry that holds now. One over midnight belongs to the day on which it begins."""
-    zone = datetime.UTC if timezone == "UTC" else zoneinfo.ZoneInfo(timezone)  # UTC needs no database of zones
+    zone = (
+        datetime.UTC if timezone == "UTC" else zoneinfo.ZoneInfo(timezone)
+    )  # UTC needs no database of zones
     at = datetime.datetime.fromtimestamp(now, zone)
     for entry in schedule:
         start, end = (int(part) for part in entry.hours.split("-"))
         if start < end:
             if start <= at.hour < end and _on(entry.days, at.weekday()):
                 return entry
-        elif (at.hour >= start and _on(entry.days, at.weekday())) or (at.hour < end and _on(entry.days, (at.weekday() - 1) % 7)):
+        elif (at.hour >= start and _on(entry.days, at.weekday())) or (
+            at.hour < end and _on(entry.days, (at.weekday() - 1) % 7)
+        ):
             return entry
     return None
 
@@ -144,7 +159,7 @@ def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float
     others = False
     for job in view.jobs:
         others = others or job.user != info.user
-        if job.holds_gpus or now - job.end_time < _LATELY_S:
+        if job.has_gpus_allocated or now - job.end_time < _LATELY_S:
             for node, gpus in gpus_by_node(job):
                 explained[node] = explained.get(node, 0) + gpus
     unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)

@@ -134,13 +134,18 @@ def _sqlstate(error: BaseException) -> str:
 def overran(error: BaseException) -> bool:
     """Whether a reader was ended because it took longer than it may (`store.open_readonly`), or was cancelled."""
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-    return getattr(cause, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT or getattr(cause, "sqlstate", None) == "57014"
+    return (
+        getattr(cause, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT
+        or getattr(cause, "sqlstate", None) == "57014"
+    )
 
 
 def explain(error: BaseException) -> str:
     """The driver's message on one line, without statement and parameters (they may be somebody's prompts)."""
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
-    name: str = getattr(cause, "sqlite_errorname", "") or getattr(cause, "sqlstate", "") or type(cause).__name__
+    name: str = (
+        getattr(cause, "sqlite_errorname", "") or getattr(cause, "sqlstate", "") or type(cause).__name__
+    )
     # Beyond its first line PostgreSQL quotes the row.
     told = _TOLD.get(_sqlstate(error))
     return f"{told[0] + ': ' if told is not None else ''}{name}: {(str(cause).splitlines() or [''])[0]}"

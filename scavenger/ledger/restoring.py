@@ -43,7 +43,9 @@ def begin(state_dir: Path, note: Note) -> None:
         partial.replace(path)
         sync(state_dir)
     except OSError as error:
-        raise LedgerError(f"{path} cannot be written: {error.strerror}", "check daemon.state_dir and its free space") from error
+        raise LedgerError(
+            f"{path} cannot be written: {error.strerror}", "check daemon.state_dir and its free space"
+        ) from error
 
 
 def find(state_dir: Path) -> Note | None:

@@ -41,7 +41,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class RunSight:
+class RetainedRun:
     """A run as the ledger has it. `final_step`: the step up to which consumption is final, -1 for none (`reader.final_step`)."""
 
     run_id: int
@@ -51,7 +51,7 @@ class RunSight:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSight:
+class RetainedSample:
     """A sample of a step. `taken`: whether a surviving step (or evaluation) of its group's number exists."""
 
     sample_id: int
@@ -73,35 +73,47 @@ class Portion:
     reason: str
 
 
-def limit(run: RunSight, policy: Policy) -> int:
+def limit(run: RetainedRun, policy: Policy) -> int:
     """The last step whose groups the policy applies to; -1 for none."""
     if policy.retention == "keep":
         return -1
     return max(-1, min(run.final_step, run.last_step - policy.steps))
 
 
-def plan(run: RunSight, samples: Iterable[SampleSight], policy: Policy, now: float) -> Iterator[Portion]:
+def plan(
+    run: RetainedRun, samples: Iterable[RetainedSample], policy: Policy, now: float
+) -> Iterator[Portion]:
     """Portions of the samples whose group is final and old enough and whose contents are not yet as the policy wants them."""
     bound = limit(run, policy)
-    groups: dict[int, list[SampleSight]] = defaultdict(list)
+    groups: dict[int, list[RetainedSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample)
-    ready = [s for members in groups.values() if _settled(members, bound) for s in members if s.contents in BECOMES[policy.to]]
+    ready = [
+        s
+        for members in groups.values()
+        if _settled(members, bound)
+        for s in members
+        if s.contents in BECOMES[policy.to]
+    ]
     why = f"step {{}}: the oldest kept checkpoint is of step {run.final_step}, the run is at step {run.last_step}"
     for part in _portions(ready):
         record = ContentsReduced(run.run_id, run.attempt, tuple(s.sample_id for s in part), policy.to, now)
         yield Portion(record, sum(s.accepted_len for s in part), why.format(part[0].step))
 
 
-def _settled(group: Sequence[SampleSight], bound: int) -> bool:
+def _settled(group: Sequence[RetainedSample], bound: int) -> bool:
     """Whether nobody may ask for any sample of the group again. They go together: a group is read back as a whole."""
     return all(
-        s.step <= bound and s.ended_step <= bound and s.state in FINAL_STATES and (s.state != "poisoned" or s.taken) for s in group
+        s.step <= bound
+        and s.ended_step <= bound
+        and s.state in FINAL_STATES
+        and (s.state != "poisoned" or s.taken)
+        for s in group
     )
 
 
-def _portions(samples: Sequence[SampleSight]) -> Iterator[list[SampleSight]]:
-    part: list[SampleSight] = []
+def _portions(samples: Sequence[RetainedSample]) -> Iterator[list[RetainedSample]]:
+    part: list[RetainedSample] = []
     tokens = 0
     for sample in samples:
         if part and (len(part) == PORTION_SAMPLES or tokens + sample.accepted_len > PORTION_TOKENS):
@@ -140,7 +152,10 @@ def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
     at = 0
     for row in rows:
         if row.start_len != at:
-            return [], f"{'tokens missing' if row.start_len > at else 'tokens doubled'}: a chunk begins at {row.start_len}, not at {at}"
+            return (
+                [],
+                f"{'tokens missing' if row.start_len > at else 'tokens doubled'}: a chunk begins at {row.start_len}, not at {at}",
+            )
         sizes = {len(row.tokens), len(row.logprobs), len(row.raw_logprobs)}
         if sizes not in ({4 * row.n_tokens}, {0}):
             return [], f"the chunk at {at} has {row.n_tokens} tokens and payloads of {sorted(sizes)} bytes"
@@ -159,6 +174,13 @@ def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
 def _one(rows: Sequence[ChunkRow]) -> ChunkRow:
     first = rows[0]
     return ChunkRow(
-        first.epoch, first.start_len, sum(row.n_tokens for row in rows), first.version, first.worker_id, max(row.at for row in rows),
-        b"".join(row.tokens for row in rows), b"".join(row.logprobs for row in rows), b"".join(row.raw_logprobs for row in rows),
-    )  # fmt: skip
+        first.epoch,
+        first.start_len,
+        sum(row.n_tokens for row in rows),
+        first.version,
+        first.worker_id,
+        max(row.at for row in rows),
+        b"".join(row.tokens for row in rows),
+        b"".join(row.logprobs for row in rows),
+        b"".join(row.raw_logprobs for row in rows),
+    )

@@ -38,11 +38,6 @@ def _text(name: str, **options: Any) -> Column[str]:
     return Column(name, Text, nullable=False, **options)
 
 
-def _later_text(name: str) -> Column[str]:
-    """A column that a later revision added: rows of before have ""."""
-    return Column(name, Text, nullable=False, server_default=sa.text("''"))
-
-
 def _time(name: str) -> Column[float]:
     return Column(name, Double, nullable=False)
 
@@ -73,8 +68,8 @@ generations = Table(
     _time("committed_at"),
     _int("batch"),
     _maybe_time("superseded_at"),
-    _later_text("uid"),  # random: numbers are used again after an older ledger was restored, this is not
-    _later_text("timeline"),  # the ledger's history: the same in all generations, until an older ledger is restored
+    _text("uid"),  # random: numbers are used again after an older ledger was restored, this is not
+    _text("timeline"),  # the ledger's history: the same in all generations, until an older ledger is restored
 )
 
 # ---------------------------------------------------------------- runs
@@ -155,7 +150,7 @@ checkpoints = Table(
     _text("path"),
     _time("recorded_at"),
     Column("rewound_by", Int, nullable=True),
-    _later_text("kept"),  # steps whose checkpoints the trainer kept then, as JSON; "" = it did not say
+    _text("kept"),  # steps whose checkpoints the trainer kept then, as JSON; "" = it did not say
     Index("ix_checkpoints_run", "run_id", "step"),
 )
 
@@ -169,7 +164,7 @@ groups = Table(
     _text("purpose"),
     _int("step"),
     _int("prompt_index"),
-    _int("take"),
+    _int("retry"),
     _int("created_version"),
     _int("version"),  # the one it goes on under, after adoption
     _bytes("prompt"),
@@ -191,7 +186,9 @@ samples = Table(
     _int("group_id"),
     _int("run_id"),
     _int("sample_index"),
-    _text("state"),  # open | complete | consumed | filtered | masked | evaluated | surplus | superseded | poisoned
+    _text(
+        "state"
+    ),  # open | complete | consumed | filtered | masked | evaluated | surplus | superseded | poisoned
     _text("reason"),
     _text("finish"),  # "" | stop | length
     _int("accepted_len"),  # derived, tokens
@@ -207,7 +204,7 @@ samples = Table(
     _maybe_time("ended_at"),
     # null: its chunks are as they came; else what retention made of them: compacted | dropped | purged
     Column("contents", Text, nullable=True),
-    _later_text("reward_version"),  # of the function that gave the reward; "" = none gave one, or before it was noted
+    _text("reward_version"),  # of the function that gave the reward; "" = none gave one
     Index("ix_samples_group", "group_id"),
     # Finds the few that are in flight, or that a replay may need, among millions that are final.
     Index("ix_samples_state", "state", "run_id", "ended_step"),
@@ -227,7 +224,7 @@ sample_ends = Table(
     Column("reward", Double, nullable=True),
     Column("advantage", Double, nullable=True),
     _time("at"),
-    _later_text("reward_version"),
+    _text("reward_version"),
     Index("ix_sample_ends_sample", "sample_id"),
 )
 
@@ -321,7 +318,7 @@ jobs = Table(
     _int("restart_count"),
     _maybe_time("observed_at"),
     _maybe_time("ended_at"),
-    _later_text("pinned"),  # the node that it was submitted for; "": Slurm chooses, or an older release did not note it
+    _text("pinned"),  # the node that it was submitted for; "": Slurm chooses
     Index("ix_jobs_ended", "ended_at"),
     Index("ix_jobs_job", "job_id"),
 )
@@ -341,8 +338,8 @@ job_states = Table(
     Index("ix_job_states_intent", "intent_id"),
 )
 
-holds = Table(
-    "holds",
+gpu_allocations = Table(
+    "gpu_allocations",
     metadata,
     Column("intent_id", Text, primary_key=True),
     _key("restart_count"),
@@ -351,22 +348,22 @@ holds = Table(
     _int("gpus"),
     _time("started_at"),
     _maybe_time("ended_at"),
-    _text("reason"),  # "" while it is held
-    Index("ix_holds_started", "started_at"),
+    _text("reason"),  # "" while it is open
+    Index("ix_gpu_allocations_started", "started_at"),
 )
 
-cluster_samples = Table(
-    "cluster_samples",
+cluster_polls = Table(
+    "cluster_polls",
     metadata,
     _counted(),
-    _int("idle"),
-    _int("harvested"),
-    _int("others"),
-    _int("reserved"),
-    _int("unusable"),
-    _int("pending_others"),
+    _int("gpus_idle"),
+    _int("gpus_harvested"),
+    _int("gpus_other_users"),
+    _int("gpus_reserved"),
+    _int("gpus_unusable"),
+    _int("jobs_pending_other_users"),
     _time("at"),
-    Index("ix_cluster_samples_at", "at"),
+    Index("ix_cluster_polls_at", "at"),
 )
 
 decisions = Table(
@@ -379,7 +376,7 @@ decisions = Table(
     _text("reason"),
     _text("inputs"),
     _time("at"),
-    _later_text("code"),  # the reason in a word (`harvest.policy.Code`); "" = decided before codes were noted
+    _text("code"),  # the reason in a word, for queries: a `Code` of the harvester or of the router; may be ""
     Index("ix_decisions_at", "at"),
 )
 

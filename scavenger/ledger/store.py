@@ -23,17 +23,46 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.pool import NullPool
 
 from scavenger import resources
-from scavenger.errors import LedgerError
+from scavenger.errors import LedgerError, LedgerRefused
 from scavenger.ledger.faults import explain, remedy
 
 #: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
-        "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fhgfs", "fuse.beegfs", "fuse.ceph", "fuse.ceph-fuse",
-        "fuse.daos", "fuse.dfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs", "lustre", "mmfs",
-        "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
+        "9p",
+        "afs",
+        "beegfs",
+        "beegfs_nodev",
+        "ceph",
+        "cifs",
+        "daos",
+        "fhgfs",
+        "fuse.beegfs",
+        "fuse.ceph",
+        "fuse.ceph-fuse",
+        "fuse.daos",
+        "fuse.dfuse",
+        "fuse.glusterfs",
+        "fuse.juicefs",
+        "fuse.sshfs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "mmfs",
+        "nfs",
+        "nfs4",
+        "ocfs2",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "wekafs",
     }
-)  # fmt: skip
+)
+#: File systems that are gone with the machine's next boot.
+VOLATILE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 _BUSY_TIMEOUT_S = 1.0
 _PAGE_CACHE_KIB = 65_536
 #: A chunk of 32 tokens takes 450 bytes: on pages of 8 KiB a commit writes fewer of them, and costs a third less than on 4 KiB.
@@ -46,6 +75,8 @@ MAINTENANCE_S = 3600.0
 #: Steps of SQLite's virtual machine between two looks at the clock: some tenths of a millisecond.
 _LOOK_STEPS = 10_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
+#: Revisions of ledgers that were written before the first release. No migration leads from them.
+NEVER_RELEASED = frozenset(f"{n:04}" for n in range(1, 9))
 #: A daemon that stands still in mid-transaction (stopped, a frozen host) holds its generation's row: PostgreSQL ends that transaction
 #: before the successor's wait for the row does. One that wakes tries the same transaction again, or finds itself fenced.
 _WRITER_IDLE_TIMEOUT_MS = 8_000
@@ -71,13 +102,31 @@ def mount_type(path: str, mounts: str) -> str:
     return found
 
 
-def refuse_network_file_system(directory: Path) -> None:
+def file_system_of(directory: Path) -> str:
+    """The type of the file system that holds a directory; "" where that cannot be told."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():  # not Linux: nothing to read, and no cluster node either
-        return
-    kind = mount_type(os.path.realpath(directory), mounts.read_text(encoding="utf-8", errors="surrogateescape"))
+        return ""
+    return mount_type(
+        os.path.realpath(directory), mounts.read_text(encoding="utf-8", errors="surrogateescape")
+    )
+
+
+def volatile(url: str) -> str:
+    """Why a ledger would not outlive the machine's next boot; "" when it would."""
+    path = sqlite_file(url)
+    kind = file_system_of(path.parent) if path is not None else ""
+    return (
+        f"{path} lies in the machine's memory ({kind}): the next boot loses it"
+        if kind in VOLATILE_FILE_SYSTEMS
+        else ""
+    )
+
+
+def refuse_network_file_system(directory: Path) -> None:
+    kind = file_system_of(directory)
     if kind in NETWORK_FILE_SYSTEMS:
-        raise LedgerError(
+        raise LedgerRefused(
             f"the ledger {directory} lies on a network file system ({kind}), where SQLite's write-ahead log can lose commits",
             "set daemon.state_dir or daemon.ledger to a local disk, or use PostgreSQL: postgresql://user@host/database",
         )
@@ -88,14 +137,20 @@ def parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise LedgerError(f"the ledger's URL cannot be read: {error}", "sqlite:////absolute/path or postgresql://…") from error
+        raise LedgerRefused(
+            f"the ledger's URL cannot be read: {error}", "sqlite:////absolute/path or postgresql://…"
+        ) from error
     backend = parsed.drivername.split("+")[0]
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     if backend != "sqlite":
-        raise LedgerError(f"a ledger cannot be kept in {backend}", "use sqlite:////absolute/path or postgresql://…")
+        raise LedgerRefused(
+            f"a ledger cannot be kept in {backend}", "use sqlite:////absolute/path or postgresql://…"
+        )
     if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
-        raise LedgerError("a ledger in memory would not survive its daemon", "name a file: sqlite:////absolute/path")
+        raise LedgerRefused(
+            "a ledger in memory would not survive its daemon", "name a file: sqlite:////absolute/path"
+        )
     return parsed
 
 
@@ -111,7 +166,9 @@ def _prepare_file(path: Path) -> None:
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except OSError as error:
-        raise LedgerError(f"the ledger {path} cannot be opened: {error.strerror}", "check the path and its permissions") from error
+        raise LedgerError(
+            f"the ledger {path} cannot be opened: {error.strerror}", "check the path and its permissions"
+        ) from error
 
 
 # ---------------------------------------------------------------- engines
@@ -142,10 +199,15 @@ def open_readonly(url: str, most_s: float | None = None) -> sa.Engine:
     if parsed.drivername == "sqlite":
         path = Path(str(parsed.database))
         if not path.is_file():
-            raise LedgerError(f"there is no ledger at {path}", "start the daemon once, or check daemon.state_dir and daemon.ledger")
+            raise LedgerError(
+                f"there is no ledger at {path}",
+                "start the daemon once, or check daemon.state_dir and daemon.ledger",
+            )
         return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro", writes=False, most_s=bound_s)
     # 0 would be no bound at all.
-    return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={max(1, round(1000 * bound_s))}")
+    return _postgres_engine(
+        parsed, f"-c default_transaction_read_only=on -c statement_timeout={max(1, round(1000 * bound_s))}"
+    )
 
 
 def sqlite_file(url: str) -> Path | None:
@@ -157,11 +219,15 @@ def sqlite_file(url: str) -> Path | None:
 def _sqlite_engine(uri: str, *, writes: bool, most_s: float | None = None) -> sa.Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: the driver opens no transaction of its own, `begin` below does.
-        connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
         if writes:
             connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # heard only while the file is empty
             connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
+            connection.execute(
+                "PRAGMA synchronous=FULL"
+            )  # a commit outlives the operating system, not only the process
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
         return connection
@@ -186,21 +252,34 @@ def _end_after(connection: sa.Connection, most_s: float) -> None:
 
 def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:
     given = url.query.get("options", "")
-    settings: dict[str, Any] = {"options": f"{given} {options}".strip() if isinstance(given, str) else options}
-    settings |= {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+    settings: dict[str, Any] = {
+        "options": f"{given} {options}".strip() if isinstance(given, str) else options
+    }
+    settings |= {
+        "connect_timeout": 10,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+    }
     settings["tcp_user_timeout"] = 30_000
     try:
         return sa.create_engine(url, connect_args=settings, poolclass=NullPool)
     except ModuleNotFoundError as error:
-        raise LedgerError(f"PostgreSQL needs {error.name}", "pip install '.[postgres]' in a clone of Scavenger") from error
+        raise LedgerRefused(
+            f"PostgreSQL needs {error.name}", "pip install '.[postgres]' in a clone of Scavenger"
+        ) from error
 
 
 # ---------------------------------------------------------------- revisions
 
 
+def _migrations() -> Path:
+    return resources.path("scavenger/ledger/migrations")
+
+
 def _alembic(connection: sa.Connection | None) -> Config:
     config = Config()
-    config.set_main_option("script_location", str(resources.path("scavenger/ledger/migrations")).replace("%", "%%"))
+    config.set_main_option("script_location", str(_migrations()).replace("%", "%%"))
     config.attributes["connection"] = connection
     return config
 
@@ -218,43 +297,64 @@ def _schema_transaction(url: str) -> Iterator[Config]:
         engine.dispose()
 
 
-def upgrade(url: str, revision: str = "head") -> tuple[str, str]:
-    """Bring the ledger's schema up to `revision`, in one transaction; returns the revisions before ("" = no tables) and after.
+def upgrade(url: str) -> tuple[str, str]:
+    """Bring the ledger's schema to this release's, in one transaction.
 
-    Does nothing when it is there already. Else it ends the generation of whoever writes: a daemon that runs knows the tables as they
-    were, so its next commit is fenced and it stops. Raises `LedgerError` for a ledger that a newer release has upgraded.
+    Returns the revisions before ("" = no tables) and after. Does nothing when it is there already. Else it ends
+    the generation of the daemon that writes: that one knows the tables as they were, so its next commit is
+    fenced and it stops. Raises `LedgerRefused` for a ledger that no migration leads from. There is no way down:
+    to go back, restore the backup of before.
     """
     with _schema_transaction(url) as config:
         connection: sa.Connection = config.attributes["connection"]
-        _require_known(connection)
-        before = MigrationContext.configure(connection).get_current_revision() or ""
-        if before and before != ScriptDirectory.from_config(config).get_revision(revision).revision:
+        before = current_revision(connection)
+        _require_known(before)
+        if before and before != head():
             _end_generations(connection)
-        command.upgrade(config, revision)
-        return before, MigrationContext.configure(connection).get_current_revision() or ""
+        command.upgrade(config, "head")
+        return before, current_revision(connection)
 
 
 def _end_generations(connection: sa.Connection) -> None:
     """As `transaction.grant_generation` does, in words that every revision of the table understands."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("LOCK TABLE generations IN SHARE ROW EXCLUSIVE MODE")
-    connection.execute(sa.text("UPDATE generations SET superseded_at = :now WHERE superseded_at IS NULL"), {"now": time.time()})
+    connection.execute(
+        sa.text("UPDATE generations SET superseded_at = :now WHERE superseded_at IS NULL"),
+        {"now": time.time()},
+    )
 
 
-def downgrade(url: str, revision: str) -> None:
-    """Take the schema back to `revision` ("base" removes every table), in one transaction."""
-    with _schema_transaction(url) as config:
-        command.downgrade(config, revision)
+def current_revision(connection: sa.Connection) -> str:
+    """The revision of the ledger's schema, "" where it has no tables."""
+    return MigrationContext.configure(connection).get_current_revision() or ""
 
 
-def _require_known(connection: sa.Connection) -> None:
-    current = MigrationContext.configure(connection).get_current_revision()
+def contradiction(current: str) -> LedgerError | None:
+    """Why this release cannot use a ledger at revision `current` as it is, with the remedy; None: it can."""
+    if current == head():
+        return None
+    if current in NEVER_RELEASED:
+        return LedgerRefused(
+            f"the ledger's schema is at revision {current}, which was never released",
+            "export it with the program that wrote it (scavenger ledger export), then start a new one:"
+            " name another daemon.ledger",
+        )
     known = {script.revision for script in ScriptDirectory.from_config(_alembic(None)).walk_revisions()}
-    if current is not None and current not in known:
-        raise LedgerError(
+    if current and current not in known:
+        return LedgerRefused(
             f"the ledger's schema is at revision {current}, which this release does not know",
             "a newer release has upgraded it: install that release again, or use another ledger",
         )
+    return LedgerError(
+        f"the ledger's schema is at revision {current or 'none'}, this version needs {head()}",
+        "start this release's daemon on it, which upgrades it (an older release cannot use a newer ledger)",
+    )
+
+
+def _require_known(current: str) -> None:
+    if isinstance(found := contradiction(current), LedgerRefused):
+        raise found
 
 
 def head() -> str:
@@ -264,9 +364,5 @@ def head() -> str:
 
 def require_head(connection: sa.Connection) -> None:
     """Raises `LedgerError` unless the ledger's schema is this code's."""
-    current, wanted = MigrationContext.configure(connection).get_current_revision(), head()
-    if current != wanted:
-        raise LedgerError(
-            f"the ledger's schema is at revision {current or 'none'}, this version needs {wanted}",
-            "start this release's daemon on it, which upgrades it (an older release cannot use a newer ledger)",
-        )
+    if found := contradiction(current_revision(connection)):
+        raise found

@@ -1,6 +1,7 @@
 """Serves the last reading to Prometheus, on a thread of its own. Owns the HTTP server and the format; reads nothing of the daemon itself.
 
-The event loop replaces the reading every `LOOK_S`; a scrape formats the one that is there. So a scraper that hangs or asks all the time
+The event loop replaces the reading every `READ_INTERVAL_S`; a scrape formats the one that is there. So a
+scraper that hangs or asks all the time
 costs the router nothing. Nor does one that connects and says nothing: few are served at a time, and none may pause for long, so that
 whoever reaches the port cannot take the daemon's descriptors.
 """
@@ -20,13 +21,14 @@ from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollecto
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from scavenger.asyncio_helpers import within
 from scavenger.errors import ConfigError
+from scavenger.host import listening
 from scavenger.observe.metrics import METRICS, PREFIX, Reading
-from scavenger.within import within
 
 log = structlog.get_logger()
 
-LOOK_S = 5.0
+READ_INTERVAL_S = 5.0
 #: A scraper that neither sends nor takes anything for so long is let go.
 IDLE_S = 5.0
 #: Connections at a time; one more is closed at once.
@@ -46,7 +48,9 @@ class _Server(ThreadingTCPServer):
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self._free = BoundedSemaphore(MOST)
-        self.address_family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self.address_family, *_, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         super().__init__((str(where[0]), port), _Scrape.factory(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -82,9 +86,13 @@ class Exporter(Collector):
         host, _, port = address.rpartition(":")
         try:
             self._server = _Server(host, int(port), self.registry)
+        except OverflowError as error:
+            raise ConfigError(
+                f"prometheus.listen = {address!r}: no such port",
+                "ports are 0 (the system gives one) to 65535",
+            ) from error
         except OSError as error:
-            remedy = "free the port, or let the system choose one: prometheus.listen = \"127.0.0.1:0\""
-            raise ConfigError(f"prometheus.listen = {address!r}: {error.strerror or error}", remedy) from error
+            raise listening.refused(listening.METRICS, host, int(port), error) from error
         self._thread = Thread(target=self._server.serve_forever, daemon=True, name="metrics")
         self._thread.start()
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -100,7 +108,9 @@ class Exporter(Collector):
                 family.add_metric(labels, value)
             yield family
 
-    async def run(self, look: Callable[[], Reading], stop: asyncio.Event, look_s: float = LOOK_S) -> None:
+    async def run(
+        self, look: Callable[[], Reading], stop: asyncio.Event, look_s: float = READ_INTERVAL_S
+    ) -> None:
         while not stop.is_set():
             self.reading = look()
             await within(stop, look_s)

@@ -50,7 +50,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Figures:
+class StatusMetrics:
     """What `values` makes a reading of; on the event loop, and used at once."""
 
     at: float
@@ -75,26 +75,67 @@ METRICS = (
     Metric("build_info", "gauge", "1, with the release as its label", ("version",)),
     Metric("generation", "gauge", "The ledger's generation that this daemon is"),
     Metric("start_timestamp_seconds", "gauge", "When the daemon started"),
-    Metric("gpus", "gauge", "GPUs of the harvest partition at the last look; reserved: those on other nodes", ("state",)),
-    Metric("others_pending_jobs", "gauge", "Pending jobs of others that could use GPUs of the harvest partition"),
+    Metric(
+        "gpus",
+        "gauge",
+        "GPUs of the harvest partition at the last poll; reserved: those on other nodes",
+        ("state",),
+    ),
+    Metric(
+        "other_users_pending_jobs",
+        "gauge",
+        "Pending jobs of other users that could use GPUs of the harvest partition",
+    ),
     Metric("observed_timestamp_seconds", "gauge", "When Slurm was last seen whole; 0 = not yet"),
     Metric("engines", "gauge", "Engines by kind (harvested, reserved) and state", ("run", "kind", "state")),
     Metric("engines_wanted", "gauge", "Harvested engines that a run could use now", ("run",)),
-    Metric("samples_in_flight", "gauge", "Samples that are not delivered and taken yet, by state", ("run", "state")),
-    Metric("tokens", "counter", "Tokens accepted, by the kind of engine that generated them", ("run", "source")),
+    Metric(
+        "samples_in_flight",
+        "gauge",
+        "Samples that are not delivered and taken yet, by state",
+        ("run", "state"),
+    ),
+    Metric(
+        "tokens", "counter", "Tokens accepted, by the kind of engine that generated them", ("run", "source")
+    ),
     Metric("salvaged_tokens", "counter", "Tokens that samples of lost engines kept", ("run",)),
-    Metric("regenerated_tokens", "counter", "Tokens that were lost with an engine and are generated again", ("run",)),
+    Metric(
+        "regenerated_tokens",
+        "counter",
+        "Tokens that were lost with an engine and are generated again",
+        ("run",),
+    ),
     Metric("engines_lost", "counter", "Engines that left, with notice or without", ("run", "notice")),
-    Metric("holds_ended", "counter", "Harvested GPUs given up, by reason: preempted, cancelled, completed, failed, ...", ("reason",)),
+    Metric(
+        "holds_ended",
+        "counter",
+        "Harvested GPUs given up, by reason: preempted, cancelled, completed, failed, ...",
+        ("reason",),
+    ),
     Metric("preemptions", "counter", "Harvested engines that Slurm preempted"),
     Metric("jobs_submitted", "counter", "Jobs that Slurm took"),
     Metric("jobs_ended", "counter", "Jobs of ours that ended, by Slurm's state", ("state",)),
-    Metric("samples_ended", "counter", "Samples that ended, by how: consumed, filtered, superseded, poisoned, ...", ("state",)),
+    Metric(
+        "samples_ended",
+        "counter",
+        "Samples that ended, by how: consumed, filtered, superseded, poisoned, ...",
+        ("state",),
+    ),
     Metric("steps", "counter", "Optimizer steps committed", ("run",)),
     Metric("run_step", "gauge", "The last step that stands", ("run",)),
-    Metric("step_seconds", "gauge", "Seconds of the last step, by part: step (all), wait (stall), train, publish", ("run", "part")),
+    Metric(
+        "step_seconds",
+        "gauge",
+        "Seconds of the last step, by part: step (all), wait (stall), train, publish",
+        ("run", "part"),
+    ),
     Metric("step_part_seconds", "counter", "The same, summed over all steps", ("run", "part")),
-    Metric("run_progress_timestamp_seconds", "gauge", "When a token of the run was last accepted, or a step committed", ("run",)),
+    Metric(
+        "run_progress_timestamp_seconds",
+        "gauge",
+        "When a token of the run was last accepted, or a step committed",
+        ("run",),
+    ),
     Metric("trainer_seen_timestamp_seconds", "gauge", "When the run's trainer was last heard", ("run",)),
     Metric("weights_version", "gauge", "The newest weight version that the run published", ("run",)),
     Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
@@ -106,7 +147,11 @@ METRICS = (
     Metric("ledger_backlog_records", "gauge", "Records submitted and not durable yet"),
     Metric("ledger_backlog_bytes", "gauge", "About the memory that they take"),
     Metric("ledger_wal_bytes", "gauge", "SQLite's write-ahead log; 0 on PostgreSQL"),
-    Metric("ledger_wal_blocked", "counter", "Times that the log was too large and a reader prevented writing it back"),
+    Metric(
+        "ledger_wal_blocked",
+        "counter",
+        "Times that the log was too large and a reader prevented writing it back",
+    ),
     Metric("payload_bytes", "gauge", "Tokens in flight that are kept in memory"),
     Metric("payload_bound_bytes", "gauge", "What daemon.payload_memory_mb allows"),
 )
@@ -114,11 +159,11 @@ METRICS = (
 Values = dict[str, dict[tuple[str, ...], float]]
 
 
-def read(figures: Figures) -> Reading:
+def read(metrics_read: StatusMetrics) -> Reading:
     """Every metric of `METRICS`, by name and labels; one without any value now is there, and empty."""
     values: Values = {metric.name: {} for metric in METRICS}
     for part in (_daemon, _harvest, _runs, _counters):
-        for name, labels, value in part(figures):
+        for name, labels, value in part(metrics_read):
             values[name][labels] = float(value)
     return Reading(values)
 
@@ -126,47 +171,66 @@ def read(figures: Figures) -> Reading:
 Sample = tuple[str, tuple[str, ...], float]
 
 
-def _daemon(f: Figures) -> Iterator[Sample]:
+def _daemon(f: StatusMetrics) -> Iterator[Sample]:
     yield "build_info", (f.version,), 1
     plain = {
-        "generation": f.generation, "start_timestamp_seconds": f.started_at, "ledger_ok": f.ledger_ok, "ledger_lag_seconds": f.ledger_lag_s,
-        "ledger_backlog_records": f.backlog_records, "ledger_backlog_bytes": f.backlog_bytes, "ledger_wal_bytes": f.wal_bytes,
-        "ledger_wal_blocked": f.wal_blocked, "payload_bytes": f.payload_bytes, "payload_bound_bytes": f.payload_bound_bytes,
+        "generation": f.generation,
+        "start_timestamp_seconds": f.started_at,
+        "ledger_ok": f.ledger_ok,
+        "ledger_lag_seconds": f.ledger_lag_s,
+        "ledger_backlog_records": f.backlog_records,
+        "ledger_backlog_bytes": f.backlog_bytes,
+        "ledger_wal_bytes": f.wal_bytes,
+        "ledger_wal_blocked": f.wal_blocked,
+        "payload_bytes": f.payload_bytes,
+        "payload_bound_bytes": f.payload_bound_bytes,
         "quarantined_nodes": f.quarantined,
-    }  # fmt: skip
+    }
     yield from ((name, (), value) for name, value in plain.items())
 
 
-def _harvest(f: Figures) -> Iterator[Sample]:
+def _harvest(f: StatusMetrics) -> Iterator[Sample]:
     seen = f.tally.gpus
     if seen is not None:
-        for state in ("idle", "harvested", "others", "reserved", "unusable"):
-            yield "gpus", (state,), getattr(seen, state)
-        yield "others_pending_jobs", (), seen.pending_others
+        for state in ("idle", "harvested", "other_users", "reserved", "unusable"):
+            yield "gpus", (state,), getattr(seen, f"gpus_{state}")
+        yield "other_users_pending_jobs", (), seen.jobs_pending_other_users
     yield "observed_timestamp_seconds", (), seen.at if seen is not None else 0
     yield from (("slurm_rpcs", (kind,), count) for kind, count in sorted(f.rpcs.items()))
 
 
-def _runs(f: Figures) -> Iterator[Sample]:
+def _runs(f: StatusMetrics) -> Iterator[Sample]:
     for run in f.runs:
         one = (run.name,)
         yield from (("engines", (run.name, *key), count) for key, count in sorted(run.engines.items()))
-        yield from (("samples_in_flight", (run.name, state), count) for state, count in sorted(run.samples.items()))
+        yield from (
+            ("samples_in_flight", (run.name, state), count) for state, count in sorted(run.samples.items())
+        )
         yield "engines_wanted", one, run.wanted
         yield "weights_version", one, run.version
         yield "run_step", one, run.step
-        yield "run_progress_timestamp_seconds", one, max(run.progress_at, f.tally.step_committed_at.get(run.name, 0.0))
+        yield (
+            "run_progress_timestamp_seconds",
+            one,
+            max(run.progress_at, f.tally.step_committed_at.get(run.name, 0.0)),
+        )
         yield "trainer_seen_timestamp_seconds", one, run.trainer_seen
 
 
-def _counters(f: Figures) -> Iterator[Sample]:
+def _counters(f: StatusMetrics) -> Iterator[Sample]:
     t = f.tally
-    yield "preemptions", (), t.holds_ended["preempted"]
+    yield "preemptions", (), t.allocations_ended["preempted"]
     yield "jobs_submitted", (), t.jobs_submitted
     single = {
-        "salvaged_tokens": t.salvaged, "regenerated_tokens": t.regenerated, "holds_ended": t.holds_ended, "jobs_ended": t.jobs_ended,
-        "samples_ended": t.samples_ended, "steps": t.steps, "decisions": t.decisions, "events": t.events,
-    }  # fmt: skip
+        "salvaged_tokens": t.salvaged,
+        "regenerated_tokens": t.regenerated,
+        "holds_ended": t.allocations_ended,
+        "jobs_ended": t.jobs_ended,
+        "samples_ended": t.samples_ended,
+        "steps": t.steps,
+        "decisions": t.decisions,
+        "events": t.events,
+    }
     for name, counter in single.items():
         yield from ((name, (label,), count) for label, count in sorted(counter.items()))
     yield from (("tokens", labels, count) for labels, count in sorted(t.tokens.items()))

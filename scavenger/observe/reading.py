@@ -11,34 +11,55 @@ from collections.abc import Mapping, Sequence
 
 from scavenger import __version__
 from scavenger.ledger.faults import WriterState
-from scavenger.observe.metrics import Figures, Reading, RunReading, read
+from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
-from scavenger.router.core import Core
-from scavenger.router.machine import Demand
-from scavenger.router.state import Run, SampleStatus
+from scavenger.policy.demand import Demand
+from scavenger.router.core.state import Run, SampleStatus
+from scavenger.router.core.tables import Core
 
 
 def take(
-    status: Status, core: Core, tally: Tally, lag_s: float, demand: Sequence[Demand], rpcs: Mapping[str, int], quarantined: int
+    status: Status,
+    core: Core,
+    tally: Tally,
+    lag_s: float,
+    demand: Sequence[Demand],
+    rpcs: Mapping[str, int],
+    quarantined: int,
 ) -> Reading:
     """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger. `rpcs`: sent to Slurm, by kind."""
     s = status
     wanted = {d.run: d.engines for d in demand}
     return read(
-        Figures(
-            s.at, __version__, s.generation, s.started_at, s.ledger_state == WriterState.OK, lag_s, s.backlog_records, s.backlog_bytes,
-            s.wal_bytes, s.wal_blocked, s.payload_bytes, s.payload_bound_bytes, tally,
+        StatusMetrics(
+            s.at,
+            __version__,
+            s.generation,
+            s.started_at,
+            s.ledger_state == WriterState.OK,
+            lag_s,
+            s.backlog_records,
+            s.backlog_bytes,
+            s.wal_bytes,
+            s.wal_blocked,
+            s.payload_bytes,
+            s.payload_bound_bytes,
+            tally,
             runs=tuple(_run(run, wanted.get(run.name, 0)) for run in core.runs.values() if not run.ended),
             quarantined=quarantined,
             rpcs=rpcs,
         )
-    )  # fmt: skip
+    )
 
 
 def _run(run: Run, wanted: int) -> RunReading:
-    engines = Counter((worker.kind, "suspect" if worker.suspect else worker.status.value) for worker in run.workers.values())
-    samples: Counter[str] = Counter({status.value: 0 for status in SampleStatus if status is not SampleStatus.ENDED})
+    engines = Counter(
+        (worker.kind, "suspect" if worker.suspect else worker.status.value) for worker in run.workers.values()
+    )
+    samples: Counter[str] = Counter(
+        {status.value: 0 for status in SampleStatus if status not in (SampleStatus.NEW, SampleStatus.ENDED)}
+    )
     progress_at = run.submitted_at
     for group in run.by_key.values():
         for sample in group.samples:
@@ -46,5 +67,12 @@ def _run(run: Run, wanted: int) -> RunReading:
                 samples[sample.status.value] += 1
                 progress_at = max(progress_at, sample.chunk_at)
     return RunReading(
-        run.name, engines, samples, wanted, max(run.versions, default=0), run.last_step, progress_at, run.trainer_seen
+        run.name,
+        engines,
+        samples,
+        wanted,
+        max(run.versions, default=0),
+        run.last_step,
+        progress_at,
+        run.trainer_seen,
     )

@@ -2,6 +2,10 @@
 
 Owns the file, the rhythm, the words, and whether a file tells of a daemon that serves. Knows neither ledger nor router: the daemon hands
 the figures over, the last ones when it ends. Counters begin with the daemon.
+
+What the harvester holds, waits for and last saw, as one struct for `scavenger status`. Looks on the event loop; changes nothing.
+
+Owns where each figure comes from; the words are `observe.status`'s.
 """
 
 from __future__ import annotations
@@ -15,9 +19,43 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from scavenger import keys
+from scavenger.asyncio_helpers import within
 from scavenger.errors import DaemonUnavailable
-from scavenger.within import within
+from scavenger.harvest.decide.actions import DrainKind
+from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.driver import Harvester
+from scavenger.host.descriptors import HIGH
+from scavenger.observe.training import TrainingJob
+from scavenger.protocol import keys
+
+
+def take(harvester: Harvester | None, now: float) -> Harvest | None:
+    """None where the daemon harvests nothing (`harvest.enabled = false`)."""
+    if harvester is None:
+        return None
+    partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
+    jobs = harvester.tracker.jobs({})
+    holding = [job for job in jobs if not job.waits]
+    seen = owners(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
+    connected, connected_gpus = harvester.connected()
+    return Harvest(
+        partition,
+        engines=len(holding),
+        gpus=sum(job.gpus for job in holding),
+        waiting=sum(job.waits and not job.standby for job in jobs),
+        standby_jobs=sum(job.standby for job in jobs),
+        leaving=sum(job.leaving is not DrainKind.NO for job in jobs),
+        seen_at=view.observed_at if view is not None else 0.0,
+        idle=seen.idle if seen is not None else 0,
+        others=seen.others if seen is not None else 0,
+        jobs_pending_other_users=seen.jobs_pending_other_users if seen is not None else 0,
+        stopped=stop_state.seen.reason if stop_state.seen is not None else "",
+        concluded=stop_state.concluded,
+        connected=connected,
+        connected_gpus=connected_gpus,
+        unread=stop_state.files.unread,
+    )
+
 
 log = structlog.get_logger()
 
@@ -27,15 +65,17 @@ LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
 BLIND = "nothing is harvested, as some users of the partition might not be able to preempt us."
-SIGHTLESS = "engines leave for jobs that are not seen only when Slurm preempts them."
+CANNOT_SEE_JOBS = "engines leave for jobs that are not seen only when Slurm preempts them."
 SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Harvest(msgspec.Struct, frozen=True):
     """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `leaving`: of both, those that were told to go.
 
-    `seen_at` (Unix seconds, 0 = never) is of the last complete look, whose figures `idle`, `others` (GPUs) and `pending_others` (jobs) are.
-    `stopped`: who stopped harvesting, "" = nobody. `concluded`: the last decision's reason.
+    `seen_at` (Unix seconds, 0 = never) is of the last complete look, whose figures `idle`, `others` (GPUs)
+    and `jobs_pending_other_users` (jobs) are.
+    `engines` and `gpus` are what our jobs held by it; `connected`, `connected_gpus` what engines are registered now (None: a daemon of an
+    older release). `stopped`: who stopped harvesting, "" = nobody. `concluded`: the last decision's reason.
     """
 
     partition: str
@@ -46,10 +86,13 @@ class Harvest(msgspec.Struct, frozen=True):
     seen_at: float
     idle: int
     others: int
-    pending_others: int
+    jobs_pending_other_users: int
     stopped: str
     concluded: str
-    spares: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
+    unread: str = ""  # why a stop file cannot be read, "" = each can; what was last known holds for a while
+    standby_jobs: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
+    connected: int | None = None
+    connected_gpus: int = 0
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -71,15 +114,24 @@ class Status(msgspec.Struct, frozen=True):
     payload_bound_bytes: int
     payload_evictions: int  # samples that lost tokens from memory, which the ledger has
     payload_reads: int  # how often tokens were read back from the ledger
-    state: str = SERVING  # at the daemon's end: CLOSED (it was told to stop), FENCED (another took over), FAILED
+    state: str = (
+        SERVING  # at the daemon's end: CLOSED (it was told to stop), FENCED (another took over), FAILED
+    )
     reason: str = ""  # of FENCED and FAILED
     stopped_at: float | None = None
     database: str = "sqlite"  # or "postgresql"
     metrics: str = ""  # host:port where Prometheus finds them, "" = nowhere
     logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
-    hidden: str = ""  # why others' jobs cannot be seen: courtesy is off; "" = they can be, or nothing is harvested
+    hidden: str = (
+        ""  # why others' jobs cannot be seen: courtesy is off; "" = they can be, or nothing is harvested
+    )
     blind: bool = False  # and nothing is harvested for that, because some of them could not preempt us
+    open_files: int = 0  # of the process, connections among them; 0 = not known
+    open_files_limit: int = 0
+    unproven_connections: int = 0  # that have sent nothing yet under a key that the daemon knows
+    ended_connections: int = 0  # of such, those that were ended because there were too many
     harvest: Harvest | None = None  # None: nothing is harvested (`harvest.enabled = false`)
+    training: tuple[TrainingJob, ...] = ()  # of open runs, as the queue last showed them
 
 
 def path(state_dir: Path) -> Path:
@@ -96,7 +148,9 @@ def read(state_dir: Path) -> Status:
     try:
         return msgspec.json.decode(path(state_dir).read_bytes(), type=Status)
     except FileNotFoundError as error:
-        raise DaemonUnavailable(f"no daemon has run with {state_dir}", "start it: `scavenger daemon`") from error
+        raise DaemonUnavailable(
+            f"no daemon has run with {state_dir}", "start it: `scavenger daemon`"
+        ) from error
     except (OSError, msgspec.MsgspecError) as error:
         remedy = "ask as the daemon's user, with the daemon's release"
         raise DaemonUnavailable(f"{path(state_dir)} cannot be read: {error}", remedy) from error
@@ -119,7 +173,9 @@ def absent(status: Status, now: float, runs: bool | None) -> str:
         why = f" ({status.reason})" if status.reason else ""
         return f"{status.state}{why}, stopped at {_utc(status.stopped_at or status.at)}"
     if runs is False:
-        return f"DIED: no process {status.pid} is left on {status.host}; its last word is of {_utc(status.at)}"
+        return (
+            f"DIED: no process {status.pid} is left on {status.host}; its last word is of {_utc(status.at)}"
+        )
     if now - status.at > STALE_S:
         return f"SILENT for {now - status.at:.0f} s: it {'hangs' if runs else 'stopped, or hangs'}"
     return ""
@@ -146,11 +202,23 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         f"{s.payload_reads:,} reads back from the ledger"
     )
     if s.hidden:
-        follows = BLIND if s.blind else SIGHTLESS
-        said.append(f"courtesy  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy")
+        follows = BLIND if s.blind else CANNOT_SEE_JOBS
+        said.append(
+            f"courtesy  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy"
+        )
+    if s.ended_connections or (s.open_files_limit and s.open_files >= HIGH * s.open_files_limit):
+        scarce = (
+            ", FEW ARE LEFT: raise the limit (LimitNOFILE=, ulimit -n)"
+            if s.open_files >= HIGH * s.open_files_limit
+            else ""
+        )
+        said.append(
+            f"sockets   {s.open_files:,} of {s.open_files_limit:,} files open{scarce}; {s.ended_connections:,} connections without a key "
+            f"ended, {s.unproven_connections:,} there"
+        )
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
-    said[1:1] = harvested(s, now, gone)
+    said[1:1] = [*harvested(s, now, gone), *map(trains, s.training)]
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
 
 
@@ -161,21 +229,44 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         return []
     had = "held" if gone else "hold"
     leaving = f", {h.leaving} of them told to leave" if h.leaving else ""
-    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}" + (f" and {h.spares} are spare" if h.spares else "")
-    said = [f"harvest   partition {h.partition}: {h.engines} engines {had} {h.gpus} GPUs, {queue}{leaving}"]
-    if gone and h.engines + h.waiting + h.spares:
+    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}" + (
+        f" and {h.standby_jobs} are spare" if h.standby_jobs else ""
+    )
+    held = f"{h.engines} engines {had} {h.gpus} GPUs"
+    if not gone and h.connected is not None and (h.connected, h.connected_gpus) != (h.engines, h.gpus):
+        # Between two polls engines come and go: both are told, each with its age.
+        polled = (
+            f"at the last poll, {max(0.0, now - h.seen_at):.0f} s ago"
+            if h.seen_at
+            else "as the ledger has it, before the first poll"
+        )
+        since = f"{max(0.0, now - status.at):.0f} s ago"
+        held = f"{h.engines} engines held {h.gpus} GPUs {polled}; {h.connected} engines on {h.connected_gpus} GPUs were connected {since}"
+    said = [f"harvest   partition {h.partition}: {held}, {queue}{leaving}"]
+    if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:
         said.append(f"          STOPPED by {h.stopped}")
+    if h.unread:
+        said.append(f"          NOT KNOWN whether somebody stopped it: {h.unread}")
     if h.seen_at:
         seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {_utc(h.seen_at)}"
         gpus = f"{h.idle} GPUs idle, {h.others} with others"
-        said.append(f"slurm     seen {seen}: {gpus}; {h.pending_others} jobs of others wait for GPUs there")
+        said.append(
+            f"slurm     seen {seen}: {gpus}; {h.jobs_pending_other_users} jobs of others wait for GPUs there"
+        )
     else:
         said.append("slurm     not seen yet")
     if h.concluded:
         said.append(f"decided   {h.concluded}")
     return said
+
+
+def trains(job: TrainingJob) -> str:
+    """Pure."""
+    if not job.ended:
+        return f"training  run {job.run}: job {job.job_id} {job.state}"
+    return f"training  run {job.run}: job {job.job_id} {job.ended}; its log says why; submitted again, the run goes on"
 
 
 def left_behind(partition: str) -> str:
@@ -191,7 +282,14 @@ def _mb(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event, *, write_s: float = WRITE_S, log_s: float = LOG_S) -> None:
+async def tell(
+    state_dir: Path,
+    look: Callable[[], Status],
+    stop: asyncio.Event,
+    *,
+    write_s: float = WRITE_S,
+    log_s: float = LOG_S,
+) -> None:
     """Write the figures every `write_s` seconds and log them every `log_s`, what is harvested when it changed, until `stop`.
 
     A file that cannot be written ends nothing.
@@ -228,6 +326,10 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind", "harvest")
+_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind", "harvest", "training")
 #: What an earlier line of the log does not say already.
-_LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS))
+_LOGGED = tuple(
+    name
+    for name in Status.__struct_fields__
+    if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS)
+)

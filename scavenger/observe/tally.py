@@ -35,25 +35,35 @@ class Tally:
         self.salvaged: Counter[str] = Counter()  # run -> tokens that a lost engine's samples kept
         self.regenerated: Counter[str] = Counter()  # run -> tokens that are generated again
         self.engines_lost: Counter[tuple[str, str]] = Counter()  # (run, "yes" | "no": with notice)
-        self.holds_ended: Counter[str] = Counter()  # reason -> times that a harvested GPU was given up
+        self.allocations_ended: Counter[str] = Counter()  # reason -> times that a harvested GPU was given up
         self.jobs_submitted = 0
         self.jobs_ended: Counter[str] = Counter()  # state
         self.samples_ended: Counter[str] = Counter()  # state
         self.decisions: Counter[str] = Counter()  # action
         self.events: Counter[str] = Counter()  # kind
         self.steps: Counter[str] = Counter()  # run -> train steps committed
-        self.step_seconds: dict[str, dict[str, float]] = {}  # run -> seconds of its steps, summed, by what they went to
+        self.step_seconds: dict[
+            str, dict[str, float]
+        ] = {}  # run -> seconds of its steps, summed, by what they went to
         self.last_step_seconds: dict[str, dict[str, float]] = {}
         self.step_committed_at: dict[str, float] = {}
-        self.gpus: rec.ClusterSampled | None = None  # the last observation
+        self.gpus: rec.ClusterPolled | None = None  # the last observation
         self._runs: dict[int, str] = {}
         self._workers: dict[int, tuple[str, str]] = {}  # worker -> (run, kind)
         self._take: dict[type, Callable[[Any], None]] = {
-            rec.RunCreated: self._run, rec.WorkerJoined: self._joined, rec.WorkerLeft: self._left, rec.ChunkAccepted: self._chunk,
-            rec.HoldEnded: self._hold_ended, rec.JobSubmitted: self._submitted, rec.JobEnded: self._job_ended,
-            rec.StepCommitted: self._step, rec.ClusterSampled: self._sampled, rec.Decision: self._decided, rec.Event: self._event,
+            rec.RunCreated: self._run,
+            rec.WorkerJoined: self._joined,
+            rec.WorkerLeft: self._left,
+            rec.ChunkAccepted: self._chunk,
+            rec.AllocationEnded: self._allocation_ended,
+            rec.JobSubmitted: self._submitted,
+            rec.JobEnded: self._job_ended,
+            rec.StepCommitted: self._step,
+            rec.ClusterPolled: self._sampled,
+            rec.Decision: self._decided,
+            rec.Event: self._event,
             rec.SampleEnded: self._sample_ended,
-        }  # fmt: skip
+        }
 
     def restore(self, snapshot: rec.Snapshot) -> None:
         """Names of the runs and workers that the ledger has: nothing of the past is counted."""
@@ -87,8 +97,8 @@ class Tally:
     def _chunk(self, record: rec.ChunkAccepted) -> None:
         self.tokens[self._workers.get(record.worker_id, ("", ""))] += len(record.tokens) // 4
 
-    def _hold_ended(self, record: rec.HoldEnded) -> None:
-        self.holds_ended[record.reason] += 1
+    def _allocation_ended(self, record: rec.AllocationEnded) -> None:
+        self.allocations_ended[record.reason] += 1
 
     def _submitted(self, record: rec.JobSubmitted) -> None:
         self.jobs_submitted += 1
@@ -110,7 +120,7 @@ class Tally:
         for what, seconds in last.items():
             total[what] = total.get(what, 0.0) + seconds
 
-    def _sampled(self, record: rec.ClusterSampled) -> None:
+    def _sampled(self, record: rec.ClusterPolled) -> None:
         self.gpus = record
 
     def _decided(self, record: rec.Decision) -> None:
@@ -126,7 +136,12 @@ def _seconds(metrics: str) -> dict[str, float]:
         said = msgspec.json.decode(metrics, type=dict[str, Any])
     except msgspec.MsgspecError:
         return {}
-    names = {"seconds": "step", "seconds_wait": "wait", "seconds_train": "train", "seconds_publish": "publish"}
+    names = {
+        "seconds": "step",
+        "seconds_wait": "wait",
+        "seconds_train": "train",
+        "seconds_publish": "publish",
+    }
     return {label: float(said[key]) for key, label in names.items() if isinstance(said.get(key), int | float)}
 
 

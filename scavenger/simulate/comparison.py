@@ -15,14 +15,42 @@ from dataclasses import dataclass, replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.fleet_stats import HOUR_S
-from scavenger.simulate.report import Estimate, PolicyFigures, Report, Series
-from scavenger.simulate.survey import SpeedUp
+from scavenger.simulate.report import Estimate, PolicyMetrics, Report, Series
+from scavenger.simulate.survey.survey import SpeedUp
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (any table of it); beyond, the normal distribution's is 2 % off at most.
 _T975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
 _NORMAL975 = 1.960
 
 
@@ -33,7 +61,7 @@ class Prices:
     reserved: float = 10.47
     harvested: float = 2.66
 
-    def told(self) -> str:
+    def summary(self) -> str:
         origin = "list prices of an H100, on demand and spot" if self == Prices() else "as given"
         return (
             f"Tokens are those of trained answers; per dollar at ${self.reserved:g} a reserved and "
@@ -43,7 +71,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulationResult:
     """One policy's run with one seed, from the first step's start to the last one's end.
 
     `harvested_gpu_s`: from each engine's start to its end, whatever it did. `step_parts`: (what, seconds) summed over all steps.
@@ -62,7 +90,7 @@ class Played:
     wasted: int = 0
     preemptions: int = 0
     moves: int = 0
-    again_tokens: int = 0
+    regenerated_tokens: int = 0
     owners: Series | None = None
 
     @property
@@ -70,11 +98,15 @@ class Played:
         return self.tokens / self.seconds
 
     def tokens_per_dollar(self, prices: Prices) -> float:
-        return self.tokens * HOUR_S / (self.reserved_gpu_s * prices.reserved + self.harvested_gpu_s * prices.harvested)
+        return (
+            self.tokens
+            * HOUR_S
+            / (self.reserved_gpu_s * prices.reserved + self.harvested_gpu_s * prices.harvested)
+        )
 
 
 #: The driver's side: (policy, seed, progress) -> what it came to. It tells `progress` the share that is done, from 0 to 1.
-Play = Callable[[str, int, Callable[[float], None]], Played]
+RunPolicy = Callable[[str, int, Callable[[float], None]], SimulationResult]
 
 
 def t975(freedom: int) -> float:
@@ -92,69 +124,85 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def by_policy(played: Iterable[Played]) -> dict[str, list[Played]]:
+def by_policy(results: Iterable[SimulationResult]) -> dict[str, list[SimulationResult]]:
     """The runs of each policy by seed, in the order in which policies first appear. Raises `ConfigError` unless all have the same seeds."""
-    found: dict[str, list[Played]] = {}
-    for one in played:
+    found: dict[str, list[SimulationResult]] = {}
+    for one in results:
         found.setdefault(one.policy, []).append(one)
     for runs in found.values():
         runs.sort(key=lambda one: one.seed)
     seeds = {policy: tuple(one.seed for one in runs) for policy, runs in found.items()}
     if len(set(seeds.values())) > 1:
-        raise ConfigError(f"policies were played with different seeds: {seeds}", "play all of them with the same")
+        raise ConfigError(
+            f"policies were played with different seeds: {seeds}", "play all of them with the same"
+        )
     return found
 
 
-def figures(played: Iterable[Played], prices: Prices) -> tuple[PolicyFigures, ...]:
+def policy_metrics(results: Iterable[SimulationResult], prices: Prices) -> tuple[PolicyMetrics, ...]:
     """Each policy's figures over its seeds."""
     return tuple(
-        PolicyFigures(
+        PolicyMetrics(
             policy,
             estimate([one.tokens_per_s for one in runs]),
             _parts(runs),
             estimate([one.tokens_per_dollar(prices) for one in runs]),
             _note(runs),
         )
-        for policy, runs in by_policy(played).items()
+        for policy, runs in by_policy(results).items()
     )
 
 
-def _parts(runs: Sequence[Played]) -> tuple[tuple[str, float], ...]:
+def _parts(runs: Sequence[SimulationResult]) -> tuple[tuple[str, float], ...]:
     """Mean seconds a step of each part, over all steps of all seeds."""
     names = dict.fromkeys(name for one in runs for name, _ in one.step_parts)
     steps = sum(one.steps for one in runs)
-    return tuple((name, math.fsum(value for one in runs for part, value in one.step_parts if part == name) / steps) for name in names)
+    return tuple(
+        (name, math.fsum(value for one in runs for part, value in one.step_parts if part == name) / steps)
+        for name in names
+    )
 
 
-def _note(runs: Sequence[Played]) -> str:
+def _note(runs: Sequence[SimulationResult]) -> str:
     starts, wasted = sum(one.starts for one in runs), sum(one.wasted for one in runs)
     if not starts:
         return "no engine was harvested"
     hours = math.fsum(one.seconds for one in runs) / HOUR_S
-    words = [
+    parts = [
         f"{starts / len(runs):.1f} engine starts, {wasted / starts:.0%} in vain",
         f"{sum(one.preemptions for one in runs) / hours:.1f} preemptions an hour",
         f"{sum(one.moves for one in runs) / len(runs):.0f} samples moved",
     ]
-    return ", ".join(words)
+    return ", ".join(parts)
 
 
-def speed_up(played: Iterable[Played], policy: str, alone: str, setting: str) -> SpeedUp:
+def speed_up(results: Iterable[SimulationResult], policy: str, alone: str, setting: str) -> SpeedUp:
     """How much faster `policy` is than `alone`, seed by seed. Raises `ConfigError` when one of them was not played."""
-    runs = by_policy(played)
+    runs = by_policy(results)
     missing = [name for name in (policy, alone) if name not in runs]
     if missing:
         raise ConfigError(f"{missing[0]} was not played", f"there are {', '.join(runs)}")
-    factor = estimate([one.tokens_per_s / other.tokens_per_s for one, other in zip(runs[policy], runs[alone], strict=True)])
+    factor = estimate(
+        [one.tokens_per_s / other.tokens_per_s for one, other in zip(runs[policy], runs[alone], strict=True)]
+    )
     base, gain = (estimate([one.tokens_per_s for one in runs[name]]).value for name in (alone, policy))
     return SpeedUp(factor.value, factor.low, factor.high, base, gain, setting)
 
 
-def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+def table(
+    results: Iterable[SimulationResult], prices: Prices
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """(columns, rows) for a terminal. Factors are to the first policy, seed by seed. Each policy's note is in its figures."""
-    runs = by_policy(played)
-    found = figures((one for policy in runs.values() for one in policy), prices)
-    columns = ("policy", "tokens/s", "95 % CI", f"x {found[0].name}" if found else "x", "tokens/$", "s a step")
+    runs = by_policy(results)
+    found = policy_metrics((one for policy in runs.values() for one in policy), prices)
+    columns = (
+        "policy",
+        "tokens/s",
+        "95 % CI",
+        f"x {found[0].name}" if found else "x",
+        "tokens/$",
+        "s a step",
+    )
     first = next(iter(runs), "")
     rows = []
     for policy in found:
@@ -162,7 +210,9 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
         factor = estimate([one.tokens_per_s / other.tokens_per_s for one, other in pairs])
         speed, dollars = policy.tokens_per_s, policy.tokens_per_dollar
         spread = f"{speed.low:,.0f} - {speed.high:,.0f}" if speed.high > speed.low else "one seed"
-        step_s = math.fsum(one.seconds for one in runs[policy.name]) / sum(one.steps for one in runs[policy.name])
+        step_s = math.fsum(one.seconds for one in runs[policy.name]) / sum(
+            one.steps for one in runs[policy.name]
+        )
         rows.append(
             (
                 policy.name,
@@ -176,9 +226,9 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
     return columns, tuple(rows)
 
 
-def verdict(played: Iterable[Played]) -> tuple[str, ...]:
+def verdict(results: Iterable[SimulationResult]) -> tuple[str, ...]:
     """Which policies cannot be told from the fastest, and what the intervals do not cover."""
-    runs = by_policy(played)
+    runs = by_policy(results)
     if len(runs) < 2:
         return ()
     best = max(runs, key=lambda name: estimate([one.tokens_per_s for one in runs[name]]).value)
@@ -188,24 +238,31 @@ def verdict(played: Iterable[Played]) -> tuple[str, ...]:
     covered = "the 95 % intervals are over answer lengths and cold starts, not over when the run begins: try others (--from)"
     if not alike:
         return (f"{best} is the fastest here, beyond chance", covered)
-    return (f"{best} cannot be told from {', '.join(alike)} by {len(runs[best])} seeds: use more (--seeds)", covered)
+    return (
+        f"{best} cannot be told from {', '.join(alike)} by {len(runs[best])} seeds: use more (--seeds)",
+        covered,
+    )
 
 
-def _alike(runs: Sequence[Played], others: Sequence[Played]) -> bool:
-    factor = estimate([one.tokens_per_s / other.tokens_per_s for one, other in zip(runs, others, strict=True)])
+def _alike(runs: Sequence[SimulationResult], against: Sequence[SimulationResult]) -> bool:
+    factor = estimate(
+        [one.tokens_per_s / other.tokens_per_s for one, other in zip(runs, against, strict=True)]
+    )
     return factor.low <= 1.0 <= factor.high
 
 
-def span(played: Sequence[Played], steps: int, cold_start_s: float) -> tuple[str, ...]:
+def span(results: Sequence[SimulationResult], steps: int, cold_start_s: float) -> tuple[str, ...]:
     """How much was played, and whether it was enough: `steps` were asked for, and an engine works after `cold_start_s`."""
-    fewest, most = min(one.steps for one in played), max(one.steps for one in played)
-    shortest_s, longest_s = min(one.seconds for one in played), max(one.seconds for one in played)
+    fewest, most = min(one.steps for one in results), max(one.steps for one in results)
+    shortest_s, longest_s = min(one.seconds for one in results), max(one.seconds for one in results)
     done = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     notes = [f"each run took {done} steps, in {shortest_s / 60:.1f} to {longest_s / 60:.1f} min"]
     if fewest < steps:
         notes.append(f"the trace ended before {steps} steps: begin earlier (--from), or take a longer one")
     if shortest_s < 10 * cold_start_s:
-        notes.append(f"short against an engine's cold start of {cold_start_s:.0f} s: engines matter more in longer runs (--steps)")
+        notes.append(
+            f"short against an engine's cold start of {cold_start_s:.0f} s: engines matter more in longer runs (--steps)"
+        )
     return tuple(notes)
 
 
@@ -215,17 +272,41 @@ def _own(series: Series) -> tuple[tuple[str, tuple[float, ...]], ...]:
 
 
 def _factor(found: Estimate) -> str:
-    return f"{found.value:.2f} ± {found.high - found.value:.2f}" if found.high > found.low else f"{found.value:.2f}"
+    return (
+        f"{found.value:.2f} ± {found.high - found.value:.2f}"
+        if found.high > found.low
+        else f"{found.value:.2f}"
+    )
 
 
 def report(
-    played: Sequence[Played], prices: Prices, subtitle: str, facts: Sequence[tuple[str, str, str]] = (), notes: Sequence[str] = ()
+    results: Sequence[SimulationResult],
+    prices: Prices,
+    subtitle: str,
+    facts: Sequence[tuple[str, str, str]] = (),
+    notes: Sequence[str] = (),
 ) -> Report:
     """The page: each policy's figures, and of its first seed the run's own GPUs; of the policy that harvested most all GPUs by owner."""
-    runs = by_policy(played)
-    first = {policy: (one.harvested_gpu_s, one.owners) for policy, (one, *_) in runs.items() if one.owners is not None}
-    owners = [Series(f"{policy}, the run's own", one.times_s, _own(one), one.end_s) for policy, (_, one) in first.items()]
+    runs = by_policy(results)
+    first = {
+        policy: (one.harvested_gpu_s, one.owners)
+        for policy, (one, *_) in runs.items()
+        if one.owners is not None
+    }
+    owners = [
+        Series(f"{policy}, the run's own", one.times_s, _own(one), one.end_s)
+        for policy, (_, one) in first.items()
+    ]
     if first:
         most = max(first, key=lambda policy: first[policy][0])
         owners.append(replace(first[most][1], name=f"{most}, all"))
-    return Report("policies compared", subtitle, tuple(facts), tuple(owners), (), figures(played, prices), prices.told(), tuple(notes))
+    return Report(
+        "policies compared",
+        subtitle,
+        tuple(facts),
+        tuple(owners),
+        (),
+        policy_metrics(results, prices),
+        prices.summary(),
+        tuple(notes),
+    )

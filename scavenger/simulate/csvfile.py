@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from scavenger.digits import whole
 from scavenger.errors import ConfigError
+from scavenger.parsing import whole
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CsvRow:
     """One line's cells by column. `line` counts from 1, comments included."""
 
     line: int
@@ -52,10 +52,13 @@ class Row:
         return value
 
     def wrong(self, what: str) -> ConfigError:
-        return ConfigError(f"line {self.line}: {what} in {','.join(self.cells.values())[:80]!r}", "correct or remove the line")
+        return ConfigError(
+            f"line {self.line}: {what} in {','.join(self.cells.values())[:80]!r}",
+            "correct or remove the line",
+        )
 
 
-def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
+def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[CsvRow]:
     """The rows under a header that has at least `columns`. Lines that start with # and empty ones are skipped."""
     header: list[str] | None = None
     for number, line in enumerate(lines, 1):
@@ -64,14 +67,19 @@ def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
         try:
             cells = next(csv.reader([line.rstrip("\r\n")]))
         except csv.Error as error:  # a cell of over 128 KiB
-            raise ConfigError(f"line {number} is no CSV: {error}: {line[:80]!r}", "correct or remove the line") from error
+            raise ConfigError(
+                f"line {number} is no CSV: {error}: {line[:80]!r}", "correct or remove the line"
+            ) from error
         if header is None:
             header = cells
             missing = [column for column in columns if column not in header]
             if missing:
-                raise ConfigError(f"line {number}: no column {missing[0]} in the header {line.strip()[:80]!r}", "name the columns there")
+                raise ConfigError(
+                    f"line {number}: no column {missing[0]} in the header {line.strip()[:80]!r}",
+                    "name the columns there",
+                )
             continue
-        row = Row(number, dict(zip(header, cells, strict=False)))
+        row = CsvRow(number, dict(zip(header, cells, strict=False)))
         if len(cells) != len(header):
             raise row.wrong(f"{len(cells)} columns instead of {len(header)}")
         yield row
@@ -93,9 +101,15 @@ def _whole(lines: Iterable[str]) -> Iterator[str]:
 def read_csv(path: Path, parse: Callable[[Iterable[str]], T]) -> T:
     """`parse` over the lines of a file, gzipped when its name ends in .gz; its `ConfigError`s then name the file."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as file
+        ):
             return parse(_whole(file))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "give a readable CSV file, gzipped if its name ends in .gz") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error}", "give a readable CSV file, gzipped if its name ends in .gz"
+        ) from error

@@ -57,14 +57,21 @@ class Model:
 
     def __post_init__(self) -> None:
         # Worked out once: every prefill of a simulation asks.
-        object.__setattr__(self, "matmul_parameters", self.layers * self.layer_parameters + self.vocab * self.hidden)
-        object.__setattr__(self, "kv_bytes_per_token", 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES)
+        object.__setattr__(
+            self, "matmul_parameters", self.layers * self.layer_parameters + self.vocab * self.hidden
+        )
+        object.__setattr__(
+            self, "kv_bytes_per_token", 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
+        )
         object.__setattr__(self, "attention_flops_per_pair", 4 * self.layers * self.heads * self.head_dim)
 
     @property
     def layer_parameters(self) -> int:
         """Weights in one layer's matrix products: q and o, k and v, gate, up and down. (Norms are left out: under 0.01 %.)"""
-        return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.hidden * self.intermediate
+        return (
+            self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+            + 3 * self.hidden * self.intermediate
+        )
 
     @property
     def parameters(self) -> int:
@@ -99,7 +106,9 @@ class Curve:
     compute_slope: float
 
     def at(self, context: float) -> float:
-        return self.overhead + max(self.memory + self.memory_slope * context, self.compute + self.compute_slope * context)
+        return self.overhead + max(
+            self.memory + self.memory_slope * context, self.compute + self.compute_slope * context
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,10 @@ class EngineSpec:
     kv_capacity: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        free = self.gpus * (self.gpu.memory_bytes * self.efficiency.memory_share - self.resident_bytes) - self.model.weight_bytes
+        free = (
+            self.gpus * (self.gpu.memory_bytes * self.efficiency.memory_share - self.resident_bytes)
+            - self.model.weight_bytes
+        )
         object.__setattr__(self, "kv_capacity", math.floor(free / self.model.kv_bytes_per_token))
         if self.kv_capacity <= 0:
             raise ConfigError(
@@ -150,7 +162,15 @@ class EngineSpec:
         """Ring all-reduce of the activations of `tokens` tokens, twice a layer: each GPU sends 2 (g - 1) / g of them."""
         if self.gpus == 1:
             return 0.0
-        payload = 2 * (self.gpus - 1) / self.gpus * tokens * self.model.hidden * BF16_BYTES / self.gpu.nvlink_bytes_s
+        payload = (
+            2
+            * (self.gpus - 1)
+            / self.gpus
+            * tokens
+            * self.model.hidden
+            * BF16_BYTES
+            / self.gpu.nvlink_bytes_s
+        )
         return 2 * self.model.layers * (self.efficiency.allreduce_latency_s + payload)
 
     def step_s(self, batch: int, context_tokens: float) -> float:
@@ -232,8 +252,14 @@ class Stretch(msgspec.Struct, frozen=True, gc=False):
     def _lines(self) -> tuple[Line, Line]:
         """The line that leads at step 0, then the other."""
         curve, batch = self.curve, self.batch
-        memory = (curve.overhead + curve.memory + curve.memory_slope * self.context, curve.memory_slope * batch)
-        compute = (curve.overhead + curve.compute + curve.compute_slope * self.context, curve.compute_slope * batch)
+        memory = (
+            curve.overhead + curve.memory + curve.memory_slope * self.context,
+            curve.memory_slope * batch,
+        )
+        compute = (
+            curve.overhead + curve.compute + curve.compute_slope * self.context,
+            curve.compute_slope * batch,
+        )
         return (memory, compute) if memory >= compute else (compute, memory)
 
 

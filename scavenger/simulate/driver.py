@@ -12,19 +12,19 @@ import math
 from collections.abc import Callable
 
 from scavenger.errors import SimulationError
-from scavenger.router.events import Identity
+from scavenger.protocol.messages import SampleKey
+from scavenger.router.core.events import Identity
 from scavenger.simulate import trainer_model as cost
-from scavenger.simulate.contender import Contender
-from scavenger.simulate.engine import Simulation, Streams
+from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import Outcome, StepOutcome
+from scavenger.simulate.policy import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimCluster
-from scavenger.simulate.site_daemon import Daemon
-from scavenger.simulate.site_engine import Pace, SimEngine
+from scavenger.simulate.site_daemon import SimDaemon
+from scavenger.simulate.site_engine import SimEngine, WeightDelays
 from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
 from scavenger.simulate.startup import pull_bytes
-from scavenger.wire import SampleKey
 
 #: A step that takes longer, where no time is set for the play to end, never ends: heartbeats and ticks alone would go on for ever.
 STUCK_S = 86_400.0
@@ -32,9 +32,11 @@ STUCK_S = 86_400.0
 Progress = Callable[[float, int], None]  # simulated seconds, finished steps
 
 
-def simulate(scenario: Scenario, contender: Contender, progress: Progress | None = None) -> Outcome:
+def simulate(
+    scenario: Scenario, simulated_policy: SimulatedPolicy, progress: Progress | None = None
+) -> Outcome:
     """What happens. Raises `SimulationError` when tokens went missing, or when nothing happens any more before the end."""
-    return _Site(scenario, contender, progress).run()
+    return _SimulatedSite(scenario, simulated_policy, progress).run()
 
 
 class _Truth:
@@ -55,21 +57,35 @@ class _Truth:
         return group[key.index]
 
 
-class _Site:
-    def __init__(self, scenario: Scenario, contender: Contender, progress: Progress | None) -> None:
-        self._scenario, self._contender, self._progress = scenario, contender, progress
+class _SimulatedSite:
+    def __init__(
+        self, scenario: Scenario, simulated_policy: SimulatedPolicy, progress: Progress | None
+    ) -> None:
+        self._scenario, self._simulated_policy, self._progress = scenario, simulated_policy, progress
         self._sim = Simulation()
         self._streams = Streams(scenario.seed)
         self._truth = _Truth(scenario)
-        self._daemon = Daemon(self._sim, contender.new_policy(), scenario.tick_s, scenario.heartbeat_s)
-        self._network = Network(self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay)
+        self._daemon = SimDaemon(
+            self._sim, simulated_policy.new_policy(), scenario.tick_s, scenario.heartbeat_s
+        )
+        self._network = Network(
+            self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay
+        )
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
         self._newest = 0
-        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, self._published, self._step_done)
+        self._trainer = SimTrainer(
+            self._sim, self._daemon, scenario, simulated_policy, self._published, self._step_done
+        )
         self._cluster = SimCluster(
-            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s,
-            scenario.max_engines, contender.gates,
-        )  # fmt: skip
+            self._sim,
+            self._daemon,
+            scenario.fleet,
+            self._start_harvested,
+            scenario.schedule_s,
+            scenario.requeue_s,
+            scenario.max_engines,
+            simulated_policy.gates,
+        )
         self._reserved: list[SimEngine] = []
         self._gone: list[SimEngine] = []
         self._steps: list[StepOutcome] = []
@@ -77,17 +93,19 @@ class _Site:
     def run(self) -> Outcome:
         scenario, sim = self._scenario, self._sim
         self._trainer.open()
-        if self._contender.reserved:
+        if self._simulated_policy.reserved:
             for number in range(scenario.reserved_engines):
                 self._start_reserved(number)
-        if self._contender.harvest:
+        if self._simulated_policy.harvest:
             self._observe()
         self._beat()
         horizon_s, trainer = scenario.horizon_s, self._trainer
         while not trainer.stopped and sim.next_time() <= horizon_s:
             since = self._steps[-1].end_s if self._steps else 0.0
             if not sim.step() or (horizon_s == math.inf and sim.now > since + STUCK_S):
-                raise SimulationError(f"step {len(self._steps) + 1} has not ended at {sim.now:g} s, begun at {since:g} s")
+                raise SimulationError(
+                    f"step {len(self._steps) + 1} has not ended at {sim.now:g} s, begun at {since:g} s"
+                )
         sim.now = min(sim.now, scenario.horizon_s)
         return self._close()
 
@@ -106,26 +124,46 @@ class _Site:
         if not scenario.offload:
             spec = spec.with_resident(cost.state_bytes_per_gpu(scenario.trainer))
         engine = SimEngine(
-            self._sim, self._daemon, spec, Pace(0.0, self._trainer.wake_s), self._truth, self._fetch, self._gone.append,
-            kind="reserved", node=f"reserved-{number:02}", identity=OWNER, run=RUN, slot=str(number),
-            whole_groups=self._contender.whole_groups,
-        )  # fmt: skip
+            self._sim,
+            self._daemon,
+            spec,
+            WeightDelays(0.0, self._trainer.wake_s),
+            self._truth,
+            self._fetch,
+            self._gone.append,
+            kind="reserved",
+            node=f"reserved-{number:02}",
+            identity=OWNER,
+            run=RUN,
+            slot=str(number),
+            whole_groups=self._simulated_policy.whole_groups,
+        )
         self._reserved.append(engine)
-        engine.greet(self._sim.now + self._trainer.wake_s)
+        engine.register(self._sim.now + self._trainer.wake_s)
 
     def _start_harvested(self, intent_id: str, incarnation: int, node: str) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
         identity = Identity("worker", f"key-{intent_id}", RUN, intent_id)
         load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
         engine = SimEngine(
-            self._sim, self._daemon, spec, Pace(load_s), self._truth, self._fetch, self._left,
-            kind="harvested", node=node, identity=identity, run=RUN, incarnation=incarnation,
-            whole_groups=self._contender.whole_groups,
-        )  # fmt: skip
+            self._sim,
+            self._daemon,
+            spec,
+            WeightDelays(load_s),
+            self._truth,
+            self._fetch,
+            self._left,
+            kind="harvested",
+            node=node,
+            identity=identity,
+            run=RUN,
+            incarnation=incarnation,
+            whole_groups=self._simulated_policy.whole_groups,
+        )
         # By intent and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
         start = scenario.cold_start.draw(self._streams.stream("start", intent_id, incarnation), 0.0)
         built_at = self._sim.now + start.total_s
-        self._sim.after(start.container_s, lambda: engine.greet(built_at) if engine.alive else None)
+        self._sim.after(start.container_s, lambda: engine.register(built_at) if engine.alive else None)
         return engine
 
     def _left(self, engine: SimEngine) -> None:
@@ -161,7 +199,7 @@ class _Site:
             engine.beat()
 
     def _observe(self) -> None:
-        self._sim.after(self._scenario.observe_s, self._observe, priority=4)
+        self._sim.after(self._scenario.poll_interval_s, self._observe, priority=4)
         self._cluster.observe()
 
     # ---------------------------------------------------------------- the end
@@ -178,9 +216,13 @@ class _Site:
         if generated != recorded + lost:
             raise SimulationError(f"{generated} tokens were generated, {recorded} recorded and {lost} lost")
         counters = self._daemon.router.core.counters
-        end = self._sim.now if math.isinf(self._scenario.horizon_s) else min(self._sim.now, self._scenario.horizon_s)
+        end = (
+            self._sim.now
+            if math.isinf(self._scenario.horizon_s)
+            else min(self._sim.now, self._scenario.horizon_s)
+        )
         return Outcome(
-            policy=self._contender.name,
+            policy=self._simulated_policy.name,
             seconds=end,
             gpus_reserved=self._scenario.gpus_reserved,
             steps=tuple(self._steps),

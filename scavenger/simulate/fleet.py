@@ -20,7 +20,7 @@ MOST_MOVES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FleetChange:
     """At `t_s` the node's idle GPUs change by `delta` (below 0: others take them) to `idle`."""
 
     t_s: float
@@ -51,7 +51,7 @@ class Fleet:
     end_s: float
     capacity: Mapping[str, int]
     initial: Mapping[str, int]
-    changes: tuple[Change, ...]
+    changes: tuple[FleetChange, ...]
 
     def __post_init__(self) -> None:
         if not self.capacity or self.end_s <= 0:
@@ -70,9 +70,13 @@ class Fleet:
         for change in self.changes:
             expected = idle.get(change.node, 0) + change.delta
             if change.node not in idle or change.idle != expected or not change.delta:
-                raise ConfigError(f"{self.origin}: {change} follows {idle.get(change.node)} idle GPUs on {change.node!r}")
+                raise ConfigError(
+                    f"{self.origin}: {change} follows {idle.get(change.node)} idle GPUs on {change.node!r}"
+                )
             if not before <= change.t_s <= self.end_s:
-                raise ConfigError(f"{self.origin}: {change} is out of order or after the end at {self.end_s} s")
+                raise ConfigError(
+                    f"{self.origin}: {change} is out of order or after the end at {self.end_s} s"
+                )
             idle[change.node], before = expected, change.t_s
             self._check(change.node, expected, change.t_s)
         for node, count in self.initial.items():
@@ -80,7 +84,9 @@ class Fleet:
 
     def _check(self, node: str, idle: int, t_s: float) -> None:
         if not 0 <= idle <= self.capacity[node]:
-            raise ConfigError(f"{self.origin}: node {node!r} has {idle} idle GPUs of {self.capacity[node]} at {t_s} s")
+            raise ConfigError(
+                f"{self.origin}: node {node!r} has {idle} idle GPUs of {self.capacity[node]} at {t_s} s"
+            )
 
     @property
     def gpus(self) -> int:
@@ -108,8 +114,14 @@ class Fleet:
             if change.t_s <= start_s:
                 initial[change.node] = change.idle
             elif change.t_s < start_s + length_s:
-                kept.append(Change(change.t_s - start_s, change.node, change.delta, change.idle))
-        return Fleet(f"{self.origin}, {start_s:g}-{start_s + length_s:g} s", length_s, self.capacity, initial, tuple(kept))
+                kept.append(FleetChange(change.t_s - start_s, change.node, change.delta, change.idle))
+        return Fleet(
+            f"{self.origin}, {start_s:g}-{start_s + length_s:g} s",
+            length_s,
+            self.capacity,
+            initial,
+            tuple(kept),
+        )
 
     def only(self, nodes: Iterable[str]) -> Fleet:
         """The same over some nodes."""
@@ -127,7 +139,11 @@ class Fleet:
 
 
 def from_deltas(
-    origin: str, end_s: float, capacity: Mapping[str, int], initial: Mapping[str, int], deltas: Iterable[tuple[float, str, int]]
+    origin: str,
+    end_s: float,
+    capacity: Mapping[str, int],
+    initial: Mapping[str, int],
+    deltas: Iterable[tuple[float, str, int]],
 ) -> Fleet:
     """A fleet from (time, node, delta) in order of time."""
     idle = dict(initial)
@@ -135,11 +151,13 @@ def from_deltas(
     for t_s, node, delta in deltas:
         if delta:
             idle[node] = idle.get(node, 0) + delta
-            changes.append(Change(t_s, node, delta, idle[node]))
+            changes.append(FleetChange(t_s, node, delta, idle[node]))
     return Fleet(origin, end_s, capacity, initial, tuple(changes))
 
 
-def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[str, int], end_s: float) -> Fleet:
+def from_occupations(
+    origin: str, jobs: Sequence[Occupation], capacity: Mapping[str, int], end_s: float
+) -> Fleet:
     """The GPUs that the jobs leave. At one instant jobs that end make room before others start, and a node's change is the net of both.
 
     Raises `ConfigError` naming the job's line when a node would hold more than it has: clocks that differ, or jobs that never ended.
@@ -149,7 +167,10 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
     for job in jobs:
         for node, count in job.gpus_by_node:
             if node not in capacity:
-                raise ConfigError(f"line {job.line}: node {node!r} is not among the nodes given", "give all nodes, from the same day")
+                raise ConfigError(
+                    f"line {job.line}: node {node!r} is not among the nodes given",
+                    "give all nodes, from the same day",
+                )
             if job.end_s > 0 and job.start_s < end_s:
                 events.append((max(job.start_s, 0.0), -count, job.line, node))
                 if job.end_s < end_s:
@@ -175,7 +196,9 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
     return from_deltas(origin, end_s, capacity, initial, changes)
 
 
-def _instants(events: Iterable[tuple[float, int, int, str]]) -> Iterator[tuple[float, list[tuple[int, int, str]]]]:
+def _instants(
+    events: Iterable[tuple[float, int, int, str]],
+) -> Iterator[tuple[float, list[tuple[int, int, str]]]]:
     group: list[tuple[int, int, str]] = []
     t_s = 0.0
     for at, delta, line, node in events:

@@ -60,7 +60,9 @@ class Statistics:
 
 def slices(fleet: Fleet) -> list[Slice]:
     """Every GPU's idle slices, in order of their end."""
-    idle: dict[str, list[tuple[float, bool]]] = {node: [(0.0, False)] * count for node, count in fleet.initial.items()}
+    idle: dict[str, list[tuple[float, bool]]] = {
+        node: [(0.0, False)] * count for node, count in fleet.initial.items()
+    }
     ended = []
     for change in fleet.changes:
         here = idle[change.node]
@@ -70,7 +72,9 @@ def slices(fleet: Fleet) -> list[Slice]:
             else:
                 start_s, whole = here.pop()
                 ended.append(Slice(change.node, start_s, change.t_s, whole))
-    return ended + [Slice(node, start, fleet.end_s, False) for node in sorted(idle) for start, _ in idle[node]]
+    return ended + [
+        Slice(node, start, fleet.end_s, False) for node in sorted(idle) for start, _ in idle[node]
+    ]
 
 
 def idle_time_outlasting(fleet: Fleet, cold_start_s: float) -> float:
@@ -105,7 +109,10 @@ def measure(fleet: Fleet) -> Statistics:
         reclaims_per_h=len(taken) / hours,
         reclaimed_gpus_per_h=reclaimed / hours,
         hazard_per_gpu_h=reclaimed / idle_hours if idle_hours else 0.0,
-        whole_node_share=-sum(change.delta for change in taken if -change.delta >= fleet.capacity[change.node]) / max(1, reclaimed),
+        whole_node_share=-sum(
+            change.delta for change in taken if -change.delta >= fleet.capacity[change.node]
+        )
+        / max(1, reclaimed),
         hourly_p10=float(np.percentile(hourly, 10)),
         hourly_p50=float(np.percentile(hourly, 50)),
         hourly_p90=float(np.percentile(hourly, 90)),

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scavenger.errors import ConfigError
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.csvfile import read_csv, rows
-from scavenger.simulate.engine import Streams
 
 _NORMAL = NormalDist()
 _MOST_SIGMA = 10.0  # exp(sigma^2 / 2) is in the mean
@@ -56,14 +56,19 @@ class Remembered:
         return self._drawn[key]
 
 
-def _scores(streams: Streams, step: int, prompt: int, samples: int, correlation: float) -> NDArray[np.float64]:
+def _scores(
+    streams: Streams, step: int, prompt: int, samples: int, correlation: float
+) -> NDArray[np.float64]:
     drawn = streams.stream("lengths", step, prompt).standard_normal(samples + 1)
     return np.asarray(math.sqrt(correlation) * drawn[0] + math.sqrt(1 - correlation) * drawn[1:])
 
 
 def _check(correlation: float, cap: int) -> None:
     if not 0 <= correlation <= 1 or cap < 1:
-        raise ConfigError(f"answer lengths with correlation {correlation} and cap {cap}", "correlation is 0 to 1, the cap at least 1 token")
+        raise ConfigError(
+            f"answer lengths with correlation {correlation} and cap {cap}",
+            "correlation is 0 to 1, the cap at least 1 token",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +90,25 @@ class Lognormal:
             )
 
     @classmethod
-    def with_capped_share(cls, sigma: float, cap: int, share: float, correlation: float = 0.0, drift: float = 0.0) -> Lognormal:
+    def with_capped_share(
+        cls, sigma: float, cap: int, share: float, correlation: float = 0.0, drift: float = 0.0
+    ) -> Lognormal:
         """The one of which `share` (above 0) reaches the cap: mu = ln cap - sigma * quantile(1 - share)."""
         if not 0 < share < 1:
-            raise ConfigError(f"a capped share of {share}", "it is above 0 and below 1; for next to none give 0.0001")
+            raise ConfigError(
+                f"a capped share of {share}", "it is above 0 and below 1; for next to none give 0.0001"
+            )
         return cls(math.log(cap) - sigma * _NORMAL.inv_cdf(1 - share), sigma, cap, correlation, drift)
 
     @classmethod
-    def with_mean(cls, mean: float, sigma: float, cap: int, correlation: float = 0.0, drift: float = 0.0) -> Lognormal:
+    def with_mean(
+        cls, mean: float, sigma: float, cap: int, correlation: float = 0.0, drift: float = 0.0
+    ) -> Lognormal:
         """The one whose mean after the cap is `mean` tokens at step 0, found by bisection (the mean grows with mu)."""
         if not 1 < mean < cap:
-            raise ConfigError(f"a mean of {mean:g} tokens with a cap of {cap}", "the mean lies between 1 and the cap")
+            raise ConfigError(
+                f"a mean of {mean:g} tokens with a cap of {cap}", "the mean lies between 1 and the cap"
+            )
         low, high = math.log(mean) - sigma**2, math.log(cap) + 10 * sigma
         for _ in range(100):
             middle = (low + high) / 2
@@ -110,7 +123,9 @@ class Lognormal:
         """Mean tokens after the cap: E[min(X, cap)] = e^(mu + sigma^2/2) Phi(d - sigma) + cap (1 - Phi(d)), d the cap's score."""
         mu = self.mu + self.drift * step
         score = (math.log(self.cap) - mu) / self.sigma
-        return math.exp(mu + self.sigma**2 / 2) * _NORMAL.cdf(score - self.sigma) + self.cap * (1 - _NORMAL.cdf(score))
+        return math.exp(mu + self.sigma**2 / 2) * _NORMAL.cdf(score - self.sigma) + self.cap * (
+            1 - _NORMAL.cdf(score)
+        )
 
     def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
         scores = _scores(streams, step, prompt, samples, self.correlation)
@@ -131,14 +146,19 @@ class Sampled:
     def __post_init__(self) -> None:
         _check(self.correlation, self.cap)
         if not self.tokens or not 0 < self.scale < math.inf:
-            raise ConfigError(f"{len(self.tokens)} sampled lengths scaled by {self.scale}", "give a file with lengths, and a scale above 0")
+            raise ConfigError(
+                f"{len(self.tokens)} sampled lengths scaled by {self.scale}",
+                "give a file with lengths, and a scale above 0",
+            )
         object.__setattr__(self, "tokens", tuple(sorted(self.tokens)))
 
     def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
         scores = _scores(streams, step, prompt, samples, self.correlation)
         factor = self.scale * math.exp(self.drift * step)
         # one of the file's own values, never one between two of them
-        ranks = (min(len(self.tokens) - 1, int(_NORMAL.cdf(float(score)) * len(self.tokens))) for score in scores)
+        ranks = (
+            min(len(self.tokens) - 1, int(_NORMAL.cdf(float(score)) * len(self.tokens))) for score in scores
+        )
         return tuple(max(1, min(self.cap, round(self.tokens[rank] * factor))) for rank in ranks)
 
 

@@ -5,6 +5,8 @@
 
 Read-only by construction: it is handed a view and returns answers. A site that has no harvest partition yet is shown as if it had one below
 all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one look cannot tell.
+
+One look at a cluster as rows of name, value and meaning. Pure: a `ClusterPoll` in, text out.
 """
 
 from __future__ import annotations
@@ -13,21 +15,66 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, ClusterView, Partition, PreemptMode
 from scavenger.errors import ConfigError
-from scavenger.harvest import policy, preflight
-from scavenger.harvest.policy import Limits, OurJob
-from scavenger.harvest.room import Owners, find_room, owners
-from scavenger.harvest.sights import held_back
-from scavenger.router.machine import Demand
-from scavenger.simulate.survey_waits import Timing
+from scavenger.harvest.decide import decide
+from scavenger.harvest.decide.decide import Limits, OurJob, Submit
+from scavenger.harvest.decide.free_capacity import Owners, find_free_capacity, owners
+from scavenger.harvest.track.observed_jobs import held_back
+from scavenger.policy.demand import Demand
+from scavenger.simulate.sacct import COMMAND
+from scavenger.simulate.survey import text
+from scavenger.simulate.survey.text import TableRow
+from scavenger.simulate.survey.waits import Timing
+
+NEEDS_TIME = f"one look cannot tell how long GPUs stay idle. Ask accounting:\n    {COMMAND}\n    scavenger simulate --sacct dump.txt"
+
+
+def rows(found: ClusterPoll, wish: EngineRequest) -> tuple[TableRow, ...]:
+    """The table of one look."""
+    gpus = found.gpus
+    size = "1 GPU" if wish.gpus_per_engine == 1 else f"{wish.gpus_per_engine} GPUs"
+    spread = ", ".join(f"{nodes} with {count}" for count, nodes in found.idle_by_count) or "none"
+    submits = [
+        action for action in found.decision.actions if isinstance(action, Submit) and not action.standby
+    ]
+    return (
+        TableRow(
+            "GPUs idle now",
+            f"{gpus.idle}",
+            f"on {found.nodes} usable nodes of partition {found.partition}; nodes by idle GPUs: {spread}",
+        ),
+        TableRow(
+            "others use", f"{gpus.others}", f"{found.pending_other_users} jobs of others wait for GPUs there"
+        ),
+        TableRow("harvested", f"{gpus.harvested}", f"{found.engines} engines run, {found.pending} wait"),
+        TableRow("unusable", f"{gpus.unusable}", "on nodes of the partition that are down or drained"),
+        TableRow("outside", f"{gpus.reserved}", "on nodes that the partition does not have"),
+        TableRow("engines that fit now", f"{found.fit}", f"of {size} each: {found.free_capacity}"),
+        TableRow("the policy would submit", f"{len(submits)}", found.decision.reason),
+        *(TableRow("  each", size, action.reason) for action in submits[:1]),
+        *text.waits(found.timing),
+    )
+
+
+def notes(found: ClusterPoll, configured: bool) -> tuple[str, ...]:
+    """What to know before the table is believed. `configured`: the limits are a site's own."""
+    lines = [] if configured else ["There is no scavenger.toml here: the limits are the daemon's defaults."]
+    if found.hypothetical:
+        made = "over all nodes with GPUs, GraceTime 0, its PriorityTier below the others'"
+        lines.append(f"There is no partition {found.partition!r} yet: this shows one {made}.")
+    if found.refused:
+        lines.append(f"The daemon would refuse it as it is: {found.refused}")
+    return (*lines, NEEDS_TIME)
+
 
 RUN = 1  # the run that is asked for; one is enough
 NAMED = re.compile(r"scv-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EngineRequest:
     """What a run would ask for. `engines` None: as many as fit, next to those that run already."""
 
     gpus_per_engine: int
@@ -36,7 +83,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ClusterPoll:
     """One look. `fit`: engines that would start now. `idle_by_count`: (idle GPUs on a node, nodes). `decision`: with its reasons.
 
     `refused`: why the daemon would not harvest this partition as it is, or "". `hypothetical`: the partition does not exist yet.
@@ -49,16 +96,18 @@ class Look:
     gpus: Owners
     idle_by_count: tuple[tuple[int, int], ...]
     nodes: int
-    room: str
+    free_capacity: str
     fit: int
     engines: int
-    waiting: int
-    decision: policy.Decision
+    pending: int
+    decision: decide.Decision
     timing: Timing
-    waiting_others: int
+    pending_other_users: int
 
 
-def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: float, qos: str = "") -> Look:
+def poll(
+    view: ClusterView, info: ClusterInfo, wish: EngineRequest, limits: Limits, now: float, qos: str = ""
+) -> ClusterPoll:
     """Answer from one observation, with `limits` as the daemon would have them. Raises `ConfigError` for a cluster without GPUs."""
     hypothetical = view.partition(limits.partition) is None
     seen = with_partition(view, limits.partition) if hypothetical else view
@@ -66,17 +115,19 @@ def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: 
     assert part is not None  # it was there, or was put there
     ours = our_jobs(seen)
     ids = frozenset(job.job_id for job in ours)
-    room = find_room(seen, limits, ours, now)
-    explained, fit = room.explain(), 0
-    while room.take(wish.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
+    free_capacity = find_free_capacity(seen, limits, ours, now)
+    explained, fit = free_capacity.explain(), 0
+    while free_capacity.take(wish.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
         fit += 1
     count = len(ours) + fit if wish.engines is None else wish.engines
     why = f"asked for {wish.engines}" if wish.engines is not None else "as many as fit"
-    decision = policy.decide(seen, [Demand(RUN, "example", count, wish.gpus_per_engine, why)], ours, limits, now)
+    decision = decide.decide(
+        seen, [Demand(RUN, "example", count, wish.gpus_per_engine, why)], ours, limits, now
+    )
     inside = [node for node in seen.nodes if node.name in part.nodes and node.usable]
     by_count = Counter(node.idle_gpus for node in inside if node.idle_gpus)
     gpus = owners(seen, limits.partition, ids, now)
-    return Look(
+    return ClusterPoll(
         cluster=f"{info.name} ({info.backend} {info.version})",
         partition=limits.partition,
         hypothetical=hypothetical,
@@ -84,13 +135,13 @@ def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: 
         gpus=gpus,
         idle_by_count=tuple(sorted(by_count.items())),
         nodes=len(inside),
-        room=explained,
+        free_capacity=explained,
         fit=fit,
         engines=sum(not job.waits for job in ours),
-        waiting=sum(job.waits for job in ours),
+        pending=sum(job.waits for job in ours),
         decision=decision,
         timing=Timing(part.grace_s, info.kill_wait_s, info.message_timeout_s, wish.sched_interval_s),
-        waiting_others=gpus.pending_others,
+        pending_other_users=gpus.jobs_pending_other_users,
     )
 
 
@@ -98,7 +149,10 @@ def with_partition(view: ClusterView, name: str) -> ClusterView:
     """The same cluster with a preemptible partition over every node that has GPUs, its tier below all others."""
     nodes = frozenset(node.name for node in view.nodes if node.gpus)
     if not nodes:
-        raise ConfigError("no node of this cluster has GPUs", "Slurm must know them: GresTypes=gpu, and Gres=gpu:... on the nodes")
+        raise ConfigError(
+            "no node of this cluster has GPUs",
+            "Slurm must know them: GresTypes=gpu, and Gres=gpu:... on the nodes",
+        )
     tier = min((part.priority_tier for part in view.partitions), default=1) - 1
     made = Partition(name, nodes, tier, PreemptMode.REQUEUE, 0.0, float("inf"))
     return replace(view, partitions=(*view.partitions, made))
@@ -108,10 +162,12 @@ def our_jobs(view: ClusterView) -> list[OurJob]:
     """Jobs that carry an intent's name: a daemon's, whichever. Without its ledger their run is not known: all count as the asked one's."""
     found = []
     for job in view.jobs:
-        if NAMED.fullmatch(job.name) and (job.waits or job.holds_gpus):
+        if NAMED.fullmatch(job.name) and (job.waits or job.has_gpus_allocated):
             node = job.nodes[0] if job.nodes else ""
             held = held_back(job) if job.waits else ""
-            found.append(OurJob(job.name, RUN, job.job_id, job.gpus, job.waits, node, held, connected=True, leases=1))
+            found.append(
+                OurJob(job.name, RUN, job.job_id, job.gpus, job.waits, node, held, connected=True, leases=1)
+            )
     return found
 
 
@@ -120,7 +176,7 @@ def _refusal(info: ClusterInfo, view: ClusterView, name: str, qos: str, hypothet
     if hypothetical and info.preempts_by == "qos":
         return ""  # a QOS would go with the partition
     try:
-        preflight.check(info, view.partitions, name, qos)
+        partition_check.check(info, view.partitions, name, qos)
     except ConfigError as error:
         return f"{error.cause} ({error.remedy})"
     return ""

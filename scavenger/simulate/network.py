@@ -7,16 +7,30 @@ more (shared evenly they would all finish last, and nobody could relay). One who
 The source is the trainer, whose interface pulls have for themselves: to publish is to copy to host memory and to hash
 (`trainer_model.publish_s`), no byte leaves before engines ask for it, and gradients have a network of their own (`link_bytes_s`).
 Knows of versions only that a new one has no holders.
+
+Sharing one network interface: max-min fair rates. Pure. Knows nothing of what the bytes are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from scavenger.simulate.engine import Simulation, Timer
-from scavenger.simulate.links import fair_rates
+from scavenger.simulate.clock import Simulation, Timer
+
+
+def fair_rates(caps: Mapping[str, float], capacity: float) -> dict[str, float]:
+    """Max-min fair shares of `capacity`: nobody above its cap, and what the small ones leave goes to the others."""
+    rates: dict[str, float] = {}
+    left = capacity
+    for count, (name, cap) in zip(
+        range(len(caps), 0, -1), sorted(caps.items(), key=lambda item: (item[1], item[0])), strict=True
+    ):
+        rates[name] = min(cap, left / count)
+        left -= rates[name]
+    return rates
+
 
 _DONE_S = 1e-6  # what is over so soon is over: float time does not resolve less
 
@@ -82,9 +96,9 @@ class Network:
         self._advance()
         if self._relay:
             by_source = max(1, int(self._source // self._end))
-            for place, flow in enumerate(self._flows.values()):
-                rate = min(self._end, self._source) if place < by_source else self._end
-                flow.rate = rate if place < by_source + self._holders else 0.0
+            for position, flow in enumerate(self._flows.values()):
+                rate = min(self._end, self._source) if position < by_source else self._end
+                flow.rate = rate if position < by_source + self._holders else 0.0
         else:
             rates = fair_rates(dict.fromkeys(sorted(self._flows), self._end), self._source)
             for name, flow in self._flows.items():
@@ -97,7 +111,9 @@ class Network:
     def _finish(self) -> None:
         self._timer = None
         self._advance()
-        over = [flow for _, flow in sorted(self._flows.items()) if flow.rate and flow.left <= flow.rate * _DONE_S]
+        over = [
+            flow for _, flow in sorted(self._flows.items()) if flow.rate and flow.left <= flow.rate * _DONE_S
+        ]
         for flow in over:
             del self._flows[flow.name]
         self._holders += sum(flow.newest for flow in over)

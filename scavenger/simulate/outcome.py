@@ -53,7 +53,7 @@ class EngineOutcome:
     why: str
 
     @property
-    def held_s(self) -> float:
+    def allocated_s(self) -> float:
         return self.end_s - self.start_s
 
 
@@ -103,9 +103,9 @@ class Outcome:
         return sum(engine.gpus * self._in_steps(engine) for engine in self.engines) / HOUR_S
 
     @property
-    def idle_held_gpu_hours(self) -> float:
+    def idle_allocated_gpu_hours(self) -> float:
         """GPU-hours that harvested engines held without generating: cold starts, weights, waiting. Over the whole simulation."""
-        return sum(engine.gpus * (engine.held_s - engine.busy_s) for engine in self.engines) / HOUR_S
+        return sum(engine.gpus * (engine.allocated_s - engine.busy_s) for engine in self.engines) / HOUR_S
 
     @property
     def starts(self) -> int:

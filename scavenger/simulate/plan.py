@@ -27,7 +27,7 @@ _SHAPE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Assumed:
+class RunAssumptions:
     """What no `run.toml` says: how many GPUs train (`sbatch` does), and how long answers are.
 
     `sigma`, `capped_share`: of the lognormal answer lengths; `sampled`: lengths in their stead, from `origin`. `correlation` within a
@@ -51,7 +51,7 @@ class Assumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SimulationPlan:
     """A run to play, in the simulator's terms."""
 
     name: str
@@ -66,7 +66,7 @@ class Plan:
     lengths: Lengths
     max_batch: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The setting in one line: what every figure assumes."""
         return (
             f"{self.model.name} on {self.reserved_gpus} reserved {self.gpu.name}, at most {self.most_engines} harvested engines of "
@@ -74,12 +74,15 @@ class Plan:
         )
 
 
-def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: Assumed) -> Plan:
+def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: RunAssumptions) -> SimulationPlan:
     """The plan of a `run.toml`. `most_engines` is 0 where the run may not harvest."""
     each = config.run.gpus_per_engine
     if assumed.reserved_gpus < 1:
-        raise ConfigError(f"{assumed.reserved_gpus} reserved GPUs", "somebody must train: --reserved-gpus N, what its sbatch asks for")
-    return Plan(
+        raise ConfigError(
+            f"{assumed.reserved_gpus} reserved GPUs",
+            "somebody must train: --reserved-gpus N, what its sbatch asks for",
+        )
+    return SimulationPlan(
         name=config.run.name,
         model=model,
         gpu=gpu,
@@ -94,16 +97,16 @@ def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: Assumed) -> Plan:
     )
 
 
-def assumptions(plan: Plan, assumed: Assumed) -> tuple[str, ...]:
+def assumptions(plan: SimulationPlan, assumed: RunAssumptions) -> tuple[str, ...]:
     """What to know before a figure is believed."""
     if isinstance(plan.lengths, Lognormal):
         mean = f"{plan.lengths.mean():,.0f} tokens on average"
-        told = f"lognormal with sigma {assumed.sigma:g}, {assumed.capped_share:.0%} reach the cap, {mean}"
+        summary = f"lognormal with sigma {assumed.sigma:g}, {assumed.capped_share:.0%} reach the cap, {mean}"
     else:
-        told = f"drawn from the {len(assumed.sampled):,} of {assumed.origin}, up to the cap"
+        summary = f"drawn from the {len(assumed.sampled):,} of {assumed.origin}, up to the cap"
     drift = f", {assumed.drift:+.1%} longer each step" if assumed.drift else ""
     return (
-        f"assumed: {assumed.reserved_gpus} GPUs train; answer lengths are {told}{drift}, correlation {assumed.correlation:g} within a "
+        f"assumed: {assumed.reserved_gpus} GPUs train; answer lengths are {summary}{drift}, correlation {assumed.correlation:g} within a "
         f"group; prompts have {assumed.prompt_tokens} tokens",
     )
 
@@ -115,7 +118,8 @@ def read_model(folder: Path) -> Model:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", "name a preset with --model, or run this where the model is"
+            f"{path} cannot be read: {error.strerror}",
+            "name a preset with --model, or run this where the model is",
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}", "name a preset with --model") from error
@@ -125,7 +129,10 @@ def read_model(folder: Path) -> Model:
 def parse_model(found: dict[str, Any], name: str, path: Path) -> Model:
     """A dense model by the keys of its config.json; those of experts are refused, since their cost is another."""
     if any("expert" in key for key in found):
-        raise ConfigError(f"{path} describes a mixture of experts, which the simulator does not know", "name a dense preset with --model")
+        raise ConfigError(
+            f"{path} describes a mixture of experts, which the simulator does not know",
+            "name a dense preset with --model",
+        )
     derived = dict(found)
     derived.setdefault("num_key_value_heads", found.get("num_attention_heads"))
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
@@ -136,5 +143,7 @@ def parse_model(found: dict[str, Any], name: str, path: Path) -> Model:
     if wrong:
         raise ConfigError(f"{path} has no {', '.join(wrong)}", "name a preset with --model")
     return Model(
-        name=name, tied=bool(found.get("tie_word_embeddings", False)), **{key: int(value) for key, value in shape.items() if value}
+        name=name,
+        tied=bool(found.get("tie_word_embeddings", False)),
+        **{key: int(value) for key, value in shape.items() if value},
     )

@@ -11,27 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.comparison import Play, Played, speed_up
-from scavenger.simulate.contenders import KNOWN, contender
+from scavenger.simulate.comparison import RunPolicy, SimulationResult, speed_up
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.plan import Assumed, Plan, assumptions
+from scavenger.simulate.plan import RunAssumptions, SimulationPlan, assumptions
+from scavenger.simulate.policies.make import KNOWN, simulated_policy
 from scavenger.simulate.presets import COLD_CACHE
 from scavenger.simulate.published import STACK, trainer_of
 from scavenger.simulate.report import Series
 from scavenger.simulate.scenario import ENGINE_BYTES_S, Scenario
-from scavenger.simulate.survey import Observed, Question, SpeedUp
+from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
 
 
-def played_of(outcome: Outcome, fleet: Fleet, seed: int) -> Played:
+def result_of(outcome: Outcome, fleet: Fleet, seed: int) -> SimulationResult:
     """One run's figures. Raises `ConfigError` when not one step ended: there is no throughput then."""
     if not outcome.steps:
         raise ConfigError(
-            f"{outcome.policy}: no step ended within {outcome.seconds:.0f} s", "take a longer trace, or a smaller step (prompts, tokens)"
+            f"{outcome.policy}: no step ended within {outcome.seconds:.0f} s",
+            "take a longer trace, or a smaller step (prompts, tokens)",
         )
-    return Played(
+    return SimulationResult(
         policy=outcome.policy,
         seed=seed,
         steps=len(outcome.steps),
@@ -50,7 +51,7 @@ def played_of(outcome: Outcome, fleet: Fleet, seed: int) -> Played:
         wasted=outcome.wasted_starts,
         preemptions=outcome.preemptions,
         moves=outcome.moves,
-        again_tokens=outcome.regenerated,
+        regenerated_tokens=outcome.regenerated,
         owners=_owners(outcome, fleet),
     )
 
@@ -75,7 +76,7 @@ OURS, ALONE = "ours", "colocated"
 USUAL = (ALONE, "disaggregated", "polyrl", "rlboost", OURS)
 
 
-def contenders(names: Sequence[str]) -> tuple[str, ...]:
+def checked_policy_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names, checked. Raises `ConfigError` naming the known ones."""
     for name in names:
         if name not in KNOWN:
@@ -85,12 +86,15 @@ def contenders(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def scenario_of(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int, seed: int) -> Scenario:
+def scenario_of(
+    plan: SimulationPlan, fleet: Fleet, efficiency: Efficiency, steps: int, seed: int
+) -> Scenario:
     """The run on the fleet, until `steps` are done (0: no limit) or the fleet ends."""
     engines, rest = divmod(plan.reserved_gpus, plan.gpus_per_engine)
     if rest:
         raise ConfigError(
-            f"{plan.reserved_gpus} reserved GPUs are no whole engines of {plan.gpus_per_engine}", "give a multiple of run.gpus_per_engine"
+            f"{plan.reserved_gpus} reserved GPUs are no whole engines of {plan.gpus_per_engine}",
+            "give a multiple of run.gpus_per_engine",
         )
     engine = EngineSpec(plan.model, plan.gpu, efficiency, plan.gpus_per_engine, max_sequences=plan.max_batch)
     return Scenario(
@@ -112,27 +116,29 @@ def scenario_of(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int, se
     )
 
 
-def player(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> Play:
+def policy_runner(plan: SimulationPlan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> RunPolicy:
     """What plays the run with a named policy and a seed. A run that may not harvest plays every policy without harvested engines."""
 
-    def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
+    def run_policy(policy: str, seed: int, progress: Callable[[float], None]) -> SimulationResult:
         scenario = scenario_of(plan, fleet, efficiency, steps, seed)
 
         def shown(now_s: float, done: int) -> None:
             progress(max(now_s / fleet.end_s, done / steps if steps else 0.0))
 
-        chosen = contender(policy, scenario)
+        chosen = simulated_policy(policy, scenario)
         if not plan.most_engines:
             chosen = replace(chosen, harvest=False)
-        return played_of(simulate(scenario, chosen, shown), fleet, seed)
+        return result_of(simulate(scenario, chosen, shown), fleet, seed)
 
-    return play
+    return run_policy
 
 
 def assumed_of_machines(calibrated: bool) -> tuple[str, ...]:
     """What is assumed of engines and trainer: print it with every figure."""
     engines = (
-        "engines as calibrated" if calibrated else "assumed: engines as fast as the presets say, which nobody calibrated for this site"
+        "engines as calibrated"
+        if calibrated
+        else "assumed: engines as fast as the presets say, which nobody calibrated for this site"
     )
     trainer = (
         f"assumed: training reaches {STACK.training_compute:.0%} of the peak, "
@@ -157,23 +163,34 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
     if reserved_gpus % question.spec.gpus:
         return f"{reserved_gpus} reserved GPUs are no whole engines of {question.spec.gpus}: give --reserved-gpus a multiple"
     if fleet.end_s < WINDOW_S:
-        return f"a run is played over {WINDOW_S / 3600:g} h at least, and this covers {fleet.end_s / 3600:.1f} h"
-    assumed = Assumed(reserved_gpus)
+        return (
+            f"a run is played over {WINDOW_S / 3600:g} h at least, and this covers {fleet.end_s / 3600:.1f} h"
+        )
+    assumed = RunAssumptions(reserved_gpus)
     plan = _plan(question, assumed, fleet)
     count = min(WINDOWS, int(fleet.end_s / WINDOW_S))
     starts = [(fleet.end_s - WINDOW_S) * (index + 0.5) / count for index in range(count)]
-    played = []
+    results = []
     for index, start_s in enumerate(starts):
-        play = player(plan, fleet.segment(start_s, WINDOW_S), question.spec.efficiency)
-        played += [play(name, index, lambda _share: None) for name in (ALONE, policy)]
-    found = speed_up(played, policy, ALONE, f"{plan.told()}; {count} windows of {WINDOW_S / 3600:g} h")
+        run_policy = policy_runner(plan, fleet.segment(start_s, WINDOW_S), question.spec.efficiency)
+        results += [run_policy(name, index, lambda _share: None) for name in (ALONE, policy)]
+    found = speed_up(results, policy, ALONE, f"{plan.summary()}; {count} windows of {WINDOW_S / 3600:g} h")
     return replace(found, notes=(*assumptions(plan, assumed), *assumed_of_machines(calibrated=False)))
 
 
-def _plan(question: Question, assumed: Assumed, fleet: Fleet) -> Plan:
+def _plan(question: Question, assumed: RunAssumptions, fleet: Fleet) -> SimulationPlan:
     spec = question.spec
     most = fleet.gpus // spec.gpus if question.most is None else question.most
-    return Plan(
-        "site", spec.model, spec.gpu, assumed.reserved_gpus, spec.gpus, most, PROMPTS, SAMPLES, assumed.prompt_tokens,
-        assumed.lengths(CAP), MAX_BATCH,
-    )  # fmt: skip
+    return SimulationPlan(
+        "site",
+        spec.model,
+        spec.gpu,
+        assumed.reserved_gpus,
+        spec.gpus,
+        most,
+        PROMPTS,
+        SAMPLES,
+        assumed.prompt_tokens,
+        assumed.lengths(CAP),
+        MAX_BATCH,
+    )

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.decode import Efficiency, EngineSpec, Gpu, Model
-from scavenger.simulate.startup import ColdStart, Phase
+from scavenger.simulate.startup import ColdStart, StartupPhase
 
 MIB = 2**20
 T = TypeVar("T")
@@ -38,31 +38,68 @@ QWEN3_32B = Model("Qwen3-32B", 64, 5120, 64, 8, 128, 25_600, 151_936)
 # decode_compute, prefill_compute: assumed (dense matrix products of this size). memory_share: vLLM's long-time default of
 # gpu_memory_utilization. allreduce_latency_s: assumed (an intra-node all-reduce of some KB).
 UNCALIBRATED = Efficiency(
-    bandwidth=0.81, decode_compute=0.6, overhead_s=1.2e-3, prefill_compute=0.55, memory_share=0.9, allreduce_latency_s=10e-6
+    bandwidth=0.81,
+    decode_compute=0.6,
+    overhead_s=1.2e-3,
+    prefill_compute=0.55,
+    memory_share=0.9,
+    allreduce_latency_s=10e-6,
 )
 
 # Measured median seconds between tokens by (batch, mean context): Qwen3-8B bf16 on one H100 80GB, vLLM 0.30, from
 # github.com/tgarg01/silybench-data derived/csv/perf_points.csv, run 20260924T125045Z (workloads balanced-2048-2048, chat-128-128 and
 # decode-128-1024 while nothing queued; the context is the prompt and half the answer).
 VLLM_H100_STEPS: Mapping[tuple[int, int], float] = {
-    (1, 3072): 6.998e-3, (4, 3072): 7.527e-3, (16, 3072): 9.464e-3, (32, 3072): 11.865e-3, (48, 3072): 14.574e-3, (64, 3072): 17.053e-3,
-    (1, 192): 6.826e-3, (4, 192): 6.922e-3, (16, 192): 7.139e-3, (32, 192): 7.397e-3, (64, 192): 8.148e-3, (128, 192): 9.339e-3,
-    (1, 640): 6.858e-3, (4, 640): 7.009e-3, (16, 640): 7.530e-3, (32, 640): 8.110e-3, (64, 640): 9.494e-3, (128, 640): 12.004e-3,
+    (1, 3072): 6.998e-3,
+    (4, 3072): 7.527e-3,
+    (16, 3072): 9.464e-3,
+    (32, 3072): 11.865e-3,
+    (48, 3072): 14.574e-3,
+    (64, 3072): 17.053e-3,
+    (1, 192): 6.826e-3,
+    (4, 192): 6.922e-3,
+    (16, 192): 7.139e-3,
+    (32, 192): 7.397e-3,
+    (64, 192): 8.148e-3,
+    (128, 192): 9.339e-3,
+    (1, 640): 6.858e-3,
+    (4, 640): 7.009e-3,
+    (16, 640): 7.530e-3,
+    (32, 640): 8.110e-3,
+    (64, 640): 9.494e-3,
+    (128, 640): 12.004e-3,
     (256, 640): 18.084e-3,
-}  # fmt: skip
+}
 # `calibrate.fit` of these 19 points: 2.6 % rms, 6.6 % at worst (tests/simulate/test_presets.py fits again). Its compute share stands for
 # all that grows with the batch. The rest as above. For other GPUs and models: assumed alike.
 VLLM_H100 = Efficiency(
-    bandwidth=0.825, decode_compute=0.246, overhead_s=1.48e-3, prefill_compute=0.55, memory_share=0.9, allreduce_latency_s=10e-6
+    bandwidth=0.825,
+    decode_compute=0.246,
+    overhead_s=1.48e-3,
+    prefill_compute=0.55,
+    memory_share=0.9,
+    allreduce_latency_s=10e-6,
 )
 
 # vLLM's own start-up lines as users report them. container: 16 s to the engine's config (vllm-project/vllm issue 44881). imports: what
 # 59 s until the first answer leave beside 34 s of engine initialisation and the container (issue 20264), about 10 s. compiling: 34 s of
 # initialisation with torch.compile's cache warm, graph capture included (issue 20264). load: 21.8 GiB in 18 s (issue 44881).
 # The spreads are assumed.
-WARM_CACHE = ColdStart(Phase(16.0, 0.4), Phase(10.0, 0.3), Phase(34.0, 0.3), load_bytes_s=1.3e9, load_spread=0.4)
+WARM_CACHE = ColdStart(
+    StartupPhase(16.0, 0.4),
+    StartupPhase(10.0, 0.3),
+    StartupPhase(34.0, 0.3),
+    load_bytes_s=1.3e9,
+    load_spread=0.4,
+)
 # The same with nothing compiled before: 43 s of torch.compile (issue 44881) where the warm cache took 7.5 s (issue 20264).
-COLD_CACHE = ColdStart(Phase(16.0, 0.4), Phase(10.0, 0.3), Phase(70.0, 0.3), load_bytes_s=1.3e9, load_spread=0.4)
+COLD_CACHE = ColdStart(
+    StartupPhase(16.0, 0.4),
+    StartupPhase(10.0, 0.3),
+    StartupPhase(70.0, 0.3),
+    load_bytes_s=1.3e9,
+    load_spread=0.4,
+)
 
 GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (H100, H200, A100)}
 MODELS: Mapping[str, Model] = {model.name: model for model in (QWEN3_8B, QWEN3_14B, QWEN3_32B)}

@@ -93,7 +93,9 @@ class Setting:
 
     def engine(self, stack: Stack = STACK) -> EngineSpec:
         """Reserved and spot engines are alike: the scripts give both the same share of memory, the state is offloaded while they run."""
-        efficiency = replace(presets.VLLM_H100, memory_share=stack.memory_share, overhead_s=stack.engine_overhead_s)
+        efficiency = replace(
+            presets.VLLM_H100, memory_share=stack.memory_share, overhead_s=stack.engine_overhead_s
+        )
         spec = presets.engine(self.model, "H100", stack.engine_gpus, efficiency)
         return replace(spec, max_sequences=stack.max_sequences)
 
@@ -117,7 +119,7 @@ class Quantity(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedPoint:
     """One published point. `switches`: what the policy is run without or with. `calibrates`: `STACK` was chosen with it."""
 
     name: str
@@ -147,20 +149,72 @@ _SPOT = (
 )
 
 
-def _rows() -> tuple[Row, ...]:
-    rows = [Row("colocated", Setting(), "colocated", Quantity.TOKENS_PER_S, 10_000.0, _README, {}, calibrates=True)]
+def _rows() -> tuple[PublishedPoint, ...]:
+    rows = [
+        PublishedPoint(
+            "colocated", Setting(), "colocated", Quantity.TOKENS_PER_S, 10_000.0, _README, {}, calibrates=True
+        )
+    ]
     for pairs, value in _PAIRS:
         name = f"rlboost, {pairs} pair{'s' if pairs > 1 else ''}"
         setting = Setting(pairs=pairs)
-        rows.append(Row(name, setting, "rlboost", Quantity.TOKENS_PER_S, value, _README, {}, calibrates=pairs in (1, 4)))
+        rows.append(
+            PublishedPoint(
+                name,
+                setting,
+                "rlboost",
+                Quantity.TOKENS_PER_S,
+                value,
+                _README,
+                {},
+                calibrates=pairs in (1, 4),
+            )
+        )
     for setting, factor, _ in _SPOT:
-        rows.append(Row(f"rlboost, {setting.model}, spot", setting, "rlboost", Quantity.SPEED_UP, factor, _PAPER, {}, "colocated"))
+        rows.append(
+            PublishedPoint(
+                f"rlboost, {setting.model}, spot",
+                setting,
+                "rlboost",
+                Quantity.SPEED_UP,
+                factor,
+                _PAPER,
+                {},
+                "colocated",
+            )
+        )
     base = _SPOT[0][0]
-    rows.append(Row("rlboost without seeding", base, "rlboost", Quantity.CHANGE, -0.19, _PAPER, {"seeding": False}, "rlboost"))
-    rows.append(Row("rlboost with the memo", base, "rlboost", Quantity.CHANGE, 0.06, _PAPER, {"memo": True}, "rlboost without memo"))
+    rows.append(
+        PublishedPoint(
+            "rlboost without seeding",
+            base,
+            "rlboost",
+            Quantity.CHANGE,
+            -0.19,
+            _PAPER,
+            {"seeding": False},
+            "rlboost",
+        )
+    )
+    rows.append(
+        PublishedPoint(
+            "rlboost with the memo",
+            base,
+            "rlboost",
+            Quantity.CHANGE,
+            0.06,
+            _PAPER,
+            {"memo": True},
+            "rlboost without memo",
+        )
+    )
     for setting, _, gain in _SPOT:
         name = f"rlboost, {setting.model}, per dollar"
-        rows.append(Row(name, setting, "rlboost", Quantity.TOKENS_PER_DOLLAR, gain, _PAPER, {}, "colocated"))
+        rows.append(
+            PublishedPoint(
+                name, setting, "rlboost", Quantity.TOKENS_PER_DOLLAR, gain, _PAPER, {}, "colocated"
+            )
+        )
     return tuple(rows)
 
 
@@ -174,7 +228,9 @@ WARM_UP = 0.25
 def steady(pairs: int, end_s: float) -> Fleet:
     """Pairs that are there all the time; at least one node, since a fleet has some."""
     capacity = {f"spot-{index:02}": STACK.engine_gpus for index in range(max(1, pairs))}
-    return Fleet(f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, STACK.engine_gpus if pairs else 0), ())
+    return Fleet(
+        f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, STACK.engine_gpus if pairs else 0), ()
+    )
 
 
 def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from scavenger import plots
+from scavenger.observe import plots
 
 #: Colours by name, so that the same thing looks the same in every plot. Names that are not here take the next of `OTHER_COLOURS`.
 COLOURS = {
@@ -77,7 +77,7 @@ class HourOfDay:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyFigures:
+class PolicyMetrics:
     """One policy's results. `step_parts`: (what, mean seconds a step), in the order in which a step goes through them."""
 
     name: str
@@ -99,7 +99,7 @@ class Report:
     facts: tuple[tuple[str, str, str], ...] = ()
     owners: tuple[Series, ...] = ()
     hours: tuple[HourOfDay, ...] = ()
-    policies: tuple[PolicyFigures, ...] = ()
+    policies: tuple[PolicyMetrics, ...] = ()
     prices: str = ""
     notes: tuple[str, ...] = ()
 
@@ -113,12 +113,19 @@ def html(report: Report) -> str:
         style=plots.STYLE,
         owners=[(series.name, owners_plot(series)) for series in report.owners],
         hours=_hours(report.hours),
-        throughput=_estimates([(policy.name, policy.tokens_per_s) for policy in report.policies], "tokens a second"),
+        throughput=_estimates(
+            [(policy.name, policy.tokens_per_s) for policy in report.policies], "tokens a second"
+        ),
         steps=_steps(report.policies, parts) if parts else "",
-        dollars=_estimates([(p.name, p.tokens_per_dollar) for p in report.policies if p.tokens_per_dollar], "tokens per dollar"),
+        dollars=_estimates(
+            [(p.name, p.tokens_per_dollar) for p in report.policies if p.tokens_per_dollar],
+            "tokens per dollar",
+        ),
         parts=parts,
         number=plots.number,
-        spread=lambda one: f"{plots.number(one.low)} - {plots.number(one.high)}" if one.high > one.low else "",
+        spread=lambda one: (
+            f"{plots.number(one.low)} - {plots.number(one.high)}" if one.high > one.low else ""
+        ),
     )
 
 
@@ -131,7 +138,9 @@ def owners_plot(series: Series, points: int = 600) -> str:
     return plots.stacked([time / unit for time in times], stack, name, "GPUs")
 
 
-def thinned(times_s: Sequence[float], lines: Sequence[Sequence[float]], end_s: float, points: int) -> tuple[list[float], list[list[float]]]:
+def thinned(
+    times_s: Sequence[float], lines: Sequence[Sequence[float]], end_s: float, points: int
+) -> tuple[list[float], list[list[float]]]:
     """At most `points` equal buckets, each with the mean over its time: areas stay what they are. The last time is `end_s`."""
     if not times_s:
         return [], [[] for _ in lines]
@@ -163,7 +172,9 @@ def colours(names: Sequence[str]) -> list[tuple[str, str]]:
 def _hours(hours: Sequence[HourOfDay]) -> str:
     if not hours:
         return ""
-    bars = [plots.Bar(f"{one.hour:02}-{(one.hour + 1) % 24:02}", (("engines", one.engines),)) for one in hours]
+    bars = [
+        plots.Bar(f"{one.hour:02}-{(one.hour + 1) % 24:02}", (("engines", one.engines),)) for one in hours
+    ]
     return plots.across(bars, [("engines", COLOURS["harvested"])], "engines at work on average")
 
 
@@ -172,6 +183,6 @@ def _estimates(found: Sequence[tuple[str, Estimate]], label: str) -> str:
     return plots.across(bars, [(label, COLOURS["harvested"])], label) if bars else ""
 
 
-def _steps(policies: Sequence[PolicyFigures], parts: Sequence[str]) -> str:
+def _steps(policies: Sequence[PolicyMetrics], parts: Sequence[str]) -> str:
     bars = [plots.Bar(policy.name, policy.step_parts) for policy in policies if policy.step_parts]
     return plots.across(bars, colours(parts), "seconds a step, on average")

@@ -12,14 +12,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import JobState, Node
-from scavenger.cluster.slurm_text import REMEMBERED, parse_state
-from scavenger.digits import whole
+from scavenger.cluster.slurm.hostlist import expand
+from scavenger.cluster.slurm.text import REMEMBERED, parse_state
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
+from scavenger.parsing import whole
 from scavenger.simulate.fleet import LONGEST_S, MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
 
-FIELDS = ("JobIDRaw", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList", "AllocTRES", "ReqTRES")
+FIELDS = (
+    "JobIDRaw",
+    "Partition",
+    "State",
+    "Submit",
+    "Start",
+    "End",
+    "NNodes",
+    "NodeList",
+    "AllocTRES",
+    "ReqTRES",
+)
 # -a all users; -X allocations, not steps; -D every life of a requeued job; -P -n fields by "|" and no header.
 COMMAND = f"SLURM_TIME_FORMAT=%s sacct -a -X -D -P -n -S now-14days -E now -o {','.join(FIELDS)} > dump.txt"
 NODES_COMMAND = "scontrol -a -d -o show node > nodes.txt"
@@ -27,10 +38,12 @@ _REMEDY = f"make the dump with\n    {COMMAND}"
 _NEVER = frozenset({"", "Unknown", "None", "N/A", "NONE"})
 _NO_NODES = frozenset({"", "None assigned", "Unknown", "None", "(null)"})
 DOWN_NOTE = "nodes that were down or drained count as idle"
-ALL_JOBS_NOTE = "GPUs of jobs that are not in the dump count as idle: let one make it who may see all jobs (PrivateData)"
-_HOLDS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
+ALL_JOBS_NOTE = (
+    "GPUs of jobs that are not in the dump count as idle: let one make it who may see all jobs (PrivateData)"
+)
+_ALLOCATED_STATES = frozenset({JobState.RUNNING, JobState.SUSPENDED})
 #: Nodes of all jobs together, each counted as often as a job was on it: what one machine keeps in memory.
-_MOST_PLACES = 10_000_000
+_MAX_NODE_ENTRIES = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +76,16 @@ class Dump:
 def parse(lines: Iterable[str]) -> tuple[SacctJob, ...]:
     """The jobs of a dump, in its order."""
     jobs = []
-    places = 0
+    node_entries = 0
     for number, line in enumerate(lines, 1):
         text = line.rstrip("\r\n")
         if text:
             jobs.append(job := _job(number, text))
-            places += len(job.nodes)
-            if places > _MOST_PLACES:
+            node_entries += len(job.nodes)
+            if node_entries > _MAX_NODE_ENTRIES:
                 raise ConfigError(
-                    f"line {number} of the sacct dump is one too many: the jobs so far were on {places:,} nodes together", "take fewer days"
+                    f"line {number} of the sacct dump is one too many: the jobs so far were on {node_entries:,} nodes together",
+                    "take fewer days",
                 )
     if not jobs:
         raise ConfigError("the sacct dump is empty (line 1)", f"{_REMEDY}\n  as a user who may see all jobs")
@@ -86,7 +100,13 @@ def _job(number: int, text: str) -> SacctJob:
         raise _wrong(number, f"{len(cells)} fields instead of {len(FIELDS)}", text)
     row = dict(zip(FIELDS, cells, strict=True))
     if whole(row["JobIDRaw"]) is None:
-        what = "a job step" if "." in row["JobIDRaw"] else "a header" if row["JobIDRaw"].startswith("JobID") else "not a job id"
+        what = (
+            "a job step"
+            if "." in row["JobIDRaw"]
+            else "a header"
+            if row["JobIDRaw"].startswith("JobID")
+            else "not a job id"
+        )
         raise _wrong(number, f"{row['JobIDRaw'][:40]!r} is {what}", text)
     try:
         # 'CANCELLED by 1000'; a trailing + marks a state cut short by its column
@@ -119,20 +139,24 @@ def _consistent(job: SacctJob, text: str) -> None:
         raise _skewed(job.line, f"it starts {job.submit - job.start:.0f} s before it is submitted", text)
     if job.start is not None and job.end is not None and job.end < job.start:
         raise _skewed(job.line, f"it ends {job.start - job.end:.0f} s before it starts", text)
-    if job.start is not None and job.end is None and job.state not in _HOLDS:
+    if job.start is not None and job.end is None and job.state not in _ALLOCATED_STATES:
         raise _wrong(job.line, f"a job that is {job.state} started and has no end", text)
     if job.gpus and job.start is not None and not job.nodes:
         raise _wrong(job.line, f"a job with {job.gpus} GPUs ran on no node", text)
     if job.gpus > MOST_NODE_GPUS * max(1, len(job.nodes)):
-        raise _wrong(job.line, f"{job.gpus} GPUs on {len(job.nodes)} nodes, and a node has at most {MOST_NODE_GPUS:,}", text)
+        raise _wrong(
+            job.line,
+            f"{job.gpus} GPUs on {len(job.nodes)} nodes, and a node has at most {MOST_NODE_GPUS:,}",
+            text,
+        )
 
 
-def _time(number: int, field: str, word: str, text: str) -> float | None:
-    if word in _NEVER:
+def _time(number: int, field: str, cell: str, text: str) -> float | None:
+    if cell in _NEVER:
         return None
-    seconds = whole(word)
+    seconds = whole(cell)
     if seconds is None:
-        raise _wrong(number, f"{field} {word[:30]!r} is not in Unix seconds", text)
+        raise _wrong(number, f"{field} {cell[:30]!r} is not in Unix seconds", text)
     return float(seconds) or None
 
 
@@ -164,12 +188,13 @@ def _wrong(number: int, what: str, text: str) -> ConfigError:
 
 def _skewed(number: int, what: str, text: str = "") -> ConfigError:
     return ConfigError(
-        f"line {number} of the sacct dump has times that cannot be: {what}" + (f": {text[:100]!r}" if text else ""),
+        f"line {number} of the sacct dump has times that cannot be: {what}"
+        + (f": {text[:100]!r}" if text else ""),
         "clocks differed between the controller and the database; remove the line, or take a period without",
     )
 
 
-def held_at_the_end(jobs: Iterable[SacctJob]) -> int:
+def gpus_allocated_at_end(jobs: Iterable[SacctJob]) -> int:
     """GPUs that jobs still hold."""
     return sum(job.gpus for job in jobs if job.start is not None and job.end is None)
 
@@ -201,27 +226,45 @@ def fleet_of(
         raise ConfigError(f"the sacct dump covers no time: from {begin:.0f} to {finish:.0f}", _REMEDY)
     oldest = min(jobs, key=lambda job: job.submit)
     if finish - min(begin, oldest.submit) > LONGEST_S:
-        raise _skewed(oldest.line, f"job {oldest.job_id} lies {(finish - oldest.submit) / 86_400:,.0f} days before the dump's end")
+        raise _skewed(
+            oldest.line,
+            f"job {oldest.job_id} lies {(finish - oldest.submit) / 86_400:,.0f} days before the dump's end",
+        )
     for job in jobs:
         if until is not None and max(job.submit, job.start or 0.0, job.end or 0.0) > until:
-            raise ConfigError(f"line {job.line} of the sacct dump is after its end at {until:.0f}", "give a later end, or mend the clocks")
+            raise ConfigError(
+                f"line {job.line} of the sacct dump is after its end at {until:.0f}",
+                "give a later end, or mend the clocks",
+            )
     counted = [job for job in jobs if job.partition not in ignore_partitions]
     if len(counted) < len(jobs):
-        notes.append(f"{len(jobs) - len(counted)} jobs in {', '.join(sorted(ignore_partitions))} count as idle")
+        notes.append(
+            f"{len(jobs) - len(counted)} jobs in {', '.join(sorted(ignore_partitions))} count as idle"
+        )
     occupations, uneven = _occupations(counted, capacity, begin, finish)
     if not occupations and any(job.gpus and job.start is not None for job in jobs):
         where = f" outside {', '.join(sorted(ignore_partitions))}" if len(counted) < len(jobs) else ""
-        raise ConfigError(f"no job{where} held a GPU in the period", "take a longer one, or ignore fewer partitions")
+        raise ConfigError(
+            f"no job{where} held a GPU in the period", "take a longer one, or ignore fewer partitions"
+        )
     if not occupations:
         raise ConfigError(
             f"no job among {len(jobs)} held a GPU",
             "add gres/gpu to AccountingStorageTRES in slurm.conf; only jobs that start later will have it",
         )
     if uneven:
-        notes.append(f"{uneven} jobs hold a number of GPUs that their nodes do not divide: the first nodes were given one more")
+        notes.append(
+            f"{uneven} jobs hold a number of GPUs that their nodes do not divide: the first nodes were given one more"
+        )
     if capacity is None:
-        notes.append("nodes and their GPUs are the most ever in use: give the nodes for those that were always idle")
-    has = {node: count for node, count in (most_used(occupations) if capacity is None else capacity).items() if count}
+        notes.append(
+            "nodes and their GPUs are the most ever in use: give the nodes for those that were always idle"
+        )
+    has = {
+        node: count
+        for node, count in (most_used(occupations) if capacity is None else capacity).items()
+        if count
+    }
     _possible(has, occupations)
     fleet = from_occupations("sacct dump", occupations, has, finish - begin)
     return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, DOWN_NOTE, ALL_JOBS_NOTE))
@@ -249,7 +292,9 @@ def _occupations(
         nodes = _gpu_nodes(job, capacity)
         share, rest = divmod(job.gpus, len(nodes))
         uneven += rest > 0
-        placed = tuple((node, share + (index < rest)) for index, node in enumerate(nodes) if share + (index < rest))
+        placed = tuple(
+            (node, share + (index < rest)) for index, node in enumerate(nodes) if share + (index < rest)
+        )
         end = until if job.end is None else job.end
         if end > since and job.start < until:
             found.append(Occupation(max(job.start - since, 0.0), end - since, placed, job.line))
@@ -265,5 +310,8 @@ def _gpu_nodes(job: SacctJob, capacity: Mapping[str, int] | None) -> tuple[str, 
             raise ConfigError(what, f"list them all: {NODES_COMMAND}")
     with_gpus = tuple(node for node in job.nodes if capacity[node])
     if not with_gpus:
-        raise ConfigError(f"line {job.line} of the sacct dump: {job.gpus} GPUs on nodes without", f"list the nodes again: {NODES_COMMAND}")
+        raise ConfigError(
+            f"line {job.line} of the sacct dump: {job.gpus} GPUs on nodes without",
+            f"list the nodes again: {NODES_COMMAND}",
+        )
     return with_gpus

@@ -31,7 +31,7 @@ class Scenario:
     reward. Until `steps` are done or `horizon_s` is over.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
-    `observe_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
+    `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
     """
 
     reserved: EngineSpec
@@ -56,7 +56,7 @@ class Scenario:
     reward_s: float = 0.0
     schedule_s: float = 2.0
     requeue_s: float = 10.0
-    observe_s: float = 5.0
+    poll_interval_s: float = 5.0
     heartbeat_s: float = 5.0
     tick_s: float = 5.0
     wake_after_s: float = 5.0
@@ -66,7 +66,9 @@ class Scenario:
         if self.steps < 1 and math.isinf(self.horizon_s):
             raise ConfigError("a simulation without an end", "give steps, or horizon_s")
         if self.prompts < 1 or self.samples < 1 or self.prompt_tokens < 1 or self.reserved_engines < 0:
-            what = f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens"
+            what = (
+                f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens"
+            )
             raise ConfigError(what, "each is at least 1")
         longest = self.prompt_tokens + self.lengths.cap
         for spec in (self.reserved, self.harvested):

@@ -27,7 +27,7 @@ WATERMARK = 0.01
 _TOLERANCE = 1e-6  # steps: what float sums of step counts may be off by
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class SimulatedRequest(msgspec.Struct, frozen=True, gc=False):
     """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (nobody else may look)."""
 
     key: int
@@ -38,7 +38,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not 0 <= self.generated < self.target:
-            raise ValueError(f"sample {self.key}: {self.prompt_tokens} prompt tokens, {self.generated} of {self.target} generated")
+            raise ValueError(
+                f"sample {self.key}: {self.prompt_tokens} prompt tokens, {self.generated} of {self.target} generated"
+            )
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +70,7 @@ Happening = Finished | Preempted | Joined
 class _Running(msgspec.Struct, frozen=True, gc=False):
     """`last_step`: at which it has all its tokens."""
 
-    request: Request
+    request: SimulatedRequest
     joined_step: float
     last_step: float
 
@@ -93,8 +95,8 @@ class EngineBatch:
         self._residents: Counter[int] = Counter()  # prompt -> sequences here whose KV builds on it
         self._context = 0.0  # tokens read a step: prompts counted for each sequence
         self._stored = 0.0  # tokens in the cache: prompts counted once
-        self._waiting: deque[Request] = deque()
-        self._joining: list[Request] = []
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._joining: list[SimulatedRequest] = []
         self._joined_at = math.inf
         self._due: float | None = None
         self._unread: list[Happening] = []
@@ -109,8 +111,8 @@ class EngineBatch:
         return len(self._running)
 
     def __contains__(self, key: int) -> bool:
-        others = (*self._joining, *self._waiting) if self._joining or self._waiting else ()
-        return key in self._running or any(request.key == key for request in others)
+        not_running = (*self._joining, *self._waiting) if self._joining or self._waiting else ()
+        return key in self._running or any(request.key == key for request in not_running)
 
     def next_time(self) -> float:
         """When `advance` will have something to say; infinity when nothing runs."""
@@ -122,7 +124,7 @@ class EngineBatch:
         happened, self._unread = self._unread, []
         return happened
 
-    def add(self, requests: Iterable[Request], now: float) -> None:
+    def add(self, requests: Iterable[SimulatedRequest], now: float) -> None:
         """Give the engine samples; those of one call are prefilled together. Raises `EngineError` for one that could never fit."""
         coming = list(requests)
         if len({request.key for request in coming}) < len(coming):
@@ -143,7 +145,7 @@ class EngineBatch:
     def remove(self, key: int, now: float) -> int:
         """Take a sample away and return its generated tokens; the step in progress is lost. Raises `KeyError` when it is not here."""
         self._rebase(now)
-        generated = self._leave(key)
+        generated = self._remove(key)
         self._admit()
         return generated
 
@@ -163,7 +165,10 @@ class EngineBatch:
         step = self._step_at(now)
         tokens = {request.key: request.generated for request in (*self._waiting, *self._joining)}
         floor = math.floor
-        for key, one in self._running.items():  # `_tokens_of`, written out: every heartbeat asks it of every sample
+        for (
+            key,
+            one,
+        ) in self._running.items():  # `_tokens_of`, written out: every heartbeat asks it of every sample
             request = one.request
             so_far, most = request.generated + floor(step - one.joined_step + _TOLERANCE), request.target - 1
             tokens[key] = so_far if so_far < most else most
@@ -243,14 +248,16 @@ class EngineBatch:
     def _next_internal(self) -> float:
         """When the batch changes by itself next."""
         if self._due is None:
-            self._due = self._joined_at if self._joining else self._since + self._stretch_s(self._steps_left())
+            self._due = (
+                self._joined_at if self._joining else self._since + self._stretch_s(self._steps_left())
+            )
         return self._due
 
     def _finish(self, now: float) -> None:
         while self._running and self._end_of_first() - self._step <= _TOLERANCE:
             key = self._ends[0][1]
             target = self._running[key].request.target
-            self._leave(key, whole=True)
+            self._remove(key, whole=True)
             self._unread.append(Finished(now, key, target))
         self._admit()
 
@@ -258,13 +265,15 @@ class EngineBatch:
         """The latest to join goes first in the queue. One alone always fits: `add` made sure."""
         key = next(reversed(self._running))
         request = self._running[key].request
-        generated = self._leave(key)
-        self._waiting.appendleft(Request(key, request.prompt, request.prompt_tokens, generated, request.target))
+        generated = self._remove(key)
+        self._waiting.appendleft(
+            SimulatedRequest(key, request.prompt, request.prompt_tokens, generated, request.target)
+        )
         self.preemptions += 1
         self._unread.append(Preempted(now, key, generated))
         self._admit()
 
-    def _leave(self, key: int, whole: bool = False) -> int:
+    def _remove(self, key: int, whole: bool = False) -> int:
         """Take a sequence out of whatever state it is in; returns its tokens. `whole`: it has reached its target."""
         self._due = None
         one = self._running.pop(key, None)
@@ -288,7 +297,7 @@ class EngineBatch:
                     return request.generated
         raise KeyError(key)
 
-    def _release_prompt(self, request: Request) -> None:
+    def _release_prompt(self, request: SimulatedRequest) -> None:
         self._residents[request.prompt] -= 1
         if not self._residents[request.prompt]:
             del self._residents[request.prompt]
@@ -313,13 +322,13 @@ class EngineBatch:
             self._joined_at = self._since + self.spec.prefill_many_s(parts)
         self._due = None
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: SimulatedRequest) -> bool:
         here = len(self._running) + len(self._joining)
         if here >= self.spec.max_sequences:
             return False
         prompt = 0 if self._residents[request.prompt] else request.prompt_tokens
-        spare = WATERMARK * self._capacity if here else 0.0
-        return self._stored + request.generated + prompt + here + 1 + spare <= self._capacity
+        watermark = WATERMARK * self._capacity if here else 0.0
+        return self._stored + request.generated + prompt + here + 1 + watermark <= self._capacity
 
     def _join(self, now: float) -> None:
         self._since, self._joined_at, self._due = now, math.inf, None

@@ -11,13 +11,22 @@ from collections.abc import Callable, Sequence
 
 from scavenger.ledger.records import ChunkAccepted, Record
 from scavenger.ledger.records import Decision as Decided
-from scavenger.router.events import Committed, Fill, HistoryRead, ReadHistory, RouterEvent, Send, Tick, Write
-from scavenger.router.machine import Router
-from scavenger.router.payloads import NoPayloads
-from scavenger.router.policy import RouterPolicy
-from scavenger.router.state import Limits
-from scavenger.simulate.engine import Simulation
-from scavenger.wire import Message
+from scavenger.policy.interface import RouterPolicy
+from scavenger.protocol.messages import Message
+from scavenger.router.core.events import (
+    Committed,
+    Fill,
+    HistoryRead,
+    ReadHistory,
+    RouterEvent,
+    Send,
+    Tick,
+    Write,
+)
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import NoPayloads
+from scavenger.router.core.state import Limits
+from scavenger.simulate.clock import Simulation
 
 #: A peer takes a message and, for each of its leases or samples, how many tokens go with it.
 Peer = Callable[[Message, Sequence[int]], None]
@@ -26,7 +35,7 @@ SOON_S = 0.25  # a live daemon's tick: no policy is asked more often than that b
 _TICKS_LAST = 5
 
 
-class Daemon:
+class SimDaemon:
     """One daemon with one run's policy."""
 
     def __init__(self, sim: Simulation, policy: RouterPolicy, tick_s: float, heartbeat_s: float) -> None:
@@ -52,7 +61,7 @@ class Daemon:
         self._peers[conn] = peer
         return conn
 
-    def hang_up(self, conn: int) -> None:
+    def disconnect(self, conn: int) -> None:
         self._peers.pop(conn, None)
 
     def post(self, event: RouterEvent) -> None:

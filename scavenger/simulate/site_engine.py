@@ -10,12 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scavenger.router.events import HelloReceived, Identity, WorkerSaid
-from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.engine import Simulation, Timer
-from scavenger.simulate.sequences import EngineBatch, Finished, Request
-from scavenger.simulate.site_daemon import Daemon
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     PROTOCOL,
     Ack,
     Asleep,
@@ -28,6 +23,7 @@ from scavenger.wire import (
     HeartbeatAck,
     Held,
     Lease,
+    Memory,
     Message,
     Revoke,
     SampleKey,
@@ -39,6 +35,11 @@ from scavenger.wire import (
     Yield,
     Yielded,
 )
+from scavenger.router.core.events import HelloReceived, Identity, WorkerSent
+from scavenger.simulate.clock import Simulation, Timer
+from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
+from scavenger.simulate.site_daemon import SimDaemon
 
 Truth = Callable[[SampleKey], int]  # how long an answer will be: known here, and to nobody who decides
 _ZEROS = bytes(4 * 131_072)
@@ -51,7 +52,7 @@ def zeros(tokens: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class WeightDelays:
     """How long weights take to be there. `load_s`: from host memory into the engine, once pulled; `wake_s`: from sleep to generating."""
 
     load_s: float
@@ -59,12 +60,11 @@ class Pace:
 
 
 @dataclass(slots=True)
-class _Held:
-    """A lease here: the first `sent` tokens are the core's; the engine stops it at `stop`, the answer ends at `target`."""
+class _EngineLease:
+    """A lease here: the first `sent` tokens are the core's; the answer ends at `target`."""
 
     lease: Lease
     sent: int
-    stop: int
     target: int
     done: bool = False  # it reached `target`, and waits for its group
 
@@ -75,9 +75,9 @@ class SimEngine:
     def __init__(
         self,
         sim: Simulation,
-        daemon: Daemon,
+        daemon: SimDaemon,
         spec: EngineSpec,
-        pace: Pace,
+        pace: WeightDelays,
         truth: Truth,
         fetch: Callable[[SimEngine, int, Callable[[], None]], None],
         left: Callable[[SimEngine], None],
@@ -92,23 +92,34 @@ class SimEngine:
     ) -> None:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
-        self.kind, self.node, self.identity, self._run, self.incarnation, self._slot = kind, node, identity, run, incarnation, slot
+        self.kind, self.node, self.identity, self._run, self.incarnation, self._slot = (
+            kind,
+            node,
+            identity,
+            run,
+            incarnation,
+            slot,
+        )
         self._whole_groups = whole_groups
-        self.conn = daemon.connect(self._heard)
+        self.conn = daemon.connect(self._receive)
         self.batch = EngineBatch(spec, sim.now)
         self.loaded = -1
         self._wanted = -1
         self._built_at = sim.now
         self._awake_at = sim.now
         self._wake_s = 0.0  # what its last waking took, for heartbeats to say; 0 = it was never woken
-        self._held: dict[int, _Held] = {}
-        self._siblings: dict[int, dict[int, None]] = defaultdict(dict)  # where groups move as one: prompt -> its samples, in order
-        self._buffer: list[Request] = []  # until it is awake
+        self._leases: dict[int, _EngineLease] = {}
+        self._siblings: dict[int, dict[int, None]] = defaultdict(
+            dict
+        )  # where groups move as one: prompt -> its samples, in order
+        self._buffer: list[SimulatedRequest] = []  # until it is awake
         self._acks = 0
+        self._memory: Memory = "awake"
+        self._memory_order = 0
         self._timer: Timer | None = None
         self._busy_since: float | None = None
         self.alive = True
-        self.greeted = False
+        self.registered = False
         self.lost = 0
         self.tokens = 0
         self.busy_s = 0.0
@@ -116,29 +127,40 @@ class SimEngine:
 
     # ---------------------------------------------------------------- life
 
-    def greet(self, built_at: float) -> None:
+    def register(self, built_at: float) -> None:
         """Say hello. Weights may be pulled from now on; it can generate from `built_at`."""
-        self._built_at, self.greeted = built_at, True
+        self._built_at, self.registered = built_at, True
         session = f"{self.identity.intent_id or self._slot}.{self.incarnation}"
         self._daemon.post(
             HelloReceived(
-                self.conn, self.identity,
+                self.conn,
+                self.identity,
                 WorkerHello(
-                    PROTOCOL, self.kind, self._run, session, self.incarnation, 1, self.node, self.spec.gpus, "simulated", "0", 1,
+                    PROTOCOL,
+                    self.kind,
+                    self._run,
+                    session,
+                    self.incarnation,
+                    1,
+                    self.node,
+                    self.spec.gpus,
+                    "simulated",
+                    "0",
+                    1,
                     slot=self._slot,
                 ),
             )
-        )  # fmt: skip
+        )
 
-    def leave(self, reason: str, notice: bool = True) -> None:
+    def shut_down(self, reason: str, notice: bool = True) -> None:
         """Flush, say goodbye and end. `notice`: it was asked to; else it dies with all that it had not handed over."""
         if not self.alive:
             return
-        if notice and self.greeted:
+        if notice and self.registered:
             self._hand_over()
-            self._say(Goodbye(reason, notice=True))
+            self._send(Goodbye(reason, notice=True))
         else:
-            self._drop(list(self._held))
+            self._drop(list(self._leases))
         self.end()
 
     def end(self) -> None:
@@ -146,7 +168,7 @@ class SimEngine:
         self.alive = False
         self._mark_idle()
         self._disarm()
-        self._daemon.hang_up(self.conn)
+        self._daemon.disconnect(self.conn)
         self._left(self)
 
     def close(self) -> None:
@@ -157,46 +179,59 @@ class SimEngine:
 
     # ---------------------------------------------------------------- messages
 
-    def _say(self, message: Message) -> None:
-        self._daemon.post(WorkerSaid(self.conn, message))
+    def _send(self, message: Message) -> None:
+        self._daemon.post(WorkerSent(self.conn, message))
 
-    def _heard(self, message: Message, lengths: Sequence[int]) -> None:
+    def _receive(self, message: Message, lengths: Sequence[int]) -> None:
         if not self.alive or type(message) is Ack:  # nothing is kept for a resend: no message is lost here
             return
         match message:
             case Assign(leases=leases):
                 self._assigned(leases, lengths or (0,) * len(leases))
             case Yield(leases=leases):
-                self._give_back([sample_id for sample_id, epoch in leases if self._holds(sample_id, epoch)])
+                self._yield([sample_id for sample_id, epoch in leases if self._has_lease(sample_id, epoch)])
             case Revoke(leases=leases):
-                self._drop([sample_id for sample_id, epoch in leases if self._holds(sample_id, epoch)])
+                self._drop([sample_id for sample_id, epoch in leases if self._has_lease(sample_id, epoch)])
             case UseWeights(version=version):
                 self._use(version)
-            case Sleep():
+            case Sleep(order=order):
                 self._hand_over()
-                self._say(Asleep())
-            case Wake():
+                self._memory_order, self._memory = order, "asleep"
+                self._send(Asleep(order, 0))
+            case Wake(order=order):
+                self._memory_order, self._memory = order, "awake"
                 self._awake_at = max(self._awake_at, self._sim.now + self._pace.wake_s)
                 self._wake_s = max(self._pace.wake_s, _SOON_S)
             case Drain(reason=reason):
-                self.leave(reason)
+                self.shut_down(reason)
             case HeartbeatAck(number=number):
                 self._acks = number
 
-    def _holds(self, sample_id: int, epoch: int) -> bool:
-        held = self._held.get(sample_id)
+    def _has_lease(self, sample_id: int, epoch: int) -> bool:
+        held = self._leases.get(sample_id)
         return held is not None and held.lease.epoch == epoch
 
     def beat(self) -> None:
         """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
-        if not (self.alive and self._held):
+        if not (self.alive and self._leases):
             return
         length_of, held, total = self.batch.progress(self._sim.now).get, [], self.tokens
-        for sample_id, one in self._held.items():
+        for sample_id, one in self._leases.items():
             length = one.target if one.done else length_of(sample_id, one.sent)
             held.append(Held(sample_id, one.lease.epoch, length))
             total += length
-        self._say(Heartbeat(tuple(held), total, self.loaded, 0.0, self._acks, self._wake_s))
+        self._send(
+            Heartbeat(
+                tuple(held),
+                total,
+                self.loaded,
+                0.0,
+                self._acks,
+                self._wake_s,
+                self._memory,
+                self._memory_order,
+            )
+        )
 
     # ---------------------------------------------------------------- weights
 
@@ -205,7 +240,7 @@ class SimEngine:
             if version == self.loaded:
                 self._say_loaded()
             return
-        self._drop(list(self._held))
+        self._drop(list(self._leases))
         self._siblings.clear()
         self._wanted, self.loaded = version, -1
         self._fetch(self, version, lambda: self._pulled(version))
@@ -224,7 +259,7 @@ class SimEngine:
 
     def _say_loaded(self) -> None:
         """With what vLLM says of itself: the tokens for which its KV cache has room, and no best batch, which nobody measured."""
-        self._say(WeightsLoaded(self.loaded, root_of(self.loaded), cache_tokens=self.spec.kv_capacity))
+        self._send(WeightsLoaded(self.loaded, root_of(self.loaded), cache_tokens=self.spec.kv_capacity))
 
     # ---------------------------------------------------------------- leases
 
@@ -232,15 +267,14 @@ class SimEngine:
         requests = []
         for lease, length in zip(leases, accepted, strict=True):
             target = self._truth(lease.key)
-            stop = min(target, length + lease.most_tokens) if lease.most_tokens else target
-            self._held[lease.sample_id] = _Held(lease, length, stop, target)
+            self._leases[lease.sample_id] = _EngineLease(lease, length, target)
             key = lease.key
             prompt = key.step * 1_000_000 + key.prompt
             if self._whole_groups:
                 siblings = self._siblings[prompt]
                 siblings.pop(lease.sample_id, None)  # who comes back comes last
                 siblings[lease.sample_id] = None
-            requests.append(Request(lease.sample_id, prompt, len(lease.prompt) // 4, length, stop))
+            requests.append(SimulatedRequest(lease.sample_id, prompt, len(lease.prompt) // 4, length, target))
         if self._awake_at > self._sim.now:
             if not self._buffer:
                 self._sim.at(self._awake_at, self._start_buffered)
@@ -249,18 +283,18 @@ class SimEngine:
             self._add(requests)
 
     def _start_buffered(self) -> None:
-        requests, self._buffer = [r for r in self._buffer if r.key in self._held], []
+        requests, self._buffer = [r for r in self._buffer if r.key in self._leases], []
         if self.alive and requests:
             self._add(requests)
 
-    def _add(self, requests: list[Request]) -> None:
+    def _add(self, requests: list[SimulatedRequest]) -> None:
         self._wake()
         self.batch.add(requests, self._sim.now)
         self._arm()
 
-    def _take_out(self, sample_id: int) -> tuple[_Held, int]:
+    def _take_out(self, sample_id: int) -> tuple[_EngineLease, int]:
         """Remove a lease; returns it with the tokens that its sample has here."""
-        held = self._held.pop(sample_id)
+        held = self._leases.pop(sample_id)
         if held.done:
             return held, held.target
         before = len(self._buffer)
@@ -274,16 +308,18 @@ class SimEngine:
             self.lost += length - held.sent
         self._arm()
 
-    def _give_back(self, sample_ids: Sequence[int]) -> None:
+    def _yield(self, sample_ids: Sequence[int]) -> None:
         found = [self._take_out(sample_id) for sample_id in sample_ids]
         self._flush([(held, length) for held, length in found])
         self._arm()
         if found:
-            self._say(Yielded(tuple(Held(held.lease.sample_id, held.lease.epoch, length) for held, length in found)))
+            self._send(
+                Yielded(tuple(Held(held.lease.sample_id, held.lease.epoch, length) for held, length in found))
+            )
 
     def _hand_over(self) -> None:
         """Flush everything and hold nothing. A group that moves as one is cut to its shortest answer."""
-        found = [self._take_out(sample_id) for sample_id in list(self._held)]
+        found = [self._take_out(sample_id) for sample_id in list(self._leases)]
         if self._whole_groups:
             shortest: dict[int, int] = defaultdict(lambda: 1 << 62)
             for held, length in found:
@@ -294,7 +330,7 @@ class SimEngine:
         self._flush(found)
         self._arm()
 
-    def _flush(self, found: Iterable[tuple[_Held, int]]) -> None:
+    def _flush(self, found: Iterable[tuple[_EngineLease, int]]) -> None:
         """Send the tokens that the core does not have, with the end of what has ended."""
         chunks = []
         for held, length in found:
@@ -303,10 +339,14 @@ class SimEngine:
             if new or finish:
                 tokens = zeros(new)
                 lease = held.lease
-                chunks.append(Chunk(lease.sample_id, lease.epoch, held.sent, lease.version, tokens, tokens, tokens, finish))
+                chunks.append(
+                    Chunk(
+                        lease.sample_id, lease.epoch, held.sent, lease.version, tokens, tokens, tokens, finish
+                    )
+                )
                 self.tokens += new
         if chunks:
-            self._say(Chunks(tuple(chunks)))
+            self._send(Chunks(tuple(chunks)))
 
     # ---------------------------------------------------------------- decoding
 
@@ -340,30 +380,25 @@ class SimEngine:
             self._busy_since = None
 
     def _ended(self, keys: Sequence[int]) -> None:
-        """Samples reached their ends, or their leases' bounds."""
-        back, whole = [], []
+        """Samples reached their ends."""
+        whole = []
         for key in keys:
-            held = self._held[key]
-            if held.stop < held.target:
-                back.append(key)
-            elif self._whole_groups:
+            held = self._leases[key]
+            if self._whole_groups:
                 held.done = True
                 whole += self._complete_group(held)
             else:
                 whole.append(key)
         # All are taken out before the first word is said: the answer to it may be a lease for this very engine.
-        over = [self._held.pop(key) for key in whole]
-        bounded = [self._held.pop(key) for key in back]
-        self._flush([*((held, held.target) for held in over), *((held, held.stop) for held in bounded)])
-        if bounded:
-            self._say(Yielded(tuple(Held(held.lease.sample_id, held.lease.epoch, held.stop) for held in bounded)))
+        over = [self._leases.pop(key) for key in whole]
+        self._flush((held, held.target) for held in over)
 
-    def _complete_group(self, held: _Held) -> list[int]:
+    def _complete_group(self, held: _EngineLease) -> list[int]:
         """The samples of its group, if none is left to generate here."""
         key = held.lease.key
         prompt = key.step * 1_000_000 + key.prompt
-        mine = [sample_id for sample_id in self._siblings[prompt] if sample_id in self._held]
-        if not all(self._held[sample_id].done for sample_id in mine):
+        mine = [sample_id for sample_id in self._siblings[prompt] if sample_id in self._leases]
+        if not all(self._leases[sample_id].done for sample_id in mine):
             return []
         del self._siblings[prompt]
         return mine

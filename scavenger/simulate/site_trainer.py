@@ -12,17 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from scavenger import phases
 from scavenger.errors import SimulationError
-from scavenger.router.events import Identity, TrainerCalled
-from scavenger.simulate import trainer_model as cost
-from scavenger.simulate.contender import Contender
-from scavenger.simulate.engine import Simulation, Timer
-from scavenger.simulate.outcome import StepOutcome
-from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.site_daemon import Daemon
-from scavenger.simulate.site_engine import root_of, zeros
-from scavenger.wire import (
+from scavenger.protocol import train_step
+from scavenger.protocol.messages import (
     PROTOCOL,
     Call,
     CallBody,
@@ -44,6 +36,14 @@ from scavenger.wire import (
     Trained,
     WeightSource,
 )
+from scavenger.router.core.events import Identity, TrainerCalled
+from scavenger.simulate import trainer_model as cost
+from scavenger.simulate.clock import Simulation, Timer
+from scavenger.simulate.outcome import StepOutcome
+from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.site_daemon import SimDaemon
+from scavenger.simulate.site_engine import root_of, zeros
 
 RUN = "run"
 OWNER = Identity("owner", "owner")
@@ -72,7 +72,7 @@ class Under:
     step: int
     start_s: float
     harvested: int
-    machine: phases.Step
+    machine: train_step.Step
     ready: deque[GroupDone] = field(default_factory=deque)
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
@@ -87,27 +87,33 @@ class SimTrainer:
     def __init__(
         self,
         sim: Simulation,
-        daemon: Daemon,
+        daemon: SimDaemon,
         scenario: Scenario,
-        contender: Contender,
+        simulated_policy: SimulatedPolicy,
         published: Callable[[int], None],
         finished: Callable[[StepOutcome], None],
     ) -> None:
-        self._sim, self._daemon, self._scenario, self._contender = sim, daemon, scenario, contender
+        self._sim, self._daemon, self._scenario, self._simulated_policy = (
+            sim,
+            daemon,
+            scenario,
+            simulated_policy,
+        )
         self._published, self._finished = published, finished
-        self._reserved = contender.reserved and scenario.reserved_engines > 0
+        self._reserved = simulated_policy.reserved and scenario.reserved_engines > 0
         self._conn = daemon.connect(self._heard)
         self._calls = 0
         self._fleet = Fleet(0, 0, 0, 0, 0)
         self._inbox: deque[GroupDone] = deque()
         self._under: Under | None = None
-        self._actions: deque[phases.Action] = deque()
+        self._actions: deque[train_step.Action] = deque()
         self._computing = False
         self._since = sim.now  # since when it does what it does
         self._poke: Timer | None = None
         self._react_due = False
         self._version = 0
         self._progress: Trained | None = None
+        self._order = 0  # number of the last SetReserved
         self._tell_due = False
         self.reserved_awake = False
         self.stopped = False
@@ -119,15 +125,23 @@ class SimTrainer:
         sc, spec = self._scenario, self._scenario.reserved
         context = sc.prompt_tokens + sc.lengths.cap
         engine = EngineSpec(spec.model.name, "{}", "bfloat16", sc.max_batch, context)
-        harvest = self._contender.harvest
-        self._call(OpenRun(PROTOCOL, RUN, 0, "{}", engine, "", harvest, sc.max_engines, sc.harvested.gpus, 0, "host", 1))
+        harvest = self._simulated_policy.harvest
+        self._call(
+            OpenRun(
+                PROTOCOL, RUN, 0, "{}", engine, "", harvest, sc.max_engines, sc.harvested.gpus, 0, "host", 1
+            )
+        )
         self._publish()
         self._begin(1)
         self._ping()
 
     def _call(self, body: CallBody) -> None:
         self._calls += 1
-        self._daemon.post(TrainerCalled(self._conn, OWNER, Call(self._calls, RUN, 0 if isinstance(body, OpenRun) else 1, body)))
+        self._daemon.post(
+            TrainerCalled(
+                self._conn, OWNER, Call(self._calls, RUN, 0 if isinstance(body, OpenRun) else 1, body)
+            )
+        )
 
     def _ping(self) -> None:
         if not self.stopped:
@@ -148,7 +162,9 @@ class SimTrainer:
                 self._fleet = message
                 self._react_later()
             case Reply(body=Denied() as denied):
-                raise SimulationError(f"the daemon refused a call of the trainer: {denied.reason}", denied.remedy)
+                raise SimulationError(
+                    f"the daemon refused a call of the trainer: {denied.reason}", denied.remedy
+                )
 
     def _arrived(self, group: GroupDone, lengths: Sequence[int]) -> None:
         self._lengths[group.group_id] = lengths
@@ -175,19 +191,30 @@ class SimTrainer:
         self._since = self._sim.now
         groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
         self._call(SubmitGroups(step, self._version, "train", groups))
-        machine, actions = phases.begin(
-            self._plan(), harvested=self._fleet.harvested, reserved_awake=self.reserved_awake, now=self._sim.now,
-            close=WINDOW[self._fleet.window], why=self._fleet.window_reason,
-        )  # fmt: skip
+        machine, actions = train_step.begin(
+            self._plan(),
+            harvested=self._fleet.harvested,
+            reserved_awake=self.reserved_awake,
+            now=self._sim.now,
+            close=WINDOW[self._fleet.window],
+            why=self._fleet.window_reason,
+            free=self._free(),
+        )
         self._under = Under(step, self._sim.now, self._fleet.harvested, machine)
         self._actions.extend(actions)
         self._act()
 
-    def _plan(self) -> phases.Plan:
-        sc, contender = self._scenario, self._contender
+    def _plan(self) -> train_step.Plan:
+        sc, simulated_policy = self._scenario, self._simulated_policy
         ranks = min(sc.trainer.ranks, sc.prompts)
-        return phases.Plan(
-            sc.prompts * sc.samples, sc.prompts, contender.window, sc.wake_after_s, contender.harvest, self._reserved, ranks
+        return train_step.Plan(
+            sc.prompts * sc.samples,
+            sc.prompts,
+            simulated_policy.window,
+            sc.wake_after_s,
+            simulated_policy.harvest,
+            self._reserved,
+            ranks,
         )
 
     def _react(self) -> None:
@@ -199,29 +226,38 @@ class SimTrainer:
         self._idle_until_now(under)
         under.harvested = max(under.harvested, self._fleet.harvested)
         machine = under.machine
-        events: list[phases.Event] = []
+        events: list[train_step.Event] = []
         if self._fleet.harvested != machine.harvested:
-            events.append(phases.FleetChanged(self._fleet.harvested, self._fleet.reserved_awake + self._fleet.reserved_asleep))
+            events.append(
+                train_step.FleetChanged(
+                    self._fleet.harvested, self._fleet.reserved_awake + self._fleet.reserved_asleep
+                )
+            )
         if WINDOW[self._fleet.window] != machine.close:
-            events.append(phases.WindowDecided(WINDOW[self._fleet.window], self._fleet.window_reason))
+            events.append(train_step.WindowDecided(WINDOW[self._fleet.window], self._fleet.window_reason))
+        events += self._memory_events(machine)
         while self._inbox:
             group = self._inbox.popleft()
             under.ready.append(group)
             under.done.append(group)
-            events.append(phases.GroupsCompleted(1, len(group.samples)))
-        self._feed(under, events or [phases.Tick()])
+            events.append(train_step.GroupsCompleted(1, len(group.samples)))
+        self._feed(under, events or [train_step.Tick()])
         self._act()
 
     def _sleeps(self, under: Under) -> bool:
-        return self._contender.sleeps and under.machine.phase is phases.Phase.SEED and self._fleet.window == "open"
+        return (
+            self._simulated_policy.sleeps
+            and under.machine.phase is train_step.Phase.SEED
+            and self._fleet.window == "open"
+        )
 
-    def _feed(self, under: Under, events: Sequence[phases.Event]) -> None:
+    def _feed(self, under: Under, events: Sequence[train_step.Event]) -> None:
         for event in events:
-            if under.machine.phase is phases.Phase.FINISH:
+            if under.machine.phase is train_step.Phase.FINISH:
                 return
-            under.machine, actions = phases.react(under.machine, event, self._sim.now)
+            under.machine, actions = train_step.react(under.machine, event, self._sim.now)
             self._actions.extend(actions)
-            if any(isinstance(action, phases.TrainReady) for action in actions):
+            if any(isinstance(action, train_step.TrainReady) for action in actions):
                 self._actions = deque(_last_train(self._actions))
 
     def _idle_until_now(self, under: Under) -> None:
@@ -240,16 +276,21 @@ class SimTrainer:
         while self._actions and not self._computing:
             action = self._actions.popleft()
             match action:
-                case phases.SleepReserved():
+                case train_step.SleepReserved():
                     self._sleep(under)
-                case phases.WakeReserved():
+                case train_step.WakeReserved():
                     self._set_reserved(True)
                     under.toggles["seconds_to_generating"] = self.wake_s
                     under.seconds.toggle += self.wake_s
                     under.seconds.seed -= self.wake_s
-                case phases.TrainReady():
+                case train_step.EndReserved():
+                    raise SimulationError(
+                        f"reserved engines are to be ended: {action.reason}",
+                        "simulated engines fall asleep at once",
+                    )
+                case train_step.TrainReady():
                     self._train(under)
-                case phases.FinishStep():
+                case train_step.FinishStep():
                     self._update(under)
         if not self._computing:
             self._poke_later(under.machine)
@@ -257,11 +298,30 @@ class SimTrainer:
     @property
     def wake_s(self) -> float:
         """Until reserved engines generate again."""
-        return cost.to_generating_s(self._scenario.trainer, self._scenario.offload, self._scenario.reserved.gpus)
+        return cost.to_generating_s(
+            self._scenario.trainer, self._scenario.offload, self._scenario.reserved.gpus
+        )
 
     def _set_reserved(self, awake: bool) -> None:
         self.reserved_awake = awake
-        self._call(SetReserved(awake))
+        self._order += 1
+        self._call(SetReserved(awake, self._order))
+
+    def _free(self) -> train_step.ReservedAsleep | None:
+        """What reserved engines acknowledged, if all have."""
+        fleet = self._fleet
+        known = (
+            self._reserved and not self.reserved_awake and fleet.order == self._order and not fleet.holding
+        )
+        return train_step.ReservedAsleep(len(fleet.asleep), fleet.bytes_held) if known else None
+
+    def _memory_events(self, machine: train_step.Step) -> list[train_step.Event]:
+        """What is new of the reserved engines' memory."""
+        if not self._reserved or self.reserved_awake or self._fleet.order != self._order:
+            return []
+        now = self._free() or train_step.ReservedHolds(self._fleet.holding)
+        known = machine.free or train_step.ReservedHolds(machine.holding)
+        return [now] if now != known else []
 
     def _sleep(self, under: Under) -> None:
         if under.window_end < 0:
@@ -270,7 +330,12 @@ class SimTrainer:
         seconds = self._to_training_s()
         under.toggles["seconds_to_training"] = seconds
         under.seconds.toggle += seconds
-        self._compute(seconds, self._act)
+        self._compute(seconds, lambda: self._slept(under))
+
+    def _slept(self, under: Under) -> None:
+        """The toggle's time is over: what engines acknowledged meanwhile is known. What came besides waits until what is due was begun."""
+        self._feed(under, self._memory_events(under.machine))
+        self._act()
 
     def _train(self, under: Under) -> None:
         groups = len(under.ready)
@@ -289,7 +354,11 @@ class SimTrainer:
     def _train_s(self, under: Under) -> float:
         """Take all groups that wait: how long training them takes."""
         groups, under.ready = list(under.ready), deque()
-        lengths = [self._scenario.prompt_tokens + length for group in groups for length in self._lengths[group.group_id]]
+        lengths = [
+            self._scenario.prompt_tokens + length
+            for group in groups
+            for length in self._lengths[group.group_id]
+        ]
         spec = self._scenario.trainer
         micro_steps = cost.pack(spec.model, lengths, spec.ranks, self._scenario.round_tokens)
         return sum(cost.micro_step_s(spec, by_rank) for by_rank in micro_steps)
@@ -307,7 +376,7 @@ class SimTrainer:
         if not self._tell_due:
             self._tell_due = True
             self._sim.after(TELL_S, self._tell)
-        self._feed(under, [phases.Trained(groups)])
+        self._feed(under, [train_step.Trained(groups)])
         self._react_later()
         self._act()
 
@@ -324,7 +393,9 @@ class SimTrainer:
     def _commit(self, under: Under) -> None:
         self._publish()
         seconds, tokens = under.seconds, sum(sum(self._lengths[group.group_id]) for group in under.done)
-        outcomes = tuple(SampleOutcome(s.sample_id, "consumed", 0.0, 0.0) for group in under.done for s in group.samples)
+        outcomes = tuple(
+            SampleOutcome(s.sample_id, "consumed", 0.0, 0.0) for group in under.done for s in group.samples
+        )
         metrics = {
             "seconds": self._sim.now - under.start_s,
             "seconds_seed": seconds.seed + seconds.toggle,
@@ -339,11 +410,22 @@ class SimTrainer:
         self._under = None
         self._finished(
             StepOutcome(
-                under.step, under.start_s, self._sim.now, seconds.seed, seconds.toggle, seconds.wait, seconds.train, seconds.update,
-                seconds.publish, under.window_end - under.start_s if under.window_end >= 0 else 0.0, tokens, len(outcomes),
-                sum(s.moves for group in under.done for s in group.samples), under.harvested,
+                under.step,
+                under.start_s,
+                self._sim.now,
+                seconds.seed,
+                seconds.toggle,
+                seconds.wait,
+                seconds.train,
+                seconds.update,
+                seconds.publish,
+                under.window_end - under.start_s if under.window_end >= 0 else 0.0,
+                tokens,
+                len(outcomes),
+                sum(s.moves for group in under.done for s in group.samples),
+                under.harvested,
             )
-        )  # fmt: skip
+        )
         if not self.stopped:
             self._begin(under.step + 1)
 
@@ -359,18 +441,24 @@ class SimTrainer:
             if self._inbox:  # what came meanwhile: no other message may follow
                 self._react_later()
 
-    def _poke_later(self, machine: phases.Step) -> None:
+    def _poke_later(self, machine: train_step.Step) -> None:
         """The machine waits for nothing but time: tell it when that has passed."""
         if self._poke is not None:
             self._poke.cancel()
             self._poke = None
-        waits = [at + machine.plan.wake_after_s for at in (machine.gone_at, machine.back_at) if at is not None]
+        waits = [
+            at + machine.plan.wake_after_s for at in (machine.gone_at, machine.back_at) if at is not None
+        ]
+        if machine.phase is train_step.Phase.SLEEP:
+            waits.append(
+                machine.asked_at + machine.plan.sleep_timeout_s
+            )  # an engine that is late is a fault here
         due = min((at for at in waits if at > self._sim.now), default=None)
-        if due is not None and machine.phase is not phases.Phase.FINISH:
+        if due is not None and machine.phase is not train_step.Phase.FINISH:
             self._poke = self._sim.at(due, self._react_later)
 
 
-def _last_train(actions: deque[phases.Action]) -> list[phases.Action]:
+def _last_train(actions: deque[train_step.Action]) -> list[train_step.Action]:
     """Several rounds that became due at one instant are one round over all groups that wait."""
-    trains = [index for index, action in enumerate(actions) if isinstance(action, phases.TrainReady)]
+    trains = [index for index, action in enumerate(actions) if isinstance(action, train_step.TrainReady)]
     return [action for index, action in enumerate(actions) if index not in trains[1:]]

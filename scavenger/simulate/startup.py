@@ -12,7 +12,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StartupPhase:
     """A lognormal duration. `spread`: the standard deviation of its logarithm; 0 is a constant."""
 
     median_s: float
@@ -27,7 +27,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ColdStartTimes:
     """One drawn cold start."""
 
     container_s: float
@@ -44,20 +44,20 @@ class Start:
 class ColdStart:
     """Container, imports, loading at `load_bytes_s`, and compilation with graph capture, each drawn by itself."""
 
-    container: Phase
-    imports: Phase
-    compiling: Phase
+    container: StartupPhase
+    imports: StartupPhase
+    compiling: StartupPhase
     load_bytes_s: float
     load_spread: float = 0.0
 
-    def draw(self, stream: np.random.Generator, weight_bytes: float) -> Start:
+    def draw(self, stream: np.random.Generator, weight_bytes: float) -> ColdStartTimes:
         """`weight_bytes`: what is loaded from the node's disk; 0 when the weights are pulled instead (`network`)."""
         container, imports = self.container.draw_s(stream), self.imports.draw_s(stream)
-        load = Phase(weight_bytes / self.load_bytes_s, self.load_spread).draw_s(stream)
-        return Start(container, imports, load, self.compiling.draw_s(stream))
+        load = StartupPhase(weight_bytes / self.load_bytes_s, self.load_spread).draw_s(stream)
+        return ColdStartTimes(container, imports, load, self.compiling.draw_s(stream))
 
     def mean_s(self, weight_bytes: float) -> float:
-        load = Phase(weight_bytes / self.load_bytes_s, self.load_spread)
+        load = StartupPhase(weight_bytes / self.load_bytes_s, self.load_spread)
         return sum(phase.mean_s() for phase in (self.container, self.imports, load, self.compiling))
 
 

@@ -15,13 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.engine import Streams
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.fleet import Fleet, from_deltas
 
 # (share of a block's idle times that are shorter, seconds). Near the quantiles that the traces' README gives of a GPU's idle slices (0.29
 # within 1 min, 0.53 within 5, 0.70 within 15, 0.85 within 1 h, 0.90 within 8,467 s), but longer: on a node with several blocks the latest
 # idle GPU is taken first, which makes slices shorter than the blocks' idle times. Tuned once until `measure` gave the README's figures.
-IDLE_QUANTILES = ((0.0, 10.0), (0.25, 60.0), (0.47, 300.0), (0.66, 900.0), (0.835, 3600.0), (0.89, 8467.0), (1.0, 65_000.0))
+IDLE_QUANTILES = (
+    (0.0, 10.0),
+    (0.25, 60.0),
+    (0.47, 300.0),
+    (0.66, 900.0),
+    (0.835, 3600.0),
+    (0.89, 8467.0),
+    (1.0, 65_000.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +51,43 @@ class Fragments:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """Parameters of the generator. `standing`: idle GPUs, a node each, that nobody ever takes. `busy_spread`: of the logarithm.
+class SyntheticSite:
+    """Parameters of the generator. `constant_idle`: idle GPUs, a node each, that nobody ever takes. `busy_spread`: of the logarithm.
 
     `day`: how much faster than the mean everything happens at the busiest hour (and slower at the quietest), from 0 to below 1.
     """
 
     gpus_per_node: int = 8
-    standing: tuple[int, ...] = (8, 8, 8, 8, 8, 6, 4)
-    teams: tuple[Teams, ...] = (Teams(3, 7, 33_000.0), Teams(5, 4, 33_000.0), Teams(12, 2, 33_000.0), Teams(20, 1, 33_000.0))
-    fragments: tuple[Fragments, ...] = (Fragments(10, (1, 1, 1, 1, 2, 2), 17_000.0), Fragments(5, (1, 1, 2, 4), 1_700.0))
+    constant_idle: tuple[int, ...] = (8, 8, 8, 8, 8, 6, 4)
+    teams: tuple[Teams, ...] = (
+        Teams(3, 7, 33_000.0),
+        Teams(5, 4, 33_000.0),
+        Teams(12, 2, 33_000.0),
+        Teams(20, 1, 33_000.0),
+    )
+    fragments: tuple[Fragments, ...] = (
+        Fragments(10, (1, 1, 1, 1, 2, 2), 17_000.0),
+        Fragments(5, (1, 1, 2, 4), 1_700.0),
+    )
     idle_quantiles: tuple[tuple[float, float], ...] = IDLE_QUANTILES
     busy_spread: float = 1.2
     day: float = 0.8
 
     def __post_init__(self) -> None:
-        sizes = [sum(kind.blocks) for kind in self.fragments] + list(self.standing)
+        sizes = [sum(kind.blocks) for kind in self.fragments] + list(self.constant_idle)
         times = [kind.busy_s for kind in self.teams] + [kind.busy_s for kind in self.fragments]
-        if max(sizes, default=0) > self.gpus_per_node or min(times, default=1.0) <= 0 or not 0 <= self.day < 1:
-            raise ConfigError(f"a site that cannot be: {self}", "blocks must fit a node, busy times be above 0, day from 0 to below 1")
+        if (
+            max(sizes, default=0) > self.gpus_per_node
+            or min(times, default=1.0) <= 0
+            or not 0 <= self.day < 1
+        ):
+            raise ConfigError(
+                f"a site that cannot be: {self}",
+                "blocks must fit a node, busy times be above 0, day from 0 to below 1",
+            )
 
 
-EARTH_LIKE = Site()
+EARTH_LIKE = SyntheticSite()
 
 DAY_S = 86_400.0
 _WARM_UP_S = 10 * DAY_S  # so that time 0 is an instant like any other
@@ -78,29 +101,39 @@ def idle_quantile(share: float, table: Sequence[tuple[float, float]] = IDLE_QUAN
     return table[-1][1]
 
 
-def generate(streams: Streams, length_s: float, site: Site = EARTH_LIKE) -> Fleet:
+def generate(streams: Streams, length_s: float, site: SyntheticSite = EARTH_LIKE) -> Fleet:
     """A fleet of `site` over `length_s`; time 0 is midnight. The same seed gives the same fleet; a longer one begins alike."""
-    initial = {f"standing-{index:03}": idle for index, idle in enumerate(site.standing)}
+    initial = {f"standing-{index:03}": idle for index, idle in enumerate(site.constant_idle)}
     deltas: list[tuple[float, str, int]] = []
     clock = _Clock(length_s, site.day)
     for kind, teams in enumerate(site.teams):
         for index in range(teams.count):
             nodes = [f"whole-{kind}-{index:03}-{node}" for node in range(teams.nodes)]
             times = _idle_times(streams.stream("fleet", nodes[0]), site, teams.busy_s, clock)
-            _play(times, site.gpus_per_node, nodes, initial, deltas)
+            _apply_fragments(times, site.gpus_per_node, nodes, initial, deltas)
     for kind, fragments in enumerate(site.fragments):
         for index in range(fragments.nodes):
             node = f"fragment-{kind}-{index:03}"
             for block, gpus in enumerate(fragments.blocks):
                 times = _idle_times(streams.stream("fleet", node, block), site, fragments.busy_s, clock)
-                _play(times, gpus, [node], initial, deltas)
+                _apply_fragments(times, gpus, [node], initial, deltas)
     # a node's own changes keep their order; between nodes the name decides
     inside = sorted((one for one in deltas if one[0] < length_s), key=lambda item: (item[0], item[1]))
-    return from_deltas(f"synthetic, seed {streams.seed}", length_s, dict.fromkeys(initial, site.gpus_per_node), initial, inside)
+    return from_deltas(
+        f"synthetic, seed {streams.seed}",
+        length_s,
+        dict.fromkeys(initial, site.gpus_per_node),
+        initial,
+        inside,
+    )
 
 
-def _play(
-    times: Iterator[tuple[float, float]], gpus: int, nodes: Sequence[str], initial: dict[str, int], deltas: list[tuple[float, str, int]]
+def _apply_fragments(
+    times: Iterator[tuple[float, float]],
+    gpus: int,
+    nodes: Sequence[str],
+    initial: dict[str, int],
+    deltas: list[tuple[float, str, int]],
 ) -> None:
     """One block's life: `gpus` GPUs of each of `nodes` turn idle and busy together."""
     for node in nodes:
@@ -127,7 +160,9 @@ class _Clock:
         return round(float(np.interp(even_s, self._even, self._clock)), 1)
 
 
-def _idle_times(stream: np.random.Generator, site: Site, busy_s: float, clock: _Clock) -> Iterator[tuple[float, float]]:
+def _idle_times(
+    stream: np.random.Generator, site: SyntheticSite, busy_s: float, clock: _Clock
+) -> Iterator[tuple[float, float]]:
     """(start, end) of one block's idle times, of those that end after 0 and begin before the fleet's end."""
     spread = site.busy_spread
     now = -_WARM_UP_S

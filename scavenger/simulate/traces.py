@@ -11,10 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from scavenger.digits import whole
 from scavenger.errors import ConfigError
-from scavenger.simulate.csvfile import Row, read_csv, rows
-from scavenger.simulate.fleet import LONGEST_S, MOST_GPUS, MOST_MOVES, MOST_NODE_GPUS, MOST_NODES, Fleet, Occupation, from_deltas
+from scavenger.parsing import whole
+from scavenger.simulate.csvfile import CsvRow, read_csv, rows
+from scavenger.simulate.fleet import (
+    LONGEST_S,
+    MOST_GPUS,
+    MOST_MOVES,
+    MOST_NODE_GPUS,
+    MOST_NODES,
+    Fleet,
+    Occupation,
+    from_deltas,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +34,20 @@ class VirtualClusters:
     pending: tuple[tuple[float, str, int], ...]
 
 
-def parse_nodes(lines: Iterable[str], gpus_per_node: int, end_s: float, origin: str = "trace, simulated placement") -> Fleet:
+def parse_nodes(
+    lines: Iterable[str], gpus_per_node: int, end_s: float, origin: str = "trace, simulated placement"
+) -> Fleet:
     """t_seconds, node, idle_gpus, delta; rows at t = 0 with delta 0 are the first state. `end_s`: the trace's length."""
     initial: dict[str, int] = {}
     deltas: list[tuple[float, str, int]] = []
     idle: dict[str, int] = {}
     for row in rows(lines, ("t_seconds", "node", "idle_gpus", "delta")):
-        t_s, node, count, delta = _time(row, "t_seconds"), row.text("node"), row.whole("idle_gpus"), row.whole("delta", least=None)
+        t_s, node, count, delta = (
+            _time(row, "t_seconds"),
+            row.text("node"),
+            row.whole("idle_gpus"),
+            row.whole("delta", least=None),
+        )
         if node not in initial:
             if t_s or delta:
                 raise row.wrong(f"{node!r} has no row at t = 0")
@@ -48,7 +64,9 @@ def parse_nodes(lines: Iterable[str], gpus_per_node: int, end_s: float, origin: 
     return from_deltas(origin, end_s, dict.fromkeys(initial, gpus_per_node), initial, deltas)
 
 
-def parse_virtual_clusters(lines: Iterable[str], end_s: float, origin: str = "trace, measured") -> VirtualClusters:
+def parse_virtual_clusters(
+    lines: Iterable[str], end_s: float, origin: str = "trace, measured"
+) -> VirtualClusters:
     """t_seconds, vc, idle_gpus, total_gpus, pending_gpus; rows on change."""
     capacity: dict[str, int] = {}
     initial: dict[str, int] = {}
@@ -91,7 +109,11 @@ def parse_jobs(lines: Iterable[str]) -> tuple[Occupation, ...]:
 
 
 def parse_spot(
-    lines: Iterable[str], source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None
+    lines: Iterable[str],
+    source: str,
+    gpus_per_instance: int,
+    stream: np.random.Generator,
+    end_s: float | None = None,
 ) -> Fleet:
     """Spot instances of one `source` as nodes that are wholly there or not. The trace counts instances: which one goes is drawn.
 
@@ -128,34 +150,45 @@ def parse_spot(
     for t_s, name, delta in deltas:
         first[name] += 0 if t_s else delta
     later = [one for one in deltas if one[0]]
-    return from_deltas(f"spot trace {source}", end_s or counts[-1][0], dict.fromkeys(names, gpus_per_instance), first, later)
+    return from_deltas(
+        f"spot trace {source}", end_s or counts[-1][0], dict.fromkeys(names, gpus_per_instance), first, later
+    )
 
 
-def _time(row: Row, column: str) -> float:
+def _time(row: CsvRow, column: str) -> float:
     t_s = row.number(column)
     if t_s > LONGEST_S:
-        raise row.wrong(f"{column} is {t_s:g} s from the trace's start: over 10 years (a date, or milliseconds?)")
+        raise row.wrong(
+            f"{column} is {t_s:g} s from the trace's start: over 10 years (a date, or milliseconds?)"
+        )
     return t_s
 
 
-def _instances(row: Row, column: str) -> int:
+def _instances(row: CsvRow, column: str) -> int:
     return _at_most(row, column, row.whole(column), MOST_NODES)
 
 
-def _at_most(row: Row, what: str, count: int, most: int) -> int:
+def _at_most(row: CsvRow, what: str, count: int, most: int) -> int:
     if count > most:
         raise row.wrong(f"{what}: {count}, and at most {most:,} are taken,")
     return count
 
 
-def _in_order(row: Row, t_s: float, before: float, end_s: float) -> float:
+def _in_order(row: CsvRow, t_s: float, before: float, end_s: float) -> float:
     if not before <= t_s <= end_s:
-        raise row.wrong(f"time {t_s:g} s is not between the row before ({before:g} s) and the end ({end_s:g} s)")
+        raise row.wrong(
+            f"time {t_s:g} s is not between the row before ({before:g} s) and the end ({end_s:g} s)"
+        )
     return t_s
 
 
 def read_nodes(path: Path, gpus_per_node: int, end_s: float) -> Fleet:
-    return read_csv(path, lambda lines: parse_nodes(lines, gpus_per_node, end_s, f"{path.name} (trace-driven, simulated placement)"))
+    return read_csv(
+        path,
+        lambda lines: parse_nodes(
+            lines, gpus_per_node, end_s, f"{path.name} (trace-driven, simulated placement)"
+        ),
+    )
 
 
 def read_virtual_clusters(path: Path, end_s: float) -> VirtualClusters:
@@ -166,5 +199,7 @@ def read_jobs(path: Path) -> tuple[Occupation, ...]:
     return read_csv(path, parse_jobs)
 
 
-def read_spot(path: Path, source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None) -> Fleet:
+def read_spot(
+    path: Path, source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None
+) -> Fleet:
     return read_csv(path, lambda lines: parse_spot(lines, source, gpus_per_instance, stream, end_s))

@@ -54,56 +54,66 @@ def gather_s(spec: TrainerSpec) -> float:
     """A micro-step's traffic of fully sharded parameters: gathered for each pass but two share one, gradients (fp32) reduce-scattered."""
     if spec.ranks == 1:
         return 0.0
-    others = (spec.ranks - 1) / spec.ranks
-    gathers = (2 + spec.forwards) * spec.model.parameters * BF16_BYTES * others
-    return (gathers + spec.model.parameters * 4 * others) / spec.link_bytes_s
+    other_ranks = (spec.ranks - 1) / spec.ranks
+    gathers = (2 + spec.forwards) * spec.model.parameters * BF16_BYTES * other_ranks
+    return (gathers + spec.model.parameters * 4 * other_ranks) / spec.link_bytes_s
 
 
 def micro_step_s(spec: TrainerSpec, by_rank: Sequence[Lengths]) -> float:
     """One synchronous micro-step: the slowest rank, or the traffic where that takes longer (it overlaps). Raises on a missing rank."""
     if len(by_rank) != spec.ranks:
-        raise ValueError(f"{len(by_rank)} ranks have work and there are {spec.ranks}: give the others an empty list")
+        raise ValueError(
+            f"{len(by_rank)} ranks have work and there are {spec.ranks}: give the others an empty list"
+        )
     return spec.overhead_s + max(gather_s(spec), *(rank_s(spec, lengths) for lengths in by_rank))
 
 
-def pack(model: Model, lengths: Lengths, ranks: int, token_budget: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def pack(
+    model: Model, lengths: Lengths, ranks: int, token_budget: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Micro-steps of ranks of lengths: the costliest first, each to the rank with the least work so far.
 
     A rank holds at most `token_budget` tokens; a sequence longer than that goes alone. Every sequence is in exactly one place.
     """
     steps: list[list[list[int]]] = []
-    held: list[list[int]] = []  # tokens
+    tokens: list[list[int]] = []  # tokens
     work: list[list[float]] = []
     least: list[int] = []  # tokens of each micro-step's emptiest rank
     for length in sorted(lengths, reverse=True):
-        place = _room(held, work, least, length, token_budget)
-        if place is None:
+        position = _micro_step_with_room(tokens, work, least, length, token_budget)
+        if position is None:
             steps.append([[] for _ in range(ranks)])
-            held.append([0] * ranks)
+            tokens.append([0] * ranks)
             work.append([0.0] * ranks)
             least.append(0)
-            place = (len(steps) - 1, 0)
-        step, rank = place
+            position = (len(steps) - 1, 0)
+        step, rank = position
         steps[step][rank].append(length)
-        held[step][rank] += length
-        least[step] = min(held[step])
+        tokens[step][rank] += length
+        least[step] = min(tokens[step])
         work[step][rank] += forward_flops(model, [length])
     return tuple(tuple(tuple(rank) for rank in step) for step in steps)
 
 
-def _room(held: list[list[int]], work: list[list[float]], least: list[int], length: int, budget: int) -> tuple[int, int] | None:
-    """The least loaded rank, in the first micro-step that has room for `length`. `held`: each rank's tokens; `least`: of each step's."""
+def _micro_step_with_room(
+    tokens: list[list[int]], work: list[list[float]], least: list[int], length: int, budget: int
+) -> tuple[int, int] | None:
+    """The least loaded rank, in the first micro-step that has room for `length`. `tokens`: each rank's tokens; `least`: of each step's."""
     left = budget - length
     for index, fewest in enumerate(least):
         if fewest <= left or not fewest:
-            ranks = zip(work[index], held[index], strict=True)
-            return index, min([(done, rank) for rank, (done, has) in enumerate(ranks) if has <= left or not has])[1]
+            ranks = zip(work[index], tokens[index], strict=True)
+            return index, min(
+                [(done, rank) for rank, (done, has) in enumerate(ranks) if has <= left or not has]
+            )[1]
     return None
 
 
 def optimizer_s(spec: TrainerSpec) -> float:
     """Each rank reads and writes its shard of the state once (bandwidth bound), and writes the bf16 cast."""
-    return spec.model.parameters / spec.ranks * (2 * spec.state_bytes + BF16_BYTES) / spec.gpu.bandwidth_bytes_s
+    return (
+        spec.model.parameters / spec.ranks * (2 * spec.state_bytes + BF16_BYTES) / spec.gpu.bandwidth_bytes_s
+    )
 
 
 def state_bytes_per_gpu(spec: TrainerSpec) -> float:

@@ -27,18 +27,18 @@ from typing import Protocol
 import numpy as np
 import zmq
 
-from scavenger import wire
-from scavenger.digits import whole
 from scavenger.errors import WireError
-from scavenger.keys import KeyPair
+from scavenger.parsing import whole
+from scavenger.protocol import messages
+from scavenger.protocol.keys import KeyPair
 from scavenger.weights import protocol
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.protocol import MAX_ANSWER_BYTES, Answer, Holds, NoSuch, Part
+from scavenger.weights.protocol import MAX_REPLY_BYTES, AvailableChunks, ChunkPart, NoSuch, SourceReply
 from scavenger.weights.spool import BLOB
 
 CONNECT_S = 5.0
-LOOK_S = 0.1  # how long a receiver waits for bytes before it looks at the clock
-Heard = Callable[[], None]
+POLL_S = 0.1  # how long a receiver waits for bytes before it looks at the clock
+OnProgress = Callable[[], None]
 
 
 class Channel(Protocol):
@@ -48,8 +48,8 @@ class Channel(Protocol):
     def ask_have(self) -> None:
         """Request the list of what the holder has."""
 
-    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
-        """The next answer, a chunk's bytes in `into`; None when nothing came for `LOOK_S`. `heard` is called as bytes come."""
+    def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
+        """The next answer, a chunk's bytes in `into`; None when nothing came for `POLL_S`. `heard` is called as bytes come."""
 
     def close(self) -> None: ...
 
@@ -59,22 +59,22 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def set_timeouts(sock: socket.socket, look_s: float, send_s: float) -> None:
+def set_timeouts(sock: socket.socket, poll_s: float, send_s: float) -> None:
     """A blocking socket whose calls end after a time: one system call for a whole chunk, where Python's own timeouts need two a piece."""
     sock.setblocking(True)
-    for option, seconds in ((socket.SO_RCVTIMEO, look_s), (socket.SO_SNDTIMEO, send_s)):
+    for option, seconds in ((socket.SO_RCVTIMEO, poll_s), (socket.SO_SNDTIMEO, send_s)):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-def read_exactly(sock: socket.socket, into: memoryview, heard: Heard, patience_s: float) -> None:
-    """Fill `into`. Raises `OSError` when the peer ends or no byte comes for `patience_s`."""
+def read_exactly(sock: socket.socket, into: memoryview, heard: OnProgress, timeout_s: float) -> None:
+    """Fill `into`. Raises `OSError` when the peer ends or no byte comes for `timeout_s`."""
     done, since = 0, time.monotonic()
     while done < len(into):
         try:
             got = sock.recv_into(into[done:], 0, socket.MSG_WAITALL)
         except BlockingIOError:
-            if time.monotonic() - since >= patience_s:
-                raise TimeoutError(f"no byte for {patience_s:g} s") from None
+            if time.monotonic() - since >= timeout_s:
+                raise TimeoutError(f"no byte for {timeout_s:g} s") from None
             continue
         if not got:
             raise ConnectionResetError("the other end closed the connection")
@@ -86,23 +86,23 @@ def read_exactly(sock: socket.socket, into: memoryview, heard: Heard, patience_s
 class TcpChannel:
     """Length-prefixed frames on a stream socket; a Part's bytes follow its frame."""
 
-    def __init__(self, sock: socket.socket, version: int, token: bytes, patience_s: float) -> None:
+    def __init__(self, sock: socket.socket, version: int, token: bytes, timeout_s: float) -> None:
         self._sock = sock
         self._version, self._token = version, token
-        self._patience_s = patience_s
-        self._head = memoryview(bytearray(MAX_ANSWER_BYTES))
+        self._timeout_s = timeout_s
+        self._head = memoryview(bytearray(MAX_REPLY_BYTES))
         self._owner = threading.get_ident()
 
     @classmethod
-    def connect(cls, source: wire.WeightSource, version: int, patience_s: float) -> TcpChannel:
+    def connect(cls, source: messages.WeightSource, version: int, timeout_s: float) -> TcpChannel:
         host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
         number = whole(port, most=65_535)
         if not host or number is None:
             raise WireError(f"{source.endpoint!r} is no address of a holder")
-        sock = socket.create_connection((host, number), min(CONNECT_S, patience_s))
-        set_timeouts(sock, LOOK_S, patience_s)
+        sock = socket.create_connection((host, number), min(CONNECT_S, timeout_s))
+        set_timeouts(sock, POLL_S, timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return cls(sock, version, source.token, patience_s)
+        return cls(sock, version, source.token, timeout_s)
 
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         send_frame(self._sock, protocol.get(self._token, self._version, chunk, parent))
@@ -114,24 +114,24 @@ class TcpChannel:
         """Where NIXL finds the version's memory."""
         send_frame(self._sock, protocol.reach(self._token, self._version))
 
-    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+    def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         try:
             first = self._sock.recv_into(self._head[:4])
         except BlockingIOError:
             return None
         if not first:
             raise ConnectionResetError("the holder closed the connection")
-        read_exactly(self._sock, self._head[first:4], heard, self._patience_s)
+        read_exactly(self._sock, self._head[first:4], heard, self._timeout_s)
         size = int.from_bytes(self._head[:4], "little")
-        if size > MAX_ANSWER_BYTES:
+        if size > MAX_REPLY_BYTES:
             raise WireError(f"an answer of {size} bytes")
-        read_exactly(self._sock, self._head[:size], heard, self._patience_s)
-        answer = protocol.decode_answer(self._head[:size])
-        if isinstance(answer, Part):
-            if not 0 <= answer.nbytes <= len(into):
-                raise WireError(f"a chunk of {answer.nbytes} bytes, over the manifest's {len(into)}")
-            read_exactly(self._sock, into[: answer.nbytes], heard, self._patience_s)
-        return answer
+        read_exactly(self._sock, self._head[:size], heard, self._timeout_s)
+        reply = protocol.decode_reply(self._head[:size])
+        if isinstance(reply, ChunkPart):
+            if not 0 <= reply.nbytes <= len(into):
+                raise WireError(f"a chunk of {reply.nbytes} bytes, over the manifest's {len(into)}")
+            read_exactly(self._sock, into[: reply.nbytes], heard, self._timeout_s)
+        return reply
 
     def close(self) -> None:
         """The descriptor is closed by the thread that reads from it: it may be about to, and the number may be another socket's by then."""
@@ -169,20 +169,20 @@ class FileChannel:
         return cls(_regular(fd, manifest.total_nbytes), manifest)
 
     @classmethod
-    def neighbour(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> FileChannel:
+    def neighbour(cls, source: messages.WeightSource, manifest: Manifest, timeout_s: float) -> FileChannel:
         """Ask for the memory over the holder's local socket. Raises `OSError` or `WireError` where it cannot be had."""
         _, _, name = source.local.partition(":")
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.settimeout(patience_s)
+            sock.settimeout(timeout_s)
             sock.connect("\0" + name)
-            set_timeouts(sock, LOOK_S, patience_s)
+            set_timeouts(sock, POLL_S, timeout_s)
             send_frame(sock, protocol.map_(source.token, manifest.version))
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not fds:
                 raise WireError("the neighbour passes no memory of this version")
             fd = _regular(fds[0], max(manifest.total_nbytes, 1))  # an empty version's memory has one byte
-            return cls(fd, manifest, TcpChannel(sock, manifest.version, source.token, patience_s))
+            return cls(fd, manifest, TcpChannel(sock, manifest.version, source.token, timeout_s))
         except BaseException:
             sock.close()
             raise
@@ -193,15 +193,15 @@ class FileChannel:
     def ask_have(self) -> None:
         self._asked.append(-1)
 
-    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+    def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         if not self._asked:
             return None
         chunk = self._asked.popleft()
         if chunk < 0:
             if self._asking is None:
-                return Holds(self._manifest.version, complete=True)
+                return AvailableChunks(self._manifest.version, complete=True)
             self._asking.ask_have()
-            return self._asking.answer(into, heard)
+            return self._asking.reply(into, heard)
         start, stop = self._manifest.chunk_range(chunk)
         done = start
         while done < stop and not self._closing:
@@ -212,7 +212,7 @@ class FileChannel:
             heard()
         if done < stop:
             raise ConnectionResetError("closed")
-        return Part(self._manifest.version, chunk, stop - start)
+        return ChunkPart(self._manifest.version, chunk, stop - start)
 
     def close(self) -> None:
         """The descriptor belongs to the thread that opened it: a read may be stuck in it for ever, and who says so must not be."""
@@ -262,7 +262,14 @@ class SharedContext:
 class ZmqChannel:
     """DEALER under CURVE. The holder's key was told over the authenticated channel, so it is the holder that answers."""
 
-    def __init__(self, source: wire.WeightSource, version: int, keypair: KeyPair, context: SharedContext, chunk_nbytes: int) -> None:
+    def __init__(
+        self,
+        source: messages.WeightSource,
+        version: int,
+        keypair: KeyPair,
+        context: SharedContext,
+        chunk_nbytes: int,
+    ) -> None:
         self._version, self._token = version, source.token
         self._context = context
         self._socket = context.socket(zmq.DEALER)
@@ -271,7 +278,7 @@ class ZmqChannel:
                 (zmq.CURVE_SERVERKEY, source.server_key.encode()),
                 (zmq.CURVE_PUBLICKEY, keypair.public.encode()),
                 (zmq.CURVE_SECRETKEY, keypair.secret.encode()),
-                (zmq.MAXMSGSIZE, chunk_nbytes + MAX_ANSWER_BYTES),
+                (zmq.MAXMSGSIZE, chunk_nbytes + MAX_REPLY_BYTES),
                 (zmq.RECONNECT_IVL, 50),
                 (zmq.RECONNECT_IVL_MAX, 1000),
                 (zmq.LINGER, 0),
@@ -293,24 +300,26 @@ class ZmqChannel:
         try:
             self._socket.send(request, zmq.NOBLOCK)
         except zmq.Again:  # to wait here would be for ever: a key that was refused is not tried again
-            raise ConnectionRefusedError("the holder takes no requests: it refuses this key, or has taken none for long") from None
+            raise ConnectionRefusedError(
+                "the holder takes no requests: it refuses this key, or has taken none for long"
+            ) from None
 
-    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+    def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         if self._closed.is_set():
             raise ConnectionResetError("closed")
-        if not self._socket.poll(round(LOOK_S * 1000)):
+        if not self._socket.poll(round(POLL_S * 1000)):
             return None
         frames = self._socket.recv_multipart(copy=False)
         heard()
-        answer = protocol.decode_answer(frames[0].buffer)
-        if len(frames) != (2 if isinstance(answer, Part) else 1):
+        reply = protocol.decode_reply(frames[0].buffer)
+        if len(frames) != (2 if isinstance(reply, ChunkPart) else 1):
             raise WireError(f"an answer of {len(frames)} frames")
-        if isinstance(answer, Part):
+        if isinstance(reply, ChunkPart):
             data = frames[1].buffer
-            if len(data) != answer.nbytes or answer.nbytes > len(into):
-                raise WireError(f"a chunk of {len(data)} bytes, told as {answer.nbytes}")
-            into[: answer.nbytes] = data
-        return answer
+            if len(data) != reply.nbytes or reply.nbytes > len(into):
+                raise WireError(f"a chunk of {len(data)} bytes, told as {reply.nbytes}")
+            into[: reply.nbytes] = data
+        return reply
 
     def close(self) -> None:
         """A ZeroMQ socket belongs to its thread: that one ends it (`end`) when it next looks."""
@@ -321,10 +330,12 @@ class ZmqChannel:
         self._context.done()
 
 
-def here(holds: Holds, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+def here(available: AvailableChunks, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
     """Which chunks an answer says are there, None for all. Raises `WireError` when it says too little."""
-    if holds.complete:
+    if available.complete:
         return None
-    if len(holds.bitmap) * 8 < chunks:
-        raise WireError(f"a bitmap of {len(holds.bitmap)} bytes for {chunks} chunks")
-    return np.unpackbits(np.frombuffer(holds.bitmap, dtype=np.uint8), count=chunks, bitorder="little").astype(bool)
+    if len(available.bitmap) * 8 < chunks:
+        raise WireError(f"a bitmap of {len(available.bitmap)} bytes for {chunks} chunks")
+    return np.unpackbits(
+        np.frombuffer(available.bitmap, dtype=np.uint8), count=chunks, bitorder="little"
+    ).astype(bool)

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from typing import Any
 
-from scavenger import wire
 from scavenger.errors import WireError
+from scavenger.protocol import messages
 from scavenger.weights import rdma
-from scavenger.weights.channel import Heard, TcpChannel
+from scavenger.weights.channel import OnProgress, TcpChannel
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.protocol import Answer, Part, Reached
+from scavenger.weights.protocol import ChunkPart, Reached, SourceReply
 
 RENEW_S = 2.0
 
@@ -23,8 +23,8 @@ RENEW_S = 2.0
 class RdmaChannel:
     """Like every `Channel`: one thread's, but for `close`."""
 
-    def __init__(self, asking: TcpChannel, reached: Reached, manifest: Manifest, patience_s: float) -> None:
-        self._asking, self._manifest, self._patience_s = asking, manifest, patience_s
+    def __init__(self, asking: TcpChannel, reached: Reached, manifest: Manifest, timeout_s: float) -> None:
+        self._asking, self._manifest, self._timeout_s = asking, manifest, timeout_s
         self._agent = rdma.shared("read")
         self._peer, self._base = self._agent.meet(reached.metadata), reached.address
         self._asked: deque[int] = deque()
@@ -35,19 +35,19 @@ class RdmaChannel:
         self.failed = False  # NIXL did, whatever the holder's ordinary connection does
 
     @classmethod
-    def connect(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> RdmaChannel:
+    def connect(cls, source: messages.WeightSource, manifest: Manifest, timeout_s: float) -> RdmaChannel:
         """Raises `OSError`, `WireError` or `WeightsError` where the holder cannot be read so."""
         rdma.shared("read")
-        asking = TcpChannel.connect(source, manifest.version, patience_s)
+        asking = TcpChannel.connect(source, manifest.version, timeout_s)
         try:
             asking.ask_reach()
-            until = time.monotonic() + patience_s
-            while (answer := asking.answer(memoryview(b""), lambda: None)) is None:
+            until = time.monotonic() + timeout_s
+            while (reply := asking.reply(memoryview(b""), lambda: None)) is None:
                 if time.monotonic() >= until:
-                    raise TimeoutError(f"no answer for {patience_s:g} s")
-            if not isinstance(answer, Reached):
-                raise WireError(f"the holder is not read by NIXL: {getattr(answer, 'reason', answer)}")
-            return cls(asking, answer, manifest, patience_s)
+                    raise TimeoutError(f"no answer for {timeout_s:g} s")
+            if not isinstance(reply, Reached):
+                raise WireError(f"the holder is not read by NIXL: {getattr(reply, 'reason', reply)}")
+            return cls(asking, reply, manifest, timeout_s)
         except BaseException:  # whatever it was, the connection is not the caller's to close
             asking.close()
             raise
@@ -60,12 +60,12 @@ class RdmaChannel:
         self._due += 1
         self._renewed_at = time.monotonic()
 
-    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+    def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         """As any channel's; one that only renewed the lease is passed on too, which does no harm."""
         if time.monotonic() - self._renewed_at >= RENEW_S:
             self.ask_have()
         if self._due:
-            found = self._asking.answer(into, heard)
+            found = self._asking.reply(into, heard)
             self._due -= found is not None
             return found
         if not self._asked:
@@ -75,12 +75,14 @@ class RdmaChannel:
         try:
             if self._own is None:
                 self._own = self._agent.own(into)
-            self._agent.read(self._peer, self._base + start, into[: stop - start], self._patience_s, lambda: self._closing)
+            self._agent.read(
+                self._peer, self._base + start, into[: stop - start], self._timeout_s, lambda: self._closing
+            )
         except OSError:
             self.failed = not self._closing
             raise
         heard()
-        return Part(self._manifest.version, chunk, stop - start)
+        return ChunkPart(self._manifest.version, chunk, stop - start)
 
     def close(self) -> None:
         self._closing = True

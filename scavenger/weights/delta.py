@@ -38,11 +38,20 @@ FEW = 0.01
 #: those lie together; all items' changes, by far, where the old exponent tells which move, as where the masters were bfloat16 before.
 MANY = 0.05
 _LARGE = 3
-_EXPONENT = {1: (0, 0xFF), 2: (7, 0xFF), 4: (23, 0xFF), 8: (52, 0x7FF)}  # where bfloat16, float32 and float64 have it: shift, mask
+_EXPONENT = {
+    1: (0, 0xFF),
+    2: (7, 0xFF),
+    4: (23, 0xFF),
+    8: (52, 0x7FF),
+}  # where bfloat16, float32 and float64 have it: shift, mask
 _HEAD = struct.Struct("<BBI")
 _LENGTH = struct.Struct("<I")
 Array = np.ndarray[Any, Any]
-_FOURS: Array = np.array([[byte >> 2 * lane & 3 for lane in range(4)] for byte in range(256)], dtype=np.uint8).view("<u4").reshape(-1)
+_FOURS: Array = (
+    np.array([[byte >> 2 * lane & 3 for lane in range(4)] for byte in range(256)], dtype=np.uint8)
+    .view("<u4")
+    .reshape(-1)
+)
 
 
 def same_layout(one: Manifest, other: Manifest) -> bool:
@@ -62,18 +71,23 @@ def encode(old: memoryview, new: memoryview, width: int) -> bytes:
     """The delta from one chunk's bytes to another's of equal length."""
     kind = np.dtype(f"<u{width}")
     before, after = np.frombuffer(old, dtype=kind), np.frombuffer(new, dtype=kind)
-    places = np.flatnonzero(before != after)
-    if len(places) > MANY * len(before):
+    changed = np.flatnonzero(before != after)
+    if len(changed) > MANY * len(before):
         return _encode_all(before, after)
-    few = _encode_few(before, after, places)
-    return few if len(places) <= FEW * len(before) else min(few, _encode_all(before, after), key=len)
+    few = _encode_few(before, after, changed)
+    return few if len(changed) <= FEW * len(before) else min(few, _encode_all(before, after), key=len)
 
 
-def _encode_few(before: Array, after: Array, places: Array) -> bytes:
-    change = _folded(after[places] - before[places])
-    gaps = np.diff(places, prepend=-1) - 1
+def _encode_few(before: Array, after: Array, changed: Array) -> bytes:
+    change = _folded(after[changed] - before[changed])
+    gaps = np.diff(changed, prepend=-1) - 1
     gap_width = 1 if not len(gaps) or gaps.max() < 1 << 8 else 2 if gaps.max() < 1 << 16 else 4
-    return _packed(before.dtype.itemsize, gap_width, len(places), [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)])
+    return _packed(
+        before.dtype.itemsize,
+        gap_width,
+        len(changed),
+        [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)],
+    )
 
 
 def _encode_all(before: Array, after: Array) -> bytes:
@@ -87,7 +101,9 @@ def _encode_all(before: Array, after: Array) -> bytes:
 
 
 def _packed(width: int, gap_width: int, count: int, planes: Sequence[Array]) -> bytes:
-    return _HEAD.pack(width, gap_width, count) + zstandard.ZstdCompressor(level=LEVEL).compress(b"".join(p.tobytes() for p in planes))
+    return _HEAD.pack(width, gap_width, count) + zstandard.ZstdCompressor(level=LEVEL).compress(
+        b"".join(p.tobytes() for p in planes)
+    )
 
 
 def _folded(change: Array) -> Array:
@@ -146,21 +162,28 @@ def _apply(delta: memoryview, chunk: memoryview) -> None:
     if len(delta) < _HEAD.size:
         raise WeightsError("a delta without its head")
     width, gap_width, count = _HEAD.unpack_from(delta)
-    if width not in (1, 2, 4, 8) or gap_width not in (0, 1, 2, 4) or len(chunk) % width or count > len(chunk) // width:
+    if (
+        width not in (1, 2, 4, 8)
+        or gap_width not in (0, 1, 2, 4)
+        or len(chunk) % width
+        or count > len(chunk) // width
+    ):
         raise WeightsError("a delta that is not one of this chunk")
     items = np.frombuffer(chunk, dtype=f"<u{width}")
     fours = 0 if gap_width else -(-len(items) // 4)
     raw = _unpacked(delta[_HEAD.size :], fours + count * (gap_width + width))
     if fours:
         _apply_all(np.frombuffer(raw, np.uint8, fours), _from_planes(raw[fours:], width), items)
-    elif count > MANY * len(items):  # as `encode` makes none: links of it that change nothing would cost only time
+    elif count > MANY * len(
+        items
+    ):  # as `encode` makes none: links of it that change nothing would cost only time
         raise WeightsError(f"a delta with {count} positions of {len(items)}")
     elif count:
         gaps = _from_planes(raw[: count * gap_width], gap_width)
-        places = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if places[-1] >= len(items):
+        changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        if changed[-1] >= len(items):
             raise WeightsError("a delta that reaches beyond its chunk")
-        items[places] += _unfolded(_from_planes(raw[count * gap_width :], width))
+        items[changed] += _unfolded(_from_planes(raw[count * gap_width :], width))
 
 
 def _apply_all(fours: Array, large: Array, items: Array) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scavenger.wire import WeightSource
+from scavenger.protocol.messages import WeightSource
 
 #: Engines that a receiver is sent to, beside the publisher: a few partial ones share what they have nearly as well as all would.
 PEERS = 6
@@ -58,7 +58,7 @@ class Directory:
 
     # ---------------------------------------------------------------- what is heard
 
-    def hold(self, version: int, worker: int, node: str, source: WeightSource) -> None:
+    def add_holder(self, version: int, worker: int, node: str, source: WeightSource) -> None:
         """The worker serves the version, or a part of it that grows. The caller has asked whether the source is `refused`."""
         known = self._holders.setdefault(version, {})
         present = known.get(worker)
@@ -108,17 +108,21 @@ class Directory:
         """Whether an engine holds all of it."""
         return any(holder.source.complete for holder in self._holders.get(version, {}).values())
 
-    def holds(self, version: int, worker: int) -> bool:
+    def is_holder(self, version: int, worker: int) -> bool:
         """Whether this worker holds all of it."""
         holder = self._holders.get(version, {}).get(worker)
         return holder is not None and holder.source.complete
 
     def last_holder(self, version: int) -> int | None:
         """The only worker that holds all of the version, if there is only one."""
-        complete = [holder.worker for holder in self._holders.get(version, {}).values() if holder.source.complete]
+        complete = [
+            holder.worker for holder in self._holders.get(version, {}).values() if holder.source.complete
+        ]
         return complete[0] if len(complete) == 1 else None
 
-    def choose(self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS) -> Choice:
+    def choose(
+        self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS
+    ) -> Choice:
         """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`."""
         self.settled(worker)
         switch = self._switches.get(node)
@@ -127,11 +131,13 @@ class Directory:
             far = switch is None or self._switches.get(holder.node) != switch
             return len(holder.readers), holder.node != node, far, holder.worker
 
-        others = [holder for holder in self._holders.get(version, {}).values() if holder.worker != worker]
-        chosen = sorted(others, key=rank)[:peers]
+        other_holders = [
+            holder for holder in self._holders.get(version, {}).values() if holder.worker != worker
+        ]
+        chosen = sorted(other_holders, key=rank)[:peers]
         for holder in chosen:
             holder.readers.add(worker)
         self._reading[worker] = version
         near = sum(holder.node == node for holder in chosen)
-        reason = f"{len(publisher)} of the publisher, {len(chosen)} of {len(others)} engines, {near} on its node"
+        reason = f"{len(publisher)} of the publisher, {len(chosen)} of {len(other_holders)} engines, {near} on its node"
         return Choice((*publisher, *(holder.source for holder in chosen)), reason)

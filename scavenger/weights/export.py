@@ -19,15 +19,30 @@ from scavenger.weights.manifest import Manifest, Tensor
 
 #: safetensors' names of our dtypes.
 SAFETENSORS_DTYPE = {
-    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "bfloat16": "BF16", "float16": "F16", "int16": "I16",
-    "int8": "I8", "uint8": "U8",
-}  # fmt: skip
+    "float64": "F64",
+    "int64": "I64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+}
 SHARD_NBYTES = 5 << 30  # what Hugging Face's tools cut at
 #: Small files of a model folder that make weights usable; nothing that holds code.
 COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 def header(tensors: tuple[Tensor, ...], metadata: dict[str, str]) -> bytes:
@@ -35,8 +50,12 @@ def header(tensors: tuple[Tensor, ...], metadata: dict[str, str]) -> bytes:
     base = tensors[0].offset if tensors else 0
     document: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     for tensor in tensors:
-        place = [tensor.offset - base, tensor.offset - base + tensor.nbytes]
-        document[tensor.name] = {"dtype": SAFETENSORS_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offsets = [tensor.offset - base, tensor.offset - base + tensor.nbytes]
+        document[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -53,7 +72,14 @@ def _files(tensors: tuple[Tensor, ...], shard_nbytes: int) -> Iterator[tuple[Ten
     yield tuple(group)
 
 
-def write(manifest: Manifest, blob: memoryview, out: Path, model: Path | None = None, *, shard_nbytes: int = SHARD_NBYTES) -> Path:
+def write(
+    manifest: Manifest,
+    blob: memoryview,
+    out: Path,
+    model: Path | None = None,
+    *,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> Path:
     """Write the version to the new folder `out`, with the small files of the folder `model`. Nothing is left behind on an error.
 
     Raises `WeightsError` when `out` exists, a byte is not the manifest's, or `model` is no Hugging Face folder.
@@ -66,9 +92,14 @@ def write(manifest: Manifest, blob: memoryview, out: Path, model: Path | None = 
             "export the checkpoint, which merges them: scavenger checkpoint export RUN.toml OUT",
         )
     if model is not None and not (model / "config.json").is_file():
-        raise WeightsError(f"{model} holds no config.json", "give the folder of the Hugging Face model that was trained")
+        raise WeightsError(
+            f"{model} holds no config.json", "give the folder of the Hugging Face model that was trained"
+        )
     if manifests.hashes_of(blob, manifest.chunk_nbytes) != manifest.chunk_hashes:
-        raise WeightsError(f"the bytes of version {manifest.version} are not its manifest's", "they were damaged; export another version")
+        raise WeightsError(
+            f"the bytes of version {manifest.version} are not its manifest's",
+            "they were damaged; export another version",
+        )
     part = out.with_name(f".{out.name}.part{os.getpid()}")
     part.mkdir(parents=True)
     try:

@@ -21,13 +21,25 @@ import xxhash
 from scavenger.errors import WeightsError
 
 CHUNK_NBYTES = 1 << 20
-LARGE_CHUNK_NBYTES = 4 << 20  # of a blob above LARGE_BLOB_NBYTES: a manifest's size and the choice among chunks stay small
+LARGE_CHUNK_NBYTES = (
+    4 << 20
+)  # of a blob above LARGE_BLOB_NBYTES: a manifest's size and the choice among chunks stay small
 LARGE_BLOB_NBYTES = 8 << 30
 HASH_NBYTES = 16  # xxh3-128
 ROOT_NBYTES = 32  # blake3
 DIGEST_NBYTES = 32
 MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
-ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
+ITEMSIZE = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,9 @@ def chunk_nbytes_of(total_nbytes: int) -> int:
     return CHUNK_NBYTES if total_nbytes <= LARGE_BLOB_NBYTES else LARGE_CHUNK_NBYTES
 
 
-def _root(tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequence[bytes], adapter: Adapter | None) -> bytes:
+def _root(
+    tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequence[bytes], adapter: Adapter | None
+) -> bytes:
     named = [list(tensors), total, chunk_nbytes, list(hashes), *([adapter] if adapter is not None else [])]
     return blake3.blake3(msgspec.msgpack.encode(named)).digest()
 
@@ -157,11 +171,15 @@ def build(
     for tensor in table:
         data = tensors[tensor.name][2]
         if data.nbytes != tensor.nbytes:
-            raise WeightsError(f"tensor {tensor.name!r}: {data.nbytes} bytes given, its shape and dtype need {tensor.nbytes}")
+            raise WeightsError(
+                f"tensor {tensor.name!r}: {data.nbytes} bytes given, its shape and dtype need {tensor.nbytes}"
+            )
         if data.nbytes:
             view[tensor.offset : tensor.offset + tensor.nbytes] = data.cast("B")
     size = chunk_nbytes or chunk_nbytes_of(total)
-    return seal(version, table, hashes_of(view, size), parents=parents, chunk_nbytes=size, adapter=adapter), view
+    return seal(
+        version, table, hashes_of(view, size), parents=parents, chunk_nbytes=size, adapter=adapter
+    ), view
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -178,24 +196,38 @@ def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool =
     except msgspec.MsgspecError as error:
         raise WeightsError(f"not a manifest: {error}") from error
     if not 0 < manifest.chunk_nbytes <= MAX_CHUNK_NBYTES or manifest.total_nbytes < 0:
-        raise WeightsError(f"the manifest's sizes are not positive, or its chunks are over {MAX_CHUNK_NBYTES:,} bytes")
+        raise WeightsError(
+            f"the manifest's sizes are not positive, or its chunks are over {MAX_CHUNK_NBYTES:,} bytes"
+        )
     if not any_chunk and manifest.chunk_nbytes != chunk_nbytes_of(manifest.total_nbytes):
         size = chunk_nbytes_of(manifest.total_nbytes)
-        raise WeightsError(f"the manifest's sizes: chunks of {manifest.chunk_nbytes} bytes, {manifest.total_nbytes} are cut into {size}")
+        raise WeightsError(
+            f"the manifest's sizes: chunks of {manifest.chunk_nbytes} bytes, {manifest.total_nbytes} are cut into {size}"
+        )
     offset = 0
     for tensor in manifest.tensors:
-        possible = tensor.offset == offset and tensor.dtype in ITEMSIZE and all(side >= 0 for side in tensor.shape)
+        possible = (
+            tensor.offset == offset and tensor.dtype in ITEMSIZE and all(side >= 0 for side in tensor.shape)
+        )
         if not possible or tensor.nbytes != math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]:
-            raise WeightsError(f"tensor {tensor.name!r} of the manifest has an impossible place, dtype or size")
+            raise WeightsError(
+                f"tensor {tensor.name!r} of the manifest has an impossible place, dtype or size"
+            )
         offset += tensor.nbytes
     if offset != manifest.total_nbytes or len(manifest.chunk_hashes) != -(-offset // manifest.chunk_nbytes):
         raise WeightsError("the manifest's tensors and chunks do not add up to its total")
     _check_shards(manifest)
     of = manifest.adapter
     if len(manifest.merged) not in (0, DIGEST_NBYTES) or (manifest.merged and of is None):
-        raise WeightsError(f"the manifest of version {manifest.version} states what was merged by no digest, or without adapters")
-    if of is not None and not (len(of.base) == ROOT_NBYTES and math.isfinite(of.scale) and of.dtype in ITEMSIZE):
-        raise WeightsError(f"the manifest of version {manifest.version} names no base, scale or dtype that adapters can have")
+        raise WeightsError(
+            f"the manifest of version {manifest.version} states what was merged by no digest, or without adapters"
+        )
+    if of is not None and not (
+        len(of.base) == ROOT_NBYTES and math.isfinite(of.scale) and of.dtype in ITEMSIZE
+    ):
+        raise WeightsError(
+            f"the manifest of version {manifest.version} names no base, scale or dtype that adapters can have"
+        )
     root = _root(manifest.tensors, manifest.total_nbytes, manifest.chunk_nbytes, manifest.chunk_hashes, of)
     if root != manifest.root or (expected_root is not None and root != expected_root):
         raise WeightsError("the manifest does not match its root hash")
@@ -250,7 +282,9 @@ def _check_shards(manifest: Manifest) -> None:
     for shard in manifest.shards:
         whole = shard.stop % manifest.chunk_nbytes == 0 or shard.stop == manifest.total_nbytes
         if shard.start != end or shard.stop < shard.start or not whole:
-            raise WeightsError(f"the manifest's shard of rank {shard.owner} does not follow the one before in whole chunks")
+            raise WeightsError(
+                f"the manifest's shard of rank {shard.owner} does not follow the one before in whole chunks"
+            )
         end = shard.stop
     if manifest.shards and end != manifest.total_nbytes:
         raise WeightsError(f"the manifest's shards end at byte {end} of {manifest.total_nbytes}")
@@ -259,4 +293,6 @@ def _check_shards(manifest: Manifest) -> None:
 def views(manifest: Manifest, blob: bytes | bytearray | memoryview) -> list[TensorView]:
     """Cut a complete, verified blob into tensors, without a copy."""
     view = memoryview(blob)
-    return [TensorView(t.name, t.dtype, t.shape, view[t.offset : t.offset + t.nbytes]) for t in manifest.tensors]
+    return [
+        TensorView(t.name, t.dtype, t.shape, view[t.offset : t.offset + t.nbytes]) for t in manifest.tensors
+    ]

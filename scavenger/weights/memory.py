@@ -37,7 +37,11 @@ def _seal(fd: int) -> None:
 
 @functools.cache
 def _tell_unsealed(reason: str) -> None:
-    _log.warning("weights.memory_writable", reason=f"a process of this user on this node could write it: {reason}", remedy="Linux 5.1")
+    _log.warning(
+        "weights.memory_writable",
+        reason=f"a process of this user on this node could write it: {reason}",
+        remedy="Linux 5.1",
+    )
 
 
 class Buffer:
@@ -50,7 +54,9 @@ class Buffer:
             self._map = mmap.mmap(self.fd, max(nbytes, 1))
             _seal(self.fd)
         except OSError as error:
-            raise WeightsError(f"no memory for {nbytes:,} bytes of weights: {error}", "give the engine's job more memory") from error
+            raise WeightsError(
+                f"no memory for {nbytes:,} bytes of weights: {error}", "give the engine's job more memory"
+            ) from error
         self.nbytes = nbytes
         self._prepared = 0
 
@@ -62,7 +68,9 @@ class Buffer:
     def idle(self) -> bool:
         """Whether nobody in this process has a view of it, or of a part of it: the interpreter counts them."""
         try:
-            self._map.resize(max(self.nbytes, 1))  # to the size that it has: refused while it is looked at, else nothing
+            self._map.resize(
+                max(self.nbytes, 1)
+            )  # to the size that it has: refused while it is looked at, else nothing
         except BufferError:
             return False
         return True
@@ -91,17 +99,17 @@ class Pool:
     """Memory of versions that are over, for the next one of the same size. It is written again only when nobody looks at it any more."""
 
     def __init__(self, most: int = 2) -> None:
-        self._spare: list[Buffer] = []
+        self._unused: list[Buffer] = []
         self._most = most
 
     def take(self, nbytes: int) -> Buffer:
-        self._spare = [buffer for buffer in self._spare if buffer.nbytes == nbytes]
-        for buffer in self._spare:
+        self._unused = [buffer for buffer in self._unused if buffer.nbytes == nbytes]
+        for buffer in self._unused:
             if buffer.idle():
-                self._spare.remove(buffer)
+                self._unused.remove(buffer)
                 return buffer
         return Buffer(nbytes)
 
-    def give(self, buffer: Buffer) -> None:
+    def put_back(self, buffer: Buffer) -> None:
         """The caller is done with it; others may still look at it."""
-        self._spare = [*self._spare, buffer][-self._most :]
+        self._unused = [*self._unused, buffer][-self._most :]

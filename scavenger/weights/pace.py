@@ -66,11 +66,15 @@ class Pace:
 class NodePace(Pace):
     """The same for all engines of this user on this node together."""
 
-    def __init__(self, nbytes_per_s: float = 0.0, folder: Path = FOLDER, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, nbytes_per_s: float = 0.0, folder: Path = FOLDER, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(nbytes_per_s, clock)
         self._file = _open(folder / f"scavenger-pull-{os.getuid()}") if self.bounded else None
 
-    def _owe(self, nbytes: int) -> float:  # a lock on the file does not keep threads of one process apart: under both
+    def _owe(
+        self, nbytes: int
+    ) -> float:  # a lock on the file does not keep threads of one process apart: under both
         if self._file is None:
             return super()._owe(nbytes)
         try:
@@ -85,9 +89,9 @@ class NodePace(Pace):
         if not self._shut():
             return super()._owe(nbytes)
         try:
-            said = self._read()
-            if said <= self._clock() + MOST_DEBT_S:
-                self._free_at = said
+            stored = self._read()
+            if stored <= self._clock() + MOST_DEBT_S:
+                self._free_at = stored
             wait_s = super()._owe(nbytes)
             os.pwrite(file, _FREE_AT.pack(self._free_at), 0)
             return wait_s

@@ -21,7 +21,7 @@ from scavenger.errors import WireError
 TOKEN_NBYTES = 32
 MAX_REQUEST_BYTES = 512
 #: A bitmap of as many chunks as a blob can have: 2 TB in chunks of 4 MiB.
-MAX_ANSWER_BYTES = 128 * 1024
+MAX_REPLY_BYTES = 128 * 1024
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +62,7 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
     address: int
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class ChunkPart(msgspec.Struct, frozen=True, tag=True):
     """`nbytes` bytes follow: the chunk's, or a chain of deltas to it from the receiver's own."""
 
     version: int
@@ -83,7 +83,7 @@ class NoSuch(msgspec.Struct, frozen=True, tag=True):
     absent: bool = False
 
 
-class Holds(msgspec.Struct, frozen=True, tag=True):
+class AvailableChunks(msgspec.Struct, frozen=True, tag=True):
     """What is here: everything, or the chunks whose bits are set (lowest bit first)."""
 
     version: int
@@ -91,11 +91,11 @@ class Holds(msgspec.Struct, frozen=True, tag=True):
     bitmap: bytes = b""
 
 
-Request = Get | Have | Map | Reach
-Answer = Part | NoSuch | Holds | Reached
+SourceRequest = Get | Have | Map | Reach
+SourceReply = ChunkPart | NoSuch | AvailableChunks | Reached
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests: msgspec.msgpack.Decoder[SourceRequest] = msgspec.msgpack.Decoder(SourceRequest)
+_replies: msgspec.msgpack.Decoder[SourceReply] = msgspec.msgpack.Decoder(SourceReply)
 
 
 def _proof(token: bytes, what: str, version: int, chunk: int, parent: bytes = b"") -> bytes:
@@ -118,17 +118,19 @@ def map_(token: bytes, version: int) -> bytes:
     return _encoder.encode(Map(version, _proof(token, "map", version, -1)))
 
 
-def proven(request: Request, token: bytes) -> bool:
+def proven(request: SourceRequest, token: bytes) -> bool:
     """Whether the request was made by one who knows `token`."""
     chunk, parent = (request.chunk, request.parent) if isinstance(request, Get) else (-1, b"")
-    return secrets.compare_digest(request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk, parent))
+    return secrets.compare_digest(
+        request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk, parent)
+    )
 
 
-def encode(message: Answer) -> bytes:
+def encode(message: SourceReply) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_request(frame: bytes | memoryview) -> Request:
+def decode_request(frame: bytes | memoryview) -> SourceRequest:
     """Raises `WireError` for anything that is not a well-formed request."""
     if len(frame) > MAX_REQUEST_BYTES:
         raise WireError(f"a weights request of {len(frame)} bytes is over the limit of {MAX_REQUEST_BYTES}")
@@ -138,9 +140,9 @@ def decode_request(frame: bytes | memoryview) -> Request:
         raise WireError(f"not a weights request: {error}") from error
 
 
-def decode_answer(frame: bytes | bytearray | memoryview) -> Answer:
+def decode_reply(frame: bytes | bytearray | memoryview) -> SourceReply:
     """Raises `WireError` for anything that is not an answer's first frame."""
     try:
-        return _answers.decode(frame)
+        return _replies.decode(frame)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weights answer: {error}") from error

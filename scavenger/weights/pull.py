@@ -20,25 +20,25 @@ import msgspec
 import numpy as np
 import structlog
 
-from scavenger import wire
+from scavenger.asyncio_helpers import within
 from scavenger.errors import WeightsError, WireError
-from scavenger.keys import KeyPair
+from scavenger.protocol import messages
+from scavenger.protocol.keys import KeyPair
 from scavenger.weights import channel as channels
 from scavenger.weights import delta
 from scavenger.weights.channel import Channel, SharedContext, ZmqChannel
 from scavenger.weights.channel_rdma import RdmaChannel
-from scavenger.weights.deltas import Chains
+from scavenger.weights.connection_factory import ConnectionFactory
+from scavenger.weights.delta_store import Chains
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.opener import Opener
 from scavenger.weights.pace import NodePace
-from scavenger.weights.protocol import Answer, Holds, NoSuch, Part, Reached
-from scavenger.weights.transfer import Limits, Transfer, Verdict
-from scavenger.within import within
+from scavenger.weights.protocol import AvailableChunks, ChunkPart, NoSuch, Reached, SourceReply
+from scavenger.weights.transfer import Transfer, TransferLimits, Verdict
 
 _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
-_LOOK_S = channels.LOOK_S  # also how often a partial holder is asked what it has
+_POLL_S = channels.POLL_S  # also how often a partial holder is asked what it has
 MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
 
@@ -51,7 +51,7 @@ class Pull:
         manifest: Manifest,
         keypair: KeyPair,
         *,
-        limits: Limits | None = None,
+        limits: TransferLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         arrived: Callable[[int], None] | None = None,
@@ -71,9 +71,13 @@ class Pull:
         self.buffer = buffer or Buffer(manifest.total_nbytes)
         self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
         self.relay, self._parent = relay, self.base[0].root if self.base is not None else b""
-        self.deltas, self.nbytes, self.verify_s = 0, 0, 0.0  # chunks that came as deltas; bytes that came; threads' seconds of hashing
+        self.deltas, self.nbytes, self.verify_s = (
+            0,
+            0,
+            0.0,
+        )  # chunks that came as deltas; bytes that came; threads' seconds of hashing
         self.keypair = keypair
-        self.limits = limits or Limits()
+        self.limits = limits or TransferLimits()
         self.clock = clock
         self.arrived = arrived or (lambda _chunk: None)
         self.lock = threading.Lock()
@@ -83,26 +87,32 @@ class Pull:
         self.context = SharedContext()
         self.no_nixl = no_nixl if no_nixl is not None else set()
         self.pace = pace or NodePace()
-        self._sources: list[wire.WeightSource] = []
-        self._numbers: dict[wire.WeightSource, int] = {}
+        self._sources: list[messages.WeightSource] = []
+        self._numbers: dict[messages.WeightSource, int] = {}
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
-        self._waiting: deque[wire.WeightSource] = deque()  # for one of `MAX_SOURCES` places
-        self._told: Callable[[], None] = lambda: None
+        self._waiting: deque[messages.WeightSource] = deque()  # for one of `MAX_SOURCES` places
+        self._notify: Callable[[], None] = lambda: None
 
-    def offer(self, sources: Sequence[wire.WeightSource], version: int | None = None) -> None:
+    def offer(self, sources: Sequence[messages.WeightSource], version: int | None = None) -> None:
         """Pull from these too, which call it `version` (None: as the manifest does). A known one goes on, or is tried again if given up."""
         with self.lock:
-            self._numbers.update(dict.fromkeys(sources, self.manifest.version if version is None else version))
+            self._numbers.update(
+                dict.fromkeys(sources, self.manifest.version if version is None else version)
+            )
             busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
-            fresh = [source for source in dict.fromkeys(sources) if source not in busy and source not in self._waiting]
-            room = max(0, MAX_SOURCES - len(busy))
-            first, share = not self._sources, max(1, self.limits.streams // max(1, len(fresh[:room])))
-            for source in fresh[:room]:
+            fresh = [
+                source
+                for source in dict.fromkeys(sources)
+                if source not in busy and source not in self._waiting
+            ]
+            free = max(0, MAX_SOURCES - len(busy))
+            first, share = not self._sources, max(1, self.limits.streams // max(1, len(fresh[:free])))
+            for source in fresh[:free]:
                 self._begin(source, share if source.complete or first else 1)
-            self._waiting.extend(fresh[room:])
+            self._waiting.extend(fresh[free:])
 
-    def _begin(self, source: wire.WeightSource, connections: int) -> None:  # under the lock
+    def _begin(self, source: messages.WeightSource, connections: int) -> None:  # under the lock
         self._streams = [stream for stream in self._streams if stream.is_alive()]
         self._sources.append(source)
         for _ in range(connections):
@@ -110,7 +120,7 @@ class Pull:
             self._streams.append(stream)
             stream.start()
 
-    def give_way(self, stream: _Stream) -> None:
+    def yield_slot(self, stream: _Stream) -> None:
         """A source that has nothing for us now makes room for one that waits, where one does; its turn comes again."""
         with self.lock:
             if self._waiting and not stream.left and not self.ended.is_set():
@@ -122,24 +132,29 @@ class Pull:
         """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`)."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
-        def told() -> None:
+        def notify() -> None:
             loop.call_soon_threadsafe(news.set)
 
-        self._told = told
+        self._notify = notify
         threading.Thread(target=self._prepare, name="weights-memory", daemon=True).start()
         try:
             async with asyncio.timeout(deadline_s):
                 while not self.transfer.complete() and any(stream.is_alive() for stream in self._streams):
-                    await within(news, _LOOK_S)
+                    await within(news, _POLL_S)
                     news.clear()
         except TimeoutError as error:
-            raise WeightsError(f"version {self.manifest.version} not complete after {deadline_s:g} s: {self._summary()}") from error
+            raise WeightsError(
+                f"version {self.manifest.version} not complete after {deadline_s:g} s: {self._summary()}"
+            ) from error
         finally:
             await self._end()
         if self.transfer.complete():
             return self.buffer
         if not self._sources:
-            raise WeightsError(f"version {self.manifest.version} has no source", "the trainer publishes it again when it reconnects")
+            raise WeightsError(
+                f"version {self.manifest.version} has no source",
+                "the trainer publishes it again when it reconnects",
+            )
         raise WeightsError(f"version {self.manifest.version}: every source was given up: {self._summary()}")
 
     def here(self) -> list[int]:
@@ -188,20 +203,22 @@ class Pull:
                 stream.left = True
             self._streams = stuck  # those that ended would hold, through this pull, a view of the memory until a collector comes
         for stream in stuck:
-            _log.warning("weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s")
+            _log.warning(
+                "weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s"
+            )
 
     def news(self) -> None:
         with contextlib.suppress(RuntimeError):  # the waiter's loop is over
-            self._told()
+            self._notify()
 
 
 async def pull(
     manifest: Manifest,
-    sources: Sequence[wire.WeightSource],
+    sources: Sequence[messages.WeightSource],
     keypair: KeyPair,
     deadline_s: float,
     *,
-    limits: Limits | None = None,
+    limits: TransferLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
     seed: int | None = None,
 ) -> Buffer:
@@ -218,16 +235,20 @@ async def pull(
 class _Stream(threading.Thread):
     """One connection to one source. All that it knows of the version is in the pull's transfer."""
 
-    def __init__(self, pull: Pull, index: int, source: wire.WeightSource) -> None:
+    def __init__(self, pull: Pull, index: int, source: messages.WeightSource) -> None:
         super().__init__(name=f"weights-pull-{index}", daemon=True)
         self.source = source
         self._pull = pull
         self.index = index
-        self._manifest = msgspec.structs.replace(pull.manifest, version=pull._numbers.get(source, pull.manifest.version))
+        self._manifest = msgspec.structs.replace(
+            pull.manifest, version=pull._numbers.get(source, pull.manifest.version)
+        )
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
-        self._opener = Opener(source, pull.keypair, pull.context, pull.limits.stall_s, pull.no_nixl)
+        self._connections = ConnectionFactory(
+            source, pull.keypair, pull.context, pull.limits.stall_s, pull.no_nixl
+        )
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
         self._made: memoryview | None = None  # where deltas are applied
         self._bad_deltas = 0
@@ -249,9 +270,9 @@ class _Stream(threading.Thread):
             while not (self.left or pull.ended.is_set() or self._transfer.complete() or holder.given_up):
                 resting = holder.resting_until - pull.clock()
                 if resting > 0:
-                    pull.ended.wait(min(resting, _LOOK_S))
+                    pull.ended.wait(min(resting, _POLL_S))
                     if holder.resting_until <= pull.clock():
-                        pull.give_way(self)
+                        pull.yield_slot(self)
                     continue
                 try:
                     self._turn()
@@ -265,8 +286,10 @@ class _Stream(threading.Thread):
         channel = self._channel
         self._disconnect()
         if isinstance(channel, RdmaChannel) and channel.failed:
-            self._opener.nixl_failed(reason)
-            self._into = memoryview(bytearray(self._pull.manifest.chunk_nbytes))  # a read that failed may write the old one yet
+            self._connections.nixl_failed(reason)
+            self._into = memoryview(
+                bytearray(self._pull.manifest.chunk_nbytes)
+            )  # a read that failed may write the old one yet
         pull = self._pull
         if not (self.left or pull.ended.is_set()):
             if reason != self._complaint:  # once, not each time that it is tried again
@@ -287,22 +310,22 @@ class _Stream(threading.Thread):
             partial = self._transfer.is_partial(self._transfer.holders[index].source)
             asked = bool(self._transfer.holders[index].asked)
         base = pull.base
-        if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _LOOK_S):
+        if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _POLL_S):
             channel.ask_have()
             self._have_at, self._have_due = now, True
         for chunk in chunks:
             channel.ask(chunk, base[0].root if base is not None else b"")
         if not asked and not self._have_due:
-            if partial and (self._transfer.holders[index].chunks or now - self._asked_at >= _LOOK_S):
-                pull.give_way(self)
+            if partial and (self._transfer.holders[index].chunks or now - self._asked_at >= _POLL_S):
+                pull.yield_slot(self)
             pull.ended.wait(_IDLE_S)
             return
         self._asked_at = now if asked else self._asked_at
-        answer = channel.answer(self._into, self._heard)
-        if answer is not None:
-            self._take(answer)
-            if isinstance(answer, Part) and not self._opener.near:
-                pull.pace.take(answer.nbytes, pull.ended)  # what comes meanwhile waits with its sender
+        reply = channel.reply(self._into, self._heard)
+        if reply is not None:
+            self._take(reply)
+            if isinstance(reply, ChunkPart) and not self._connections.near:
+                pull.pace.take(reply.nbytes, pull.ended)  # what comes meanwhile waits with its sender
             return
         with pull.lock:
             silent = self._transfer.stalled(index, pull.clock())
@@ -315,52 +338,56 @@ class _Stream(threading.Thread):
     def _heard(self) -> None:
         self._transfer.heard(self.index, self._pull.clock())
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, reply: SourceReply) -> None:
         pull, index = self._pull, self.index
-        if answer.version != self._manifest.version or isinstance(answer, Reached):
+        if reply.version != self._manifest.version or isinstance(reply, Reached):
             raise WireError("an answer that was not asked for")
-        if isinstance(answer, Holds):
+        if isinstance(reply, AvailableChunks):
             self._have_due, self._known = False, True
-            found = channels.here(answer, len(pull.manifest.chunk_hashes))
+            found = channels.here(reply, len(pull.manifest.chunk_hashes))
             with pull.lock:
                 self._transfer.know(self._transfer.holders[index].source, found)
             return
-        if isinstance(answer, NoSuch):
+        if isinstance(reply, NoSuch):
             with pull.lock:
-                if answer.absent:
-                    self._transfer.absent(index, answer.chunk, pull.clock())
+                if reply.absent:
+                    self._transfer.absent(index, reply.chunk, pull.clock())
                 else:
-                    self._transfer.refused(index, answer.chunk, answer.reason, pull.clock())
-            if answer.chunk < 0:
+                    self._transfer.refused(index, reply.chunk, reply.reason, pull.clock())
+            if reply.chunk < 0:
                 self._disconnect()  # it is asked again on the next one
             return
-        data = self._into[: answer.nbytes]
-        pull.nbytes += answer.nbytes
-        if answer.delta:
-            if answer.chunk not in self._transfer.holders[index].asked:  # only this thread asks on it and takes back
+        data = self._into[: reply.nbytes]
+        pull.nbytes += reply.nbytes
+        if reply.delta:
+            if (
+                reply.chunk not in self._transfer.holders[index].asked
+            ):  # only this thread asks on it and takes back
                 raise WireError("a delta that was not asked for")
-            data = self._from_delta(answer.chunk, data)
+            data = self._from_delta(reply.chunk, data)
         began = time.monotonic()
-        good = self._transfer.matches(answer.chunk, data)
+        good = self._transfer.matches(reply.chunk, data)
         pull.verify_s += time.monotonic() - began
-        if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
+        if reply.delta and not good and self._bad_deltas < 2 * pull.limits.window:
             # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
             pull.base, self._bad_deltas = None, self._bad_deltas + 1
             with pull.lock:
-                self._transfer.returned(index, answer.chunk, pull.clock())
+                self._transfer.returned(index, reply.chunk, pull.clock())
             return
-        if good and not self._transfer.here[answer.chunk]:
-            self._transfer.write(answer.chunk, data)
+        if good and not self._transfer.here[reply.chunk]:
+            self._transfer.write(reply.chunk, data)
         with pull.lock:
             if self.left:  # what is here is shared with the transfer that goes on
                 return
-            verdict = self._transfer.settle(index, answer.chunk, good, pull.clock())
+            verdict = self._transfer.settle(index, reply.chunk, good, pull.clock())
         if verdict is Verdict.CORRUPT:
-            _log.warning("weights.corrupt", source=self.source.endpoint, chunk=answer.chunk)
+            _log.warning("weights.corrupt", source=self.source.endpoint, chunk=reply.chunk)
         elif verdict is Verdict.ACCEPTED:
-            if answer.delta and pull.relay is not None:
-                pull.relay.add(pull._parent, pull.manifest.root, answer.chunk, bytes(self._into[: answer.nbytes]))
-            pull.arrived(answer.chunk)
+            if reply.delta and pull.relay is not None:
+                pull.relay.add(
+                    pull._parent, pull.manifest.root, reply.chunk, bytes(self._into[: reply.nbytes])
+                )
+            pull.arrived(reply.chunk)
 
     def _from_delta(self, chunk: int, encoded: memoryview) -> memoryview:
         """The chunk that a delta makes of the one that is here; whether it is the right one its hash will say."""
@@ -385,7 +412,7 @@ class _Stream(threading.Thread):
     def _connected(self) -> Channel:
         if self._channel is None:
             self._have_at, self._have_due, self._known = None, False, False
-            self._channel = self._opener.open(self._manifest)
+            self._channel = self._connections.open(self._manifest)
         return self._channel
 
     def _disconnect(self) -> None:

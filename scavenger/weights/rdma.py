@@ -46,7 +46,9 @@ class Agent:
             raise WeightsError(f"NIXL cannot be imported: {error}", _REMEDY) from error
         self._lock = threading.Lock()
         try:
-            self._agent: Any = nixl_agent(f"scavenger-{secrets.token_hex(8)}", nixl_agent_config(backends=[BACKEND]))
+            self._agent: Any = nixl_agent(
+                f"scavenger-{secrets.token_hex(8)}", nixl_agent_config(backends=[BACKEND])
+            )
         except Exception as error:
             raise WeightsError(f"NIXL does not start: {type(error).__name__}: {error}", _REMEDY) from error
         self._exposed: weakref.WeakKeyDictionary[Buffer, Any] = weakref.WeakKeyDictionary()
@@ -69,7 +71,9 @@ class Agent:
                     weakref.finalize(buffer, self._forget, known)
                 return self._agent.get_partial_agent_metadata(known, True, [BACKEND]), base
             except Exception as error:
-                raise WeightsError(f"NIXL cannot lend this memory: {type(error).__name__}: {error}", _REMEDY) from error
+                raise WeightsError(
+                    f"NIXL cannot lend this memory: {type(error).__name__}: {error}", _REMEDY
+                ) from error
 
     def _forget(self, registered: Any) -> None:
         """Waits for nothing: a collector calls it wherever it likes, also in a thread that has the lock. Then the next call deregisters."""
@@ -102,7 +106,9 @@ class Agent:
             try:
                 return self._agent.register_memory([(address_of(view), len(view), 0, "")], "DRAM")
             except Exception as error:
-                raise ConnectionError(f"NIXL cannot use this process's memory: {type(error).__name__}: {error}") from error
+                raise ConnectionError(
+                    f"NIXL cannot use this process's memory: {type(error).__name__}: {error}"
+                ) from error
 
     def disown(self, registered: Any) -> None:
         """What NIXL says against it is told in the log."""
@@ -110,9 +116,11 @@ class Agent:
         with self._lock:
             self._deregister()
 
-    def read(self, peer: str, remote: int, into: memoryview, patience_s: float, ended: Callable[[], bool]) -> None:
+    def read(
+        self, peer: str, remote: int, into: memoryview, timeout_s: float, ended: Callable[[], bool]
+    ) -> None:
         """Fill `into` from the peer's memory at `remote`. Raises `OSError` when it fails, takes longer, or `ended` says so."""
-        handle, until, pause_s, released = None, time.monotonic() + patience_s, 1e-5, True
+        handle, until, pause_s, released = None, time.monotonic() + timeout_s, 1e-5, True
         try:
             with self._lock:
                 here = self._agent.get_xfer_descs([(address_of(into), len(into), 0)], "DRAM")
@@ -123,7 +131,7 @@ class Agent:
                 if ended():
                     raise ConnectionResetError("closed")
                 if time.monotonic() >= until:
-                    raise TimeoutError(f"no chunk for {patience_s:g} s")
+                    raise TimeoutError(f"no chunk for {timeout_s:g} s")
                 time.sleep(pause_s)  # between two looks: NIXL tells nobody that it is done
                 pause_s = min(pause_s * 2, 1e-3)
                 with self._lock:
@@ -136,7 +144,9 @@ class Agent:
             if handle is not None:
                 released = self._release(handle, into)
         if state != "DONE" or not released:
-            raise ConnectionError(f"NIXL: the transfer ended as {state}{'' if released else ' and cannot be released'}")
+            raise ConnectionError(
+                f"NIXL: the transfer ended as {state}{'' if released else ' and cannot be released'}"
+            )
 
     def _release(self, handle: Any, into: memoryview) -> bool:
         """End a transfer. One that cannot be ended may write yet, so its memory stays for good: nobody else is given it."""

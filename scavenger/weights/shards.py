@@ -2,7 +2,7 @@
 
 FSDP2 cuts every tensor along its first side into as many pieces as there are ranks; each piece is one byte range of the blob. Chunks know
 nothing of ranks: their places follow from the blob alone, so that equal weights have equal roots however many ranks made them. So a chunk
-may lie across several ranks' pieces. It belongs to the rank that has most of it, which is given the rest (`Move`) and then hashes and
+may lie across several ranks' pieces. It belongs to the rank that has most of it, which is given the rest (`ShardMove`) and then hashes and
 serves it whole: a receiver never has to put a chunk together. What moves is less than one chunk at each border between two pieces.
 """
 
@@ -15,7 +15,7 @@ from scavenger.weights.manifest import Shard, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShardSpan:
     """The bytes [start, stop) of the blob are computed by `rank`."""
 
     start: int
@@ -24,7 +24,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ShardMove:
     """The bytes [start, stop) of the blob go from the rank that computes them to the one that serves their chunk."""
 
     start: int
@@ -34,11 +34,11 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardPlan:
     """`shards` cover the blob in whole chunks; `moves` are in the order of the blob."""
 
     shards: tuple[Shard, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[ShardMove, ...]
 
     def chunks(self, owner: int, chunk_nbytes: int) -> Iterator[int]:
         """The chunks that a rank serves, in order."""
@@ -53,7 +53,7 @@ def rows(count: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * each, count), min((rank + 1) * each, count)
 
 
-def spans(table: Sequence[Tensor], ranks: int) -> Iterator[Span]:
+def spans(table: Sequence[Tensor], ranks: int) -> Iterator[ShardSpan]:
     """Who computes which bytes, in the order of the blob."""
     for tensor in table:
         count = tensor.shape[0] if tensor.shape else 1
@@ -61,14 +61,14 @@ def spans(table: Sequence[Tensor], ranks: int) -> Iterator[Span]:
             first, last = rows(count, rank, ranks)
             if first < last:
                 row = tensor.nbytes // count
-                yield Span(tensor.offset + first * row, tensor.offset + last * row, rank)
+                yield ShardSpan(tensor.offset + first * row, tensor.offset + last * row, rank)
 
 
-def plan(table: Sequence[Tensor], chunk_nbytes: int, ranks: int) -> Plan:
+def plan(table: Sequence[Tensor], chunk_nbytes: int, ranks: int) -> ShardPlan:
     """Every chunk to the rank that has most of it, the lowest among equals."""
     shards: list[Shard] = []
-    moves: list[Move] = []
-    pieces: list[Span] = []
+    moves: list[ShardMove] = []
+    pieces: list[ShardSpan] = []
 
     def settle(stop: int) -> None:
         """The chunk that `pieces` make up ends here."""
@@ -76,7 +76,9 @@ def plan(table: Sequence[Tensor], chunk_nbytes: int, ranks: int) -> Plan:
         for piece in pieces:
             amounts[piece.rank] = amounts.get(piece.rank, 0) + piece.stop - piece.start
         owner = min(amounts, key=lambda rank: (-amounts[rank], rank))
-        moves.extend(Move(piece.start, piece.stop, piece.rank, owner) for piece in pieces if piece.rank != owner)
+        moves.extend(
+            ShardMove(piece.start, piece.stop, piece.rank, owner) for piece in pieces if piece.rank != owner
+        )
         if shards and shards[-1].owner == owner:
             shards[-1] = Shard(owner, shards[-1].start, stop)
         else:
@@ -87,18 +89,18 @@ def plan(table: Sequence[Tensor], chunk_nbytes: int, ranks: int) -> Plan:
         start = span.start
         while start < span.stop:
             end = min(span.stop, (start // chunk_nbytes + 1) * chunk_nbytes)
-            pieces.append(Span(start, end, span.rank))
+            pieces.append(ShardSpan(start, end, span.rank))
             if end % chunk_nbytes == 0:
                 settle(end)
             start = end
     if pieces:
         settle(pieces[-1].stop)
-    return Plan(tuple(shards), tuple(moves))
+    return ShardPlan(tuple(shards), tuple(moves))
 
 
-def batches(moves: Sequence[Move], most_nbytes: int) -> Iterator[tuple[Move, ...]]:
+def batches(moves: Sequence[ShardMove], most_nbytes: int) -> Iterator[tuple[ShardMove, ...]]:
     """The moves in rounds of so many bytes at most (one move at least), the same for all ranks."""
-    batch: list[Move] = []
+    batch: list[ShardMove] = []
     size = 0
     for move in moves:
         nbytes = move.stop - move.start

@@ -16,18 +16,27 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from scavenger import wire
 from scavenger.errors import WeightsError, WireError
+from scavenger.protocol import messages
 from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
 from scavenger.weights.delta import MOST_LINKS
-from scavenger.weights.deltas import Chains, Encoder
+from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import Pace
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
-from scavenger.weights.shelf import Shelf, SourceStats
+from scavenger.weights.protocol import (
+    MAX_REQUEST_BYTES,
+    Map,
+    NoSuch,
+    Reach,
+    Reached,
+    SourceReply,
+    decode_request,
+    encode,
+)
 from scavenger.weights.source_zmq import CurveServer, end_process
+from scavenger.weights.version_store import SourceStats, VersionStore
 
 IDLE_S = 60.0
 SEND_S = 30.0
@@ -66,7 +75,7 @@ class WeightSource:
         self._agent = rdma.shared("serve") if nixl and not encrypt else None
         chains = Chains(min(deltas, MOST_LINKS)) if isinstance(deltas, int) else deltas
         self._encoder = Encoder(chains) if isinstance(deltas, int) and deltas else None
-        self._shelf = Shelf(keep, lease_s, chains=chains, encoder=self._encoder)
+        self._store = VersionStore(keep, lease_s, chains=chains, encoder=self._encoder)
         self._pace = Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -77,7 +86,7 @@ class WeightSource:
         self._curve: CurveServer | None = None
         try:
             if encrypt:
-                self._curve = CurveServer(self._shelf, socket.gethostbyname(listen), on_fault)
+                self._curve = CurveServer(self._store, socket.gethostbyname(listen), on_fault)
                 port = self._curve.port
             else:
                 server = socket.create_server((socket.gethostbyname(listen), 0), backlog=64)
@@ -93,11 +102,11 @@ class WeightSource:
 
     @property
     def stats(self) -> SourceStats:
-        return self._shelf.stats
+        return self._store.stats
 
     @property
     def chains(self) -> Chains:
-        return self._shelf.chains
+        return self._store.chains
 
     def wait_deltas(self) -> None:
         """Until the newest version's deltas are made, where they are made here."""
@@ -107,8 +116,11 @@ class WeightSource:
     # ---------------------------------------------------------------- what is served
 
     def publish(
-        self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, chunks: Sequence[int] | None = None
-    ) -> wire.WeightSource:
+        self,
+        manifest: Manifest,
+        blob: bytes | bytearray | memoryview | Buffer,
+        chunks: Sequence[int] | None = None,
+    ) -> messages.WeightSource:
         """Serve a version; the caller must not change the bytes before `free` says that nobody reads them.
 
         `chunks`: those that are in `blob`, whose other bytes mean nothing; None = all. Publishing a version again with the same root
@@ -116,7 +128,7 @@ class WeightSource:
         """
         return self._put(manifest, blob, empty=False, chunks=chunks)
 
-    def publish_empty(self, manifest: Manifest, buffer: Buffer) -> wire.WeightSource:
+    def publish_empty(self, manifest: Manifest, buffer: Buffer) -> messages.WeightSource:
         """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are."""
         return self._put(manifest, buffer, empty=True)
 
@@ -127,7 +139,7 @@ class WeightSource:
         *,
         empty: bool,
         chunks: Sequence[int] | None = None,
-    ) -> wire.WeightSource:
+    ) -> messages.WeightSource:
         buffer = blob if isinstance(blob, Buffer) else None
         view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
         if self._closed.is_set() or not all(thread.is_alive() for _, thread in self._listeners):
@@ -136,31 +148,33 @@ class WeightSource:
             raise self._curve.fault
         if chunks is not None and len(chunks) == len(manifest.chunk_hashes):
             chunks = None
-        token = self._shelf.put(manifest, view, buffer, empty=empty, chunks=chunks)
+        token = self._store.put(manifest, view, buffer, empty=empty, chunks=chunks)
         local = self.local if buffer is not None else ""
         nixl = self._agent is not None and buffer is not None
-        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty and chunks is None, nixl)
+        return messages.WeightSource(
+            self.endpoint, self.server_key, token, local, not empty and chunks is None, nixl
+        )
 
     def arrived(self, version: int, chunk: int) -> None:
-        self._shelf.arrived(version, chunk)
+        self._store.arrived(version, chunk)
 
     def completed(self, version: int) -> None:
-        self._shelf.completed(version)
+        self._store.completed(version)
 
     def versions(self) -> list[int]:
-        return self._shelf.versions()
+        return self._store.versions()
 
     def retire(self, version: int) -> None:
         """Serve this version to nobody new. Who reads it may go on until its lease runs out."""
-        self._shelf.retire(version)
+        self._store.retire(version)
 
     def withdraw(self, version: int) -> None:
         """Serve this version to nobody, at once; its memory stays as it is."""
-        self._shelf.withdraw(version)
+        self._store.withdraw(version)
 
     def free(self, version: int, timeout_s: float) -> bool:
         """Whether a retired version's memory may be written again, waiting for its readers."""
-        return self._shelf.wait_gone(version, timeout_s)
+        return self._store.wait_gone(version, timeout_s)
 
     def close(self) -> None:
         """Stop serving and release the ports. Idempotent."""
@@ -210,7 +224,10 @@ class WeightSource:
             try:
                 self._welcome(server.accept()[0])
                 complaint = ""
-            except (OSError, RuntimeError) as error:  # no descriptor, no thread, a receiver that went: the next may be served
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # no descriptor, no thread, a receiver that went: the next may be served
                 if str(error) != complaint and not self._closed.is_set():  # once, not with each try
                     _log.error("weights.not_accepted", reason=str(error))
                 complaint = str(error)
@@ -220,12 +237,14 @@ class WeightSource:
         """Raises `RuntimeError` where no thread can be had."""
         number = next(self._numbers)
         with self._lock:
-            if self._closed.is_set() or not self._room(sock.family):
+            if self._closed.is_set() or not self._has_free_slot(sock.family):
                 self.stats.dropped += 1
                 sock.close()
                 return
             one = _Connection(sock)
-            one.thread = threading.Thread(target=self._serve, args=(one, number), name=f"weights-serve-{number}", daemon=True)
+            one.thread = threading.Thread(
+                target=self._serve, args=(one, number), name=f"weights-serve-{number}", daemon=True
+            )
             self._open[number] = one
             try:
                 one.thread.start()
@@ -235,7 +254,7 @@ class WeightSource:
                 sock.close()
                 raise
 
-    def _room(self, family: int) -> bool:
+    def _has_free_slot(self, family: int) -> bool:
         """Whether one more of this kind may come: the oldest that has proven nothing makes room for it. Under the lock."""
         same = [one for one in self._open.values() if one.sock.family == family and not one.evicted]
         if len(same) < MAX_CONNECTIONS:
@@ -257,13 +276,15 @@ class WeightSource:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             frame = memoryview(bytearray(MAX_REQUEST_BYTES))
             while not self._closed.is_set():
-                one.look()
-                read_exactly(sock, frame[:4], one.look, one.patience_s())
+                one.check_deadline()
+                read_exactly(sock, frame[:4], one.check_deadline, one.timeout_s())
                 size = int.from_bytes(frame[:4], "little")
                 if size > MAX_REQUEST_BYTES:
-                    raise WireError(f"a weights request of {size} bytes is over the limit of {MAX_REQUEST_BYTES}")
-                read_exactly(sock, frame[:size], one.look, one.patience_s())
-                self._answer(one, frame[:size], number)
+                    raise WireError(
+                        f"a weights request of {size} bytes is over the limit of {MAX_REQUEST_BYTES}"
+                    )
+                read_exactly(sock, frame[:size], one.check_deadline, one.timeout_s())
+                self._reply(one, frame[:size], number)
         except WireError as error:
             self.stats.malformed += 1
             _log.warning("weights.malformed", reason=error.cause)
@@ -273,12 +294,12 @@ class WeightSource:
             self.stats.failed += 1
             _log.error("weights.not_answered", reason=f"{type(error).__name__}: {error}", exc_info=error)
         finally:
-            self._shelf.reader_left(number)
+            self._store.reader_left(number)
             sock.close()
             with self._lock:
                 self._open.pop(number, None)
 
-    def _answer(self, one: _Connection, frame: memoryview, number: int) -> None:
+    def _reply(self, one: _Connection, frame: memoryview, number: int) -> None:
         sock, request = one.sock, decode_request(frame)
         if isinstance(request, Map):
             self._hand_over(one, request, number)
@@ -286,10 +307,10 @@ class WeightSource:
         if isinstance(request, Reach):
             self._tell_reach(one, request, number)
             return
-        answer, data = self._shelf.answer(request, number)
-        if not isinstance(answer, NoSuch) or answer.absent:
+        reply, data = self._store.reply(request, number)
+        if not isinstance(reply, NoSuch) or reply.absent:
             one.prove()
-        send_frame(sock, encode(answer))
+        send_frame(sock, encode(reply))
         if data is None:
             return
         for start in range(0, len(data), _PIECE if self._pace.bounded else len(data)):
@@ -300,21 +321,21 @@ class WeightSource:
         self.stats.nbytes += len(data)
 
     def _tell_reach(self, one: _Connection, request: Reach, number: int) -> None:
-        held = self._shelf.find(request, number)
+        held = self._store.find(request, number)
         if not isinstance(held, NoSuch):
             one.prove()
-        answer: Answer = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
+        reply: SourceReply = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
         if not isinstance(held, NoSuch) and self._agent is not None and held.buffer is not None:
             try:
-                answer = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
+                reply = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
             except WeightsError as error:  # the receiver goes on by TCP, on this very connection's address
                 self.stats.failed += 1
                 _log.error("weights.nixl_not_exposed", reason=error.cause)
-        send_frame(one.sock, encode(answer))
+        send_frame(one.sock, encode(reply))
 
     def _hand_over(self, one: _Connection, request: Map, number: int) -> None:
         sock = one.sock
-        held = self._shelf.find(request, number)
+        held = self._store.find(request, number)
         if not isinstance(held, NoSuch):
             one.prove()
         buffer = getattr(held, "buffer", None)
@@ -341,10 +362,10 @@ class _Connection:
             self.proven = True
             set_timeouts(self.sock, 1.0, SEND_S)
 
-    def look(self) -> None:
+    def check_deadline(self) -> None:
         """Raises `TimeoutError` when it had its time, however it spent that."""
         if not self.proven and time.monotonic() - self._since >= UNPROVEN_S:
             raise TimeoutError(f"nothing proven for {UNPROVEN_S:g} s")
 
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         return IDLE_S if self.proven else max(0.0, self._since + UNPROVEN_S - time.monotonic())

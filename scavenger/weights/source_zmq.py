@@ -19,7 +19,7 @@ from zmq.utils import garbage
 
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, Reach, decode_request, encode
-from scavenger.weights.shelf import Shelf
+from scavenger.weights.version_store import VersionStore
 
 SEND_QUEUE = 16  # answers that may wait for one receiver
 _POLL_MS = 1000
@@ -39,10 +39,12 @@ def end_process(fault: WeightsError) -> NoReturn:
 class CurveServer:
     """`close` may be called from any thread. `fault`: why it serves no more."""
 
-    def __init__(self, shelf: Shelf, address: str, on_fault: Callable[[WeightsError], None] = end_process) -> None:
+    def __init__(
+        self, store: VersionStore, address: str, on_fault: Callable[[WeightsError], None] = end_process
+    ) -> None:
         """`on_fault` is called once, from the server's thread, when that can serve no more. Raises `WeightsError` when the address cannot
         be bound."""
-        self._shelf = shelf
+        self._store = store
         self._on_fault = on_fault
         self.fault: WeightsError | None = None
         self._complaint = ""
@@ -69,7 +71,9 @@ class CurveServer:
             raise WeightsError(str(error)) from error
         self.server_key = public.decode()
         self._wake, wake_end = self._pair()
-        self._thread = threading.Thread(target=self._serve, args=(router, wake_end), name="weights-source-curve", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(router, wake_end), name="weights-source-curve", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -102,9 +106,13 @@ class CurveServer:
                 if router in ready:
                     self._attempt(router, router.recv_multipart())
         except Exception as error:  # noqa: BLE001 - whatever it is, the owner is told
-            said = f"{type(error).__name__}: {error}"
-            _log.critical("weights.source_ended", reason=said, exc_info=error)
-            self.fault = WeightsError("the encrypted weights source cannot serve any more", "start this process again", quoted=said)
+            error_text = f"{type(error).__name__}: {error}"
+            _log.critical("weights.source_ended", reason=error_text, exc_info=error)
+            self.fault = WeightsError(
+                "the encrypted weights source cannot serve any more",
+                "start this process again",
+                quoted=error_text,
+            )
             self._on_fault(self.fault)
         finally:
             router.close()
@@ -113,34 +121,40 @@ class CurveServer:
     def _attempt(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
         """Answer. A fault in that costs its receiver the answer, who asks again or elsewhere; the thread is all receivers' and goes on."""
         try:
-            self._answer(router, frames)
+            self._reply(router, frames)
         except Exception as error:  # noqa: BLE001 - a bug in answering one must not end the others' service
-            self._shelf.stats.failed += 1
-            said = f"{type(error).__name__}: {error}"
-            if said != self._complaint:  # once, not with each request
-                _log.error("weights.not_answered", reason=said, exc_info=error)
-            self._complaint = said
+            self._store.stats.failed += 1
+            error_text = f"{type(error).__name__}: {error}"
+            if error_text != self._complaint:  # once, not with each request
+                _log.error("weights.not_answered", reason=error_text, exc_info=error)
+            self._complaint = error_text
 
-    def _answer(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    def _reply(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
         try:
             if len(frames) != 2:
                 raise WireError(f"a weights request of {len(frames) - 1} frames, not 1")
             request = decode_request(frames[1])
         except WireError as error:
-            self._shelf.stats.malformed += 1
+            self._store.stats.malformed += 1
             _log.warning("weights.malformed", reason=error.cause)
             return
         if isinstance(request, Map | Reach):
             self._send(
-                router, [frames[0], encode(NoSuch(request.version, -1, "memory is handed to neighbours only"))], 0
+                router,
+                [frames[0], encode(NoSuch(request.version, -1, "memory is handed to neighbours only"))],
+                0,
             )
             return
-        answer, data = self._shelf.answer(request, frames[0])
-        found: list[bytes | memoryview] = [frames[0], encode(answer)]
-        self._send(router, found if data is None else [*found, data], len(data) if data is not None and isinstance(request, Get) else 0)
+        reply, data = self._store.reply(request, frames[0])
+        found: list[bytes | memoryview] = [frames[0], encode(reply)]
+        self._send(
+            router,
+            found if data is None else [*found, data],
+            len(data) if data is not None and isinstance(request, Get) else 0,
+        )
 
     def _send(self, router: zmq.Socket[bytes], frames: list[bytes | memoryview], nbytes: int) -> None:
-        stats = self._shelf.stats
+        stats = self._store.stats
         try:
             router.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import structlog
 
-from scavenger import wire
 from scavenger.errors import WeightsError
+from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
@@ -30,12 +30,12 @@ SCHEME = "file://"
 _log = structlog.get_logger(__name__)
 
 
-OTHERS_S = 120.0  # how long rank 0 waits for what other ranks write
-_LOOK_S = 0.1
+OTHER_RANKS_S = 120.0  # how long rank 0 waits for what other ranks write
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SpoolShare:
     """What one of several ranks writes of a version. `mark` is the same on all of them and another for each version that is written."""
 
     mark: str
@@ -44,9 +44,9 @@ class Share:
     ranges: Sequence[tuple[int, int]]
 
 
-def alone(manifest: Manifest) -> Share:
+def alone(manifest: Manifest) -> SpoolShare:
     """Everything, written by one process."""
-    return Share(secrets.token_hex(8), 0, 1, [(0, manifest.total_nbytes)])
+    return SpoolShare(secrets.token_hex(8), 0, 1, [(0, manifest.total_nbytes)])
 
 
 class Spool:
@@ -61,22 +61,31 @@ class Spool:
         """Whether nothing is being written. A version that comes meanwhile is left out."""
         return self._writing is None or not self._writing.is_alive()
 
-    def put(self, manifest: Manifest, buffer: Buffer, share: Share) -> wire.WeightSource:
+    def put(self, manifest: Manifest, buffer: Buffer, share: SpoolShare) -> messages.WeightSource:
         """Write this share of the version beside what the caller goes on with.
 
         Returns where it will be: who looks before finds nothing, and looks again. What cannot be written is told in the log.
         """
         if not self.ready():  # rank 0 was, and gave up waiting for this one
-            _log.error("weights.not_spooled", version=manifest.version, rank=share.rank, reason="an earlier version is still being written")
+            _log.error(
+                "weights.not_spooled",
+                version=manifest.version,
+                rank=share.rank,
+                reason="an earlier version is still being written",
+            )
             return self._address(manifest.version)
-        self._writing = threading.Thread(target=self._write, args=(manifest, buffer, share), name="weights-spool")
+        self._writing = threading.Thread(
+            target=self._write, args=(manifest, buffer, share), name="weights-spool"
+        )
         self._writing.start()
         return self._address(manifest.version)
 
-    def _address(self, version: int) -> wire.WeightSource:
-        return wire.WeightSource(f"{SCHEME}{(self._folder / f'version-{version}' / BLOB).resolve()}", "", b"")
+    def _address(self, version: int) -> messages.WeightSource:
+        return messages.WeightSource(
+            f"{SCHEME}{(self._folder / f'version-{version}' / BLOB).resolve()}", "", b""
+        )
 
-    def _write(self, manifest: Manifest, buffer: Buffer, share: Share) -> None:
+    def _write(self, manifest: Manifest, buffer: Buffer, share: SpoolShare) -> None:
         try:
             self.write(manifest, buffer.view, share)
         except WeightsError as error:
@@ -87,7 +96,9 @@ class Spool:
         if self._writing is not None:
             self._writing.join()
 
-    def write(self, manifest: Manifest, blob: memoryview, share: Share | None = None) -> wire.WeightSource:
+    def write(
+        self, manifest: Manifest, blob: memoryview, share: SpoolShare | None = None
+    ) -> messages.WeightSource:
         """Write the version, then delete older ones. Returns where readers that see this filesystem find it. Raises `WeightsError`."""
         share = share or alone(manifest)
         part = self._folder / f".part-{manifest.version}-{share.mark}"
@@ -106,7 +117,7 @@ class Spool:
             raise WeightsError(cause, "see weights.spool_dir") from error
         return self._address(manifest.version)
 
-    def _write_share(self, path: Path, manifest: Manifest, blob: memoryview, share: Share) -> None:
+    def _write_share(self, path: Path, manifest: Manifest, blob: memoryview, share: SpoolShare) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(fd, manifest.total_nbytes)
@@ -119,20 +130,22 @@ class Spool:
         if share.rank:
             (path.parent / f"rank-{share.rank}").touch()
 
-    def _end(self, part: Path, manifest: Manifest, share: Share) -> None:
+    def _end(self, part: Path, manifest: Manifest, share: SpoolShare) -> None:
         """Rank 0: the version is complete when all ranks have written. Raises `OSError`."""
         for left in self._folder.glob(".part-*"):  # by a trainer that was killed
             if left != part:
                 shutil.rmtree(left, ignore_errors=True)
         marks = [part / f"rank-{rank}" for rank in range(1, share.ranks)]
-        deadline = time.monotonic() + OTHERS_S
+        deadline = time.monotonic() + OTHER_RANKS_S
         while not all(mark.exists() for mark in marks):
             for failed in part.glob("failed-*"):
                 raise OSError(f"{failed.name.replace('failed-', 'rank ')}: {failed.read_text()}")
             if time.monotonic() >= deadline:
                 missing = ", ".join(mark.name for mark in marks if not mark.exists())
-                raise TimeoutError(f"no share of {missing} within {OTHERS_S:g} s")
-            time.sleep(_LOOK_S)  # between two looks at the folder: nothing else tells what other hosts wrote there
+                raise TimeoutError(f"no share of {missing} within {OTHER_RANKS_S:g} s")
+            time.sleep(
+                _POLL_S
+            )  # between two looks at the folder: nothing else tells what other hosts wrote there
         for mark in marks:
             mark.unlink()
         with (part / MANIFEST).open("wb") as file:
@@ -170,16 +183,26 @@ class Spool:
                 here[version] = manifests.named(path.read_bytes())
             except (FileNotFoundError, NotADirectoryError):
                 broken.append(version)
-            except OSError as error:  # the disk's trouble, perhaps for a moment: it is left alone, and stands for nothing
+            except (
+                OSError
+            ) as error:  # the disk's trouble, perhaps for a moment: it is left alone, and stands for nothing
                 _log.warning("weights.unreadable", path=str(path), reason=str(error))
         newest = [*here][-self._keep :]
         bases = {here[version][1] for version in newest} - {b""}
-        needed = {root: version for version, (root, _) in here.items() if root in bases}  # of equal ones the newest
-        return broken + [version for version in here if version not in newest and version not in needed.values()]
+        needed = {
+            root: version for version, (root, _) in here.items() if root in bases
+        }  # of equal ones the newest
+        return broken + [
+            version for version in here if version not in newest and version not in needed.values()
+        ]
 
     def versions(self) -> list[int]:
         """What is complete, oldest first."""
-        return [version for version in self._numbered() if (self._folder / f"version-{version}" / MANIFEST).exists()]
+        return [
+            version
+            for version in self._numbered()
+            if (self._folder / f"version-{version}" / MANIFEST).exists()
+        ]
 
     def _numbered(self) -> list[int]:
         found = []
@@ -195,9 +218,16 @@ def read(folder: Path) -> tuple[Manifest, memoryview]:
         manifest = manifests.decode((folder / MANIFEST).read_bytes())
         with (folder / BLOB).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+            blob = (
+                memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+            )
     except OSError as error:
-        raise WeightsError(f"{folder} is no spooled version: {error}", "give <weights.spool_dir>/<run.name>/version-N") from error
+        raise WeightsError(
+            f"{folder} is no spooled version: {error}", "give <weights.spool_dir>/<run.name>/version-N"
+        ) from error
     if size != manifest.total_nbytes:
-        raise WeightsError(f"{folder / BLOB} has {size} bytes, its manifest names {manifest.total_nbytes}", "use another version")
+        raise WeightsError(
+            f"{folder / BLOB} has {size} bytes, its manifest names {manifest.total_nbytes}",
+            "use another version",
+        )
     return manifest, blob

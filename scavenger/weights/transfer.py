@@ -37,7 +37,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TransferLimits:
     """`window` chunks are asked of a holder at a time; after `stall_s` without any byte they go back to all.
 
     A holder rests `backoff_s` after a failure, doubling to `backoff_max_s`, and is given up after `failures` in a row
@@ -55,7 +55,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Holder:
+class ChunkHolder:
     """One connection to a source, as this receiver has seen it. `source` numbers what the connection leads to."""
 
     source: int
@@ -75,12 +75,19 @@ class Transfer:
     """One version on its way into `blob`."""
 
     def __init__(
-        self, manifest: Manifest, holders: int, limits: Limits, now: float, *, blob: memoryview | None = None, seed: int | None = None
+        self,
+        manifest: Manifest,
+        holders: int,
+        limits: TransferLimits,
+        now: float,
+        *,
+        blob: memoryview | None = None,
+        seed: int | None = None,
     ) -> None:
         count = len(manifest.chunk_hashes)
         self.manifest = manifest
         self.blob = memoryview(bytearray(manifest.total_nbytes)) if blob is None else blob
-        self.holders = [Holder(i, heard_at=now) for i in range(holders)]
+        self.holders = [ChunkHolder(i, heard_at=now) for i in range(holders)]
         self.corrupt = self.stolen = self.duplicates = 0
         self.here = np.zeros(count, dtype=bool)
         self.missing = count
@@ -96,7 +103,7 @@ class Transfer:
         return not self.missing
 
     def add_holder(self, source: int, now: float) -> int:
-        self.holders.append(Holder(source, heard_at=now))
+        self.holders.append(ChunkHolder(source, heard_at=now))
         return len(self.holders) - 1
 
     def know(self, source: int, has: np.ndarray[Any, Any] | None) -> None:
@@ -132,11 +139,13 @@ class Transfer:
             chunks.append(chunk)
         return chunks
 
-    def _window(self, holder: Holder) -> int:
+    def _window(self, holder: ChunkHolder) -> int:
         # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
         if holder.backoff_s:
             return 1
-        return max(min(2, self._limits.window), min(self._limits.window, round(holder.rate * self._limits.ahead_s)))
+        return max(
+            min(2, self._limits.window), min(self._limits.window, round(holder.rate * self._limits.ahead_s))
+        )
 
     def _choose(self, index: int, now: float) -> int | None:
         source = self.holders[index].source
@@ -164,11 +173,13 @@ class Transfer:
         self.stolen += best is not None
         return best
 
-    def _expected(self, holder: Holder, chunk: int, now: float) -> float:
+    def _expected(self, holder: ChunkHolder, chunk: int, now: float) -> float:
         """Seconds until the holder delivers the chunk. One that is later than its rate said is expected to take as long again."""
         waited = now - max(holder.asked[chunk], holder.delivered_at)
-        place = list(holder.asked).index(chunk) + 1
-        return max(place / holder.rate - waited, waited) if holder.rate else max(waited, self._limits.ahead_s)
+        position = list(holder.asked).index(chunk) + 1
+        return (
+            max(position / holder.rate - waited, waited) if holder.rate else max(waited, self._limits.ahead_s)
+        )
 
     # ---------------------------------------------------------------- answers
 
@@ -224,7 +235,10 @@ class Transfer:
         holder.heard_at = now
         self._unask(holder, index, chunk)
         has = self._has.get(holder.source)
-        self.know(holder.source, np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk))
+        self.know(
+            holder.source,
+            np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk),
+        )
 
     def returned(self, index: int, chunk: int, now: float) -> None:
         """What came is of no use here, and that may be our own fault."""
@@ -251,12 +265,12 @@ class Transfer:
 
     def lost(self, index: int, reason: str, now: float) -> None:
         """The connection is gone: nothing that was asked on it will come."""
-        self._give_back(index)
+        self._return_chunks(index)
         self._rest(self.holders[index], reason, now)
 
     def hung_up(self, index: int) -> None:
         """We closed the connection ourselves."""
-        self._give_back(index)
+        self._return_chunks(index)
 
     def resumed(self, manifest: Manifest, now: float) -> Transfer:
         """A transfer of the same weights into the same memory, without holders: what is here stays here."""
@@ -269,7 +283,7 @@ class Transfer:
         """Nothing can come from this holder."""
         holder = self.holders[index]
         holder.given_up, holder.reason = True, reason
-        self._give_back(index)
+        self._return_chunks(index)
         if all(other.given_up for other in self.holders if other.source == holder.source):
             self.know(holder.source, None)  # its chunks are not to be had
 
@@ -284,7 +298,9 @@ class Transfer:
     def summary(self) -> str:
         """What is missing and why, for the error."""
         total = len(self.here)
-        reasons = "; ".join(f"source {h.source}: {h.reason}" for h in self.holders if h.reason) or "no answer yet"
+        reasons = (
+            "; ".join(f"source {h.source}: {h.reason}" for h in self.holders if h.reason) or "no answer yet"
+        )
         owners = self._owners_of_missing()
         return f"{total - self.missing} of {total} chunks arrived{owners}, {self.corrupt} with a wrong hash ({reasons})"
 
@@ -298,12 +314,14 @@ class Transfer:
                 counts[shard.owner] = counts.get(shard.owner, 0) + missing
         return "".join(f", {count} of rank {owner} missing" for owner, count in sorted(counts.items())[:8])
 
-    def _measure(self, holder: Holder, asked_at: float, now: float) -> None:
+    def _measure(self, holder: ChunkHolder, asked_at: float, now: float) -> None:
         took = max(now - max(asked_at, holder.delivered_at), 1e-6)
-        holder.rate = 1 / took if not holder.rate else 1 / (_RATE_MEMORY / holder.rate + (1 - _RATE_MEMORY) * took)
+        holder.rate = (
+            1 / took if not holder.rate else 1 / (_RATE_MEMORY / holder.rate + (1 - _RATE_MEMORY) * took)
+        )
         holder.delivered_at = now
 
-    def _unask(self, holder: Holder, index: int, chunk: int) -> None:
+    def _unask(self, holder: ChunkHolder, index: int, chunk: int) -> None:
         """The chunk is no longer asked of this holder; free again where nobody else has it in flight."""
         if holder.asked.pop(chunk, None) is None:
             return
@@ -320,12 +338,12 @@ class Transfer:
         if holder.failures >= self._limits.failures:
             self.abandon(index, reason)
 
-    def _rest(self, holder: Holder, reason: str, now: float) -> None:
+    def _rest(self, holder: ChunkHolder, reason: str, now: float) -> None:
         holder.reason = reason
         holder.backoff_s = min(max(holder.backoff_s * 2, self._limits.backoff_s), self._limits.backoff_max_s)
         holder.resting_until = now + holder.backoff_s
 
-    def _give_back(self, index: int) -> None:
+    def _return_chunks(self, index: int) -> None:
         holder = self.holders[index]
         for chunk in list(holder.asked):
             self._unask(holder, index, chunk)

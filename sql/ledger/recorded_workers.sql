@@ -1,6 +1,6 @@
 -- The run's engines that were there after a time - their lives, and how Slurm ended those that were harvested.
-SELECT w.worker_id, w.kind, w.intent_id, w.incarnation, w.node, w.gpus, w.joined_at, w.left_at, w.reason, w.notice, h.reason AS hold_reason
+SELECT w.worker_id, w.kind, w.intent_id, w.incarnation, w.node, w.gpus, w.joined_at, w.left_at, w.reason, w.notice, h.reason AS allocation_reason
 FROM workers w
-LEFT JOIN holds h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
+LEFT JOIN gpu_allocations h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
 WHERE w.run_id = :run_id AND (w.left_at IS NULL OR w.left_at >= :since)
 ORDER BY w.worker_id;

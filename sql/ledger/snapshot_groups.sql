@@ -13,7 +13,7 @@ WITH wanted AS (
     LEFT JOIN steps t ON t.run_id = q.run_id AND t.purpose = q.purpose AND t.step = q.step AND t.rewound_by IS NULL
     WHERE p.run_id = :run_id AND p.state = 'poisoned' AND t.step IS NULL
 )
-SELECT g.version, g.group_id, g.run_id, g.purpose, g.step, g.prompt_index, g.take, g.created_version,
+SELECT g.version, g.group_id, g.run_id, g.purpose, g.step, g.prompt_index, g.retry, g.created_version,
        CASE WHEN EXISTS (SELECT 1 FROM samples x WHERE x.group_id = g.group_id AND x.contents = 'dropped')
             THEN substr(g.prompt, 1, 0) ELSE g.prompt END AS prompt,
        g.n, g.first_sample_id, g.sampling, g.meta, g.created_at

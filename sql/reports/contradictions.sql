@@ -10,7 +10,7 @@ surviving AS (SELECT run_id, step, attempt FROM v_steps WHERE purpose = 'train' 
 ends AS (
     SELECT sample_id, state, step, attempt, row_number() OVER (PARTITION BY sample_id ORDER BY id DESC) AS nth FROM v_sample_ends
 ),
-told AS (
+with_last_end AS (
     SELECT s.run_id, s.sample_id, s.state, s.ended_step, s.ended_attempt, e.state AS last, e.step, e.attempt
     FROM v_samples s
     LEFT JOIN ends e ON e.sample_id = s.sample_id AND e.nth = 1
@@ -53,7 +53,7 @@ SELECT 'state differs from its last end', t.run_id, t.sample_id,
        t.state || ' (step ' || CAST(t.ended_step AS text) || ', attempt ' || CAST(t.ended_attempt AS text) || '), '
        || COALESCE('the last end: ' || t.last || ' (step ' || CAST(t.step AS text) || ', attempt ' || CAST(t.attempt AS text) || ')',
                    'but it has no end')
-FROM told t
+FROM with_last_end t
 WHERE CASE WHEN t.last IS NULL THEN t.state NOT IN ('open', 'complete') OR t.ended_step <> 0 OR t.ended_attempt <> 0
            WHEN t.last = 'reopened' THEN t.state <> 'complete' OR t.ended_step <> 0 OR t.ended_attempt <> 0
            ELSE t.state <> t.last OR t.ended_step <> t.step OR t.ended_attempt <> t.attempt END
@@ -71,7 +71,7 @@ SELECT 'consumed without a token', s.run_id, s.sample_id, 'step ' || CAST(s.ende
 FROM v_samples s
 WHERE s.state = 'consumed' AND s.accepted_len = 0
 UNION ALL
-SELECT 'one place of the data consumed twice', s.run_id, max(s.sample_id),
+SELECT 'one position of the data consumed twice', s.run_id, max(s.sample_id),
        'step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text) || ', index ' || CAST(s.sample_index AS text)
        || ': ' || CAST(count(*) AS text) || ' samples'
 FROM v_samples s
@@ -81,12 +81,12 @@ WHERE s.state = 'consumed'
 GROUP BY s.run_id, g.step, g.prompt_index, s.sample_index
 HAVING count(*) > 1
 UNION ALL
-SELECT 'one take of a prompt twice', g.run_id, max(g.first_sample_id),
-       'step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text) || ', take ' || CAST(g.take AS text) || ': '
+SELECT 'one retry of a prompt twice', g.run_id, max(g.first_sample_id),
+       'step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text) || ', retry ' || CAST(g.retry AS text) || ': '
        || CAST(count(*) AS text) || ' groups'
 FROM v_groups g
 WHERE g.purpose = 'train'
-GROUP BY g.run_id, g.step, g.prompt_index, g.take
+GROUP BY g.run_id, g.step, g.prompt_index, g.retry
 HAVING count(*) > 1
 UNION ALL
 SELECT 'two samples of a group with one index', s.run_id, max(s.sample_id), 'index ' || CAST(s.sample_index AS text)

@@ -1,9 +1,10 @@
--- Who had the GPUs at each observation of the cluster? (The newest ones; "bounds" says how many, and since which Unix second.)
+-- Who had the GPUs at each poll of the cluster? (The newest ones; "bounds" says how many, and since which Unix second.)
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
 newest AS (
-  SELECT * FROM v_cluster_samples WHERE at >= (SELECT since FROM bounds)
+  SELECT * FROM v_cluster_polls WHERE at >= (SELECT since FROM bounds)
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
-SELECT round(CAST(at AS numeric), 1) AS at_unix_s, idle, harvested, others, reserved, unusable, pending_others
+SELECT round(CAST(at AS numeric), 1) AS at_unix_s, gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable,
+       jobs_pending_other_users
 FROM newest
 ORDER BY id;

@@ -1,6 +1,6 @@
--- Which jobs were submitted, kept waiting, given back or cancelled, when and why? (The newest; "bounds": how many, since which Unix second.)
--- What decisions_with_reasons has, but of the harvester alone: no placement, no window. "none": nothing was done, and why; told once as
--- long as the reason stays the same. "subject" is the job's name in Slurm; job_id and node are the last that it had.
+-- Which jobs were submitted, kept pending, drained or cancelled, when and why? (The newest; "bounds": how many, since which Unix second.)
+-- What decisions_with_reasons has, but of the harvester alone: no placement, no window. "none": nothing was done, and why; logged once while
+-- the reason stays the same. "subject" is the job's name in Slurm; job_id and node are the last that it had.
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
 newest AS (
   SELECT * FROM v_decisions WHERE policy = 'harvest' AND at >= (SELECT since FROM bounds)

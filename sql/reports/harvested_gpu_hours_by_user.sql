@@ -1,6 +1,6 @@
--- How many GPU-hours did each user's runs harvest, what did they bring, and how many were wasted?
--- The user is the name under which the run's owner was enrolled, or the owner's public key. A hold is wasted when no token came of
--- it (report wasted_starts); an open hold counts up to the ledger's last commit and is not wasted yet.
+-- How many GPU-hours did each user's runs harvest, how many tokens did they generate, and how many GPU-hours were wasted?
+-- The user is the name under which the run's owner was enrolled, or the owner's public key. An allocation is wasted when no token
+-- came of it (report wasted_starts); an open one counts up to the ledger's last commit and is not wasted yet.
 WITH brought AS (
     SELECT w.intent_id, w.incarnation, sum(CASE WHEN l.ended_at IS NULL THEN s.accepted_len ELSE l.end_len END - l.start_len) AS tokens
     FROM v_workers w
@@ -12,11 +12,11 @@ WITH brought AS (
 spent AS (
     SELECT h.intent_id, h.gpus * (COALESCE(h.ended_at, n.unix_s, h.started_at) - h.started_at) AS gpu_s, h.ended_at,
            COALESCE(b.tokens, 0) AS tokens
-    FROM v_holds h
+    FROM v_gpu_allocations h
     CROSS JOIN v_now n
     LEFT JOIN brought b ON b.intent_id = h.intent_id AND b.incarnation = h.restart_count
 )
-SELECT COALESCE(r.owner, '') AS owner, COALESCE(r.name, '') AS run, count(*) AS holds,
+SELECT COALESCE(r.owner, '') AS owner, COALESCE(r.name, '') AS run, count(*) AS allocations,
        round(CAST(sum(p.gpu_s) / 3600 AS numeric), 4) AS gpu_hours,
        round(CAST(sum(CASE WHEN p.tokens = 0 AND p.ended_at IS NOT NULL THEN p.gpu_s ELSE 0 END) / 3600 AS numeric), 4)
            AS wasted_gpu_hours,

@@ -1,4 +1,4 @@
--- How many complete samples moved to another engine in mid-answer, how often at most, and how many tokens went with them?
+-- How many complete samples moved to another engine in mid-completion, how often at most, and how many tokens went with them?
 SELECT r.name AS run, g.purpose, count(*) AS samples, CAST(sum(CASE WHEN s.moves > 0 THEN 1 ELSE 0 END) AS bigint) AS moved,
        round(CAST(100.0 * sum(CASE WHEN s.moves > 0 THEN 1 ELSE 0 END) / count(*) AS numeric), 1) AS moved_percent,
        max(s.moves) AS most_moves, CAST(sum(s.accepted_len) AS bigint) AS tokens, CAST(sum(s.regenerated) AS bigint) AS tokens_regenerated

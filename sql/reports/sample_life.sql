@@ -13,7 +13,7 @@ uses AS (
 life (sample_id, at, rank, what, who, detail) AS (
     SELECT s.sample_id, g.created_at, 0, 'prompt submitted', r.name,
            g.purpose || ' step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text)
-           || ', take ' || CAST(g.take AS text) || ', sample ' || CAST(s.sample_index AS text)
+           || ', retry ' || CAST(g.retry AS text) || ', sample ' || CAST(s.sample_index AS text)
            || ' of ' || CAST(g.n AS text) || ' in group ' || CAST(g.group_id AS text) || ', version ' || CAST(g.created_version AS text)
     FROM v_samples s JOIN chosen c ON c.sample_id = s.sample_id JOIN v_groups g ON g.group_id = s.group_id JOIN v_runs r ON r.run_id = s.run_id
     UNION ALL
@@ -58,7 +58,7 @@ life (sample_id, at, rank, what, who, detail) AS (
     FROM uses u
     JOIN v_weight_versions v ON v.run_id = u.run_id AND v.step = u.step AND v.attempt = u.attempt
     UNION ALL
-    -- The first checkpoint that holds the step: written since, and by no attempt that had gone back before it.
+    -- The first checkpoint that has the step: written since, and by no attempt that had gone back before it.
     SELECT u.sample_id, k.recorded_at, 9, 'checkpoint written',
            CASE WHEN k.rewound_by IS NULL THEN 'survives' ELSE 'undone by attempt ' || CAST(k.rewound_by AS text) END,
            'step ' || CAST(k.step AS text) || ', ' || k.path

@@ -1,5 +1,5 @@
 -- What happened to the site: Slurm away, harvesting stopped, quarantined nodes, a refused partition? (The newest; "bounds": how many, since when.)
--- What `events` has, without the word of every engine that loaded a version of the weights, which is most of it.
+-- What `events` has, without the event of every engine that loaded a version of the weights, which is most of it.
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
 newest AS (
   SELECT * FROM v_events WHERE kind <> 'weights_loaded' AND at >= (SELECT since FROM bounds)

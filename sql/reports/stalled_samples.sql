@@ -5,16 +5,16 @@ WITH rules (most_silent_s) AS (SELECT 120),
 flying AS (
     SELECT s.sample_id, s.run_id, s.accepted_len, s.epoch, s.moves, l.worker_id, l.ended_at, l.reason,
            COALESCE(l.ended_at, l.granted_at) AS leased_at,
-           COALESCE((SELECT max(c.at) FROM v_chunks c WHERE c.sample_id = s.sample_id), l.granted_at) AS told_at
+           COALESCE((SELECT max(c.at) FROM v_chunks c WHERE c.sample_id = s.sample_id), l.granted_at) AS last_tokens_at
     FROM v_samples s
     JOIN v_leases l ON l.sample_id = s.sample_id AND l.epoch = s.epoch
     WHERE s.state = 'open'
 ),
-silent AS (SELECT flying.*, CASE WHEN told_at > leased_at THEN told_at ELSE leased_at END AS since FROM flying)
+silent AS (SELECT flying.*, CASE WHEN last_tokens_at > leased_at THEN last_tokens_at ELSE leased_at END AS since FROM flying)
 SELECT r.name AS run, f.sample_id, CASE WHEN f.ended_at IS NULL THEN 'leased' ELSE 'waits for an engine' END AS state, f.epoch, f.moves,
        f.accepted_len AS accepted_tokens, round(CAST(f.since AS numeric), 1) AS since_unix_s,
        round(CAST(n.unix_s - f.since AS numeric), 1) AS silent_s, f.worker_id, w.kind, w.node, w.job_id,
-       COALESCE(w.reason, '') AS worker_left, f.reason AS lease_ended
+       COALESCE(w.reason, '') AS worker_end_reason, f.reason AS lease_end_reason
 FROM silent f
 JOIN v_runs r ON r.run_id = f.run_id AND r.state = 'active'
 CROSS JOIN v_now n

@@ -1,4 +1,4 @@
--- How many tokens a second did engines bring, by run, engine, node and weight version?
+-- How many tokens a second did engines generate, by run, engine, node and weight version?
 -- An engine is busy while it holds a lease of that version, however many it holds; "engine_tokens_per_s" is over that time,
 -- "sample_tokens_per_s" over the sum of all its leases. An open lease counts up to the ledger's last commit.
 WITH spans AS (

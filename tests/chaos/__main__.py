@@ -30,34 +30,57 @@ def say(line: str) -> None:
 def undisturbed(work: Path, model: Path, steps: int) -> play.Result:
     """The same run with nobody hurt, on one reserved engine; played once for each work folder and code."""
     code = hashlib.sha256()
-    for path in sorted(p for part in ("trainer", "rollout", "tests/system") for p in (play.ROOT / part).rglob("*.py")):
+    for path in sorted(
+        p for part in ("trainer", "rollout", "tests/system") for p in (play.ROOT / part).rglob("*.py")
+    ):
         code.update(path.read_bytes())
     cache = work / f"reference-{steps}-{code.hexdigest()[:12]}.json"
     if not cache.exists():
         say(f"the undisturbed run of {steps} steps, for comparison")
         here = work / f"undisturbed-{os.getpid()}"
-        with Site(SiteOptions("local", here, demo_layout(grace_s=1.0), observe_s=0.2)) as site:
-            run = play.write_run(site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16})
+        with Site(SiteOptions("local", here, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+            run = play.write_run(
+                site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16}
+            )
             play.finish(site, play.submit(site, run))
             result = play.result(site)
         shutil.rmtree(here)
         tokens = [[*key, data.hex()] for key, data in sorted(result.tokens.items())]
-        cache.write_text(json.dumps({"tokens": tokens, "steps": [[step, *found] for step, found in sorted(result.steps.items())]}))
+        cache.write_text(
+            json.dumps(
+                {"tokens": tokens, "steps": [[step, *found] for step, found in sorted(result.steps.items())]}
+            )
+        )
     known = json.loads(cache.read_text())
     tokens_of = {(step, prompt, index): bytes.fromhex(data) for step, prompt, index, data in known["tokens"]}
     return play.Result(tokens_of, {step: (reward, loss) for step, reward, loss in known["steps"]})
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/chaos", description="Hurt a real run at random moments, then audit its ledger.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos", description="Hurt a real run at random moments, then audit its ledger."
+    )
     parser.add_argument("--kills", type=int, default=50, help="processes to kill (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="chooses every fault")
     parser.add_argument("--backend", choices=("local", "slurm"), default="local")
     parser.add_argument("--database", choices=("sqlite", "postgres"), default="sqlite")
-    parser.add_argument("--faults", default="kill,stop,hole", help=f"of {','.join(KINDS)} (disk needs root; default: all but disk)")
+    parser.add_argument(
+        "--faults",
+        default="kill,stop,hole",
+        help=f"of {','.join(KINDS)} (disk needs root; default: all but disk)",
+    )
     parser.add_argument("--steps", type=int, default=0, help="of the run (default: grows with --kills)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="the run fails when it is not finished by then (default 20)")
-    parser.add_argument("--dir", type=Path, help="work folder, kept; the undisturbed run is cached there (default: a temporary one)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=20.0,
+        help="the run fails when it is not finished by then (default 20)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="work folder, kept; the undisturbed run is cached there (default: a temporary one)",
+    )
     parser.add_argument("--json", action="store_true", help="print the audit as JSON")
     return parser
 
@@ -73,7 +96,9 @@ def main() -> int:
     steps = args.steps or max(4, args.kills // 4)
     kinds = tuple(args.faults.split(","))
     site = work / f"run-{os.getpid()}"
-    options = Options(site, args.seed, args.kills, steps, kinds, args.backend, args.database, deadline_s=60 * args.minutes)
+    options = Options(
+        site, args.seed, args.kills, steps, kinds, args.backend, args.database, deadline_s=60 * args.minutes
+    )
     try:
         model = work / "model"
         if not (model / "model.safetensors").exists():
@@ -95,7 +120,11 @@ def main() -> int:
 
 def _faults(outcome: Outcome) -> dict[str, int]:
     ended = len(outcome.own_ends)
-    return {**dict(sorted(outcome.done.items())), "planned and not done": outcome.left, "daemons that ended by themselves": ended}
+    return {
+        **dict(sorted(outcome.done.items())),
+        "planned and not done": outcome.left,
+        "daemons that ended by themselves": ended,
+    }
 
 
 def _as_table(options: Options, outcome: Outcome) -> str:
@@ -105,15 +134,25 @@ def _as_table(options: Options, outcome: Outcome) -> str:
 
 
 def _as_json(options: Options, outcome: Outcome) -> str:
-    asked = {"seed": options.seed, "backend": options.backend, "database": options.database, "steps": options.steps}
+    asked = {
+        "seed": options.seed,
+        "backend": options.backend,
+        "database": options.database,
+        "steps": options.steps,
+    }
     found = outcome.audit
     return json.dumps(
         {
-            **asked, "wall_s": round(outcome.wall_s, 1), "sound": outcome.sound, "faults": _faults(outcome),
-            "counts": dict(found.counts), "facts": dict(found.facts), "found": [*outcome.own_ends, *found.found],
+            **asked,
+            "wall_s": round(outcome.wall_s, 1),
+            "sound": outcome.sound,
+            "faults": _faults(outcome),
+            "counts": dict(found.counts),
+            "facts": dict(found.facts),
+            "found": [*outcome.own_ends, *found.found],
         },
         indent=2,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

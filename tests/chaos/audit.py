@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scavenger.demo.site import Site
-from scavenger.ledger import reports
+from scavenger.ledger.read import reports
 from tests.chaos.watch import Watcher
 from tests.system import play
 
@@ -90,10 +90,21 @@ def _final(site: Site) -> list[tuple[int, str, bytes]]:
 
 
 def _differences(result: play.Result, reference: play.Result, found: list[str]) -> tuple[int, int]:
-    places = {key for key in result.tokens.keys() | reference.tokens.keys() if result.tokens.get(key) != reference.tokens.get(key)}
-    steps = {key for key in result.steps.keys() | reference.steps.keys() if result.steps.get(key) != reference.steps.get(key)}
+    places = {
+        key
+        for key in result.tokens.keys() | reference.tokens.keys()
+        if result.tokens.get(key) != reference.tokens.get(key)
+    }
+    steps = {
+        key
+        for key in result.steps.keys() | reference.steps.keys()
+        if result.steps.get(key) != reference.steps.get(key)
+    }
     found += [f"other tokens at step, prompt, index = {key}" for key in sorted(places)]
-    found += [f"step {key}: reward, loss = {result.steps.get(key)}, undisturbed {reference.steps.get(key)}" for key in sorted(steps)]
+    found += [
+        f"step {key}: reward, loss = {result.steps.get(key)}, undisturbed {reference.steps.get(key)}"
+        for key in sorted(steps)
+    ]
     return len(places), len(steps)
 
 
@@ -113,7 +124,12 @@ _FACTS = {
 
 def _facts(site: Site, seen: int, watcher: Watcher) -> dict[str, int]:
     facts = {name: int(play.ask(site, sql)[0][0]) for name, sql in _FACTS.items()}
-    return {**facts, "tokens witnessed": seen, "looks of the witness": watcher.seen.looks, "looks in vain": watcher.blind}
+    return {
+        **facts,
+        "tokens witnessed": seen,
+        "looks of the witness": watcher.seen.looks,
+        "looks in vain": watcher.blind,
+    }
 
 
 def table(title: str, audit: Audit, faults: Mapping[str, int]) -> str:

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 #: Parts of the system that can be killed, and how often each is wished for.
 WEIGHTS = {
-    "daemon": 3.0, "engine": 4.0, "rank": 1.5, "launcher": 0.5, "rewards": 0.5, "postgres": 2.0, "backend": 1.5, "slurmctld": 1.0,
-}  # fmt: skip
+    "daemon": 3.0,
+    "engine": 4.0,
+    "rank": 1.5,
+    "launcher": 0.5,
+    "rewards": 0.5,
+    "postgres": 2.0,
+    "backend": 1.5,
+    "slurmctld": 1.0,
+}
 #: What else can happen to which part.
 STOPPABLE = {"daemon": 1.0, "engine": 2.0, "rank": 1.0}
 HOLED = {"engine": 2.0, "rank": 1.0}
@@ -64,13 +71,22 @@ def plan(seed: int, kills: int, kinds: Collection[str], parts: Collection[str]) 
     moments = sorted(dice.uniform(FIRST, LAST) for _ in wanted)
     return tuple(
         Planned(
-            number, kind, part, at, dice.uniform(0.0, MOST_DELAY_S), dice.random(), MOST_AWAY_S * dice.random() ** 2, dice.random() < 0.5
+            number,
+            kind,
+            part,
+            at,
+            dice.uniform(0.0, MOST_DELAY_S),
+            dice.random(),
+            MOST_AWAY_S * dice.random() ** 2,
+            dice.random() < 0.5,
         )
         for number, ((kind, part), at) in enumerate(zip(wanted, moments, strict=True), 1)
     )
 
 
-def _parts(dice: random.Random, weights: Mapping[str, float], parts: Collection[str], count: int) -> list[str]:
+def _parts(
+    dice: random.Random, weights: Mapping[str, float], parts: Collection[str], count: int
+) -> list[str]:
     """`count` parts: each of them once before any chance, so that few kills hit many parts."""
     there = [part for part in weights if part in parts]
     if not there:
@@ -81,5 +97,7 @@ def _parts(dice: random.Random, weights: Mapping[str, float], parts: Collection[
 
 def target(fault: Planned, observed: Sequence[Process], *, any_part: bool = False) -> Process | None:
     """Whom the fault hits; None while no process of its part is there. `any_part`: it was waited for in vain, so take another."""
-    there = sorted((p for p in observed if any_part or p.part == fault.part), key=lambda p: (p.part, p.name, p.pid))
+    there = sorted(
+        (p for p in observed if any_part or p.part == fault.part), key=lambda p: (p.part, p.name, p.pid)
+    )
     return there[int(fault.pick * len(there))] if there else None

@@ -98,8 +98,12 @@ class StoppedDaemon:
                 self.woken_at = now
             return False
         code = self.first.poll()
-        assert code is not None or now - self.woken_at < FENCED_S, f"a superseded daemon still runs after {FENCED_S:g} s"
-        assert code in (None, Fenced.exit_code, -signal.SIGKILL), f"a superseded daemon ended with status {code}"
+        assert code is not None or now - self.woken_at < FENCED_S, (
+            f"a superseded daemon still runs after {FENCED_S:g} s"
+        )
+        assert code in (None, Fenced.exit_code, -signal.SIGKILL), (
+            f"a superseded daemon ended with status {code}"
+        )
         return code is not None
 
     def end(self) -> None:
@@ -129,13 +133,19 @@ class StoppedTrainer:
         """First the successor's attempt, then the end of the job. Raises AssertionError when it completes or goes on."""
         now = time.monotonic()
         if not self.woken_at:
-            if self._attempts() > self.attempts or now - self.since > 2 * PATIENCE_S or not is_there(self.process):
+            if (
+                self._attempts() > self.attempts
+                or now - self.since > 2 * PATIENCE_S
+                or not is_there(self.process)
+            ):
                 self.end()
                 self.woken_at = now
             return False
         seen = play.job(self.site, self.job)
         ended = seen is not None and seen.state in play.ENDED and not seen.flags
-        assert ended or now - self.woken_at < 2 * FENCED_S, f"an outdated training job still runs after {2 * FENCED_S:g} s"
+        assert ended or now - self.woken_at < 2 * FENCED_S, (
+            f"an outdated training job still runs after {2 * FENCED_S:g} s"
+        )
         assert seen is None or seen.state is not JobState.COMPLETED, "an outdated training job completed"
         return ended
 
@@ -195,7 +205,10 @@ class FullDisk:
 
 def fill(ballast: Path) -> None:
     """Take every block that is left."""
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):  # somebody else took a block meanwhile
+    with (
+        ballast.open("wb", buffering=0) as file,
+        contextlib.suppress(OSError),
+    ):  # somebody else took a block meanwhile
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(ballast.parent).free)
     while (left := shutil.disk_usage(ballast.parent).free) > 0:
         with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):  # as above

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scavenger.cluster import procs
+from scavenger.cluster import processes
 from scavenger.demo.site import Site
-from scavenger.ledger.private_postgres import PrivatePostgres
 from tests.chaos.choose import Process
+from tests.private_postgres import PrivatePostgres
 
 
 def argv(pid: int) -> list[str]:
@@ -25,12 +25,19 @@ def variable(pid: int, name: str) -> str:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return next((e.partition(b"=")[2].decode(errors="replace") for e in entries if e.startswith(name.encode() + b"=")), "")
+    return next(
+        (
+            e.partition(b"=")[2].decode(errors="replace")
+            for e in entries
+            if e.startswith(name.encode() + b"=")
+        ),
+        "",
+    )
 
 
 def observe(site: Site, run_toml: Path, postgres: PrivatePostgres | None) -> list[Process]:
     """Everything of the site that may be killed now."""
-    table = procs.snapshot()
+    table = processes.snapshot()
     found: list[Process] = []
 
     def add(part: str, name: str, pid: int) -> None:
@@ -38,19 +45,31 @@ def observe(site: Site, run_toml: Path, postgres: PrivatePostgres | None) -> lis
             found.append(Process(part, name, pid, table[pid].start))
 
     commands = {pid: argv(pid) for pid in table}
-    python = {pid: words for pid, words in commands.items() if os.path.basename(words[0] if words else "").startswith("python")}
+    python = {
+        pid: words
+        for pid, words in commands.items()
+        if os.path.basename(words[0] if words else "").startswith("python")
+    }
     for pid, words in python.items():
         module = words[2] if words[1:2] == ["-m"] and len(words) > 2 else ""
         if module == "rollout" and str(site.state_dir) in words:
             job, slot = variable(pid, "SCAVENGER_JOB_ID"), variable(pid, "SCAVENGER_SLOT")
-            add("engine", f"{words[words.index('--kind') + 1]} {variable(pid, 'SCAVENGER_NODE') or slot} job {job or '-'}", pid)
+            add(
+                "engine",
+                f"{words[words.index('--kind') + 1]} {variable(pid, 'SCAVENGER_NODE') or slot} job {job or '-'}",
+                pid,
+            )
         elif module == "trainer" and str(run_toml) in words:
-            add("rank", f"rank {variable(pid, 'OMPI_COMM_WORLD_RANK') or variable(pid, 'PMIX_RANK') or '0'}", pid)
+            add(
+                "rank",
+                f"rank {variable(pid, 'OMPI_COMM_WORLD_RANK') or variable(pid, 'PMIX_RANK') or '0'}",
+                pid,
+            )
         elif module == "trainer.launch" and str(run_toml) in words:
             add("launcher", "launcher", pid)
     ranks = {process.pid for process in found if process.part == "rank"}
     for pid, words in python.items():
-        if words[1:3] == ["-m", "trainer.reward_worker"] and table[pid].ppid in ranks:
+        if words[1:3] == ["-m", "trainer.algorithms.reward_worker"] and table[pid].ppid in ranks:
             add("rewards", "reward worker", pid)
     add("daemon", f"daemon of generation {site.generation} or later", site.daemon_pid)
     if postgres is not None:
@@ -64,5 +83,5 @@ def observe(site: Site, run_toml: Path, postgres: PrivatePostgres | None) -> lis
 
 def is_there(process: Process) -> bool:
     """Whether it is still that process, and not another under the same pid."""
-    now = procs.read_proc(process.pid)
+    now = processes.read_proc(process.pid)
     return now is not None and now.start == process.start and now.state != "Z"

@@ -15,11 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scavenger import keys
 from scavenger.errors import ScavengerError
+from scavenger.protocol import keys
 
 HOST = "127.0.0.2"
-LOOK_S = 0.02
+CHECK_INTERVAL_S = 0.02
 
 
 @dataclass(eq=False)
@@ -97,16 +97,20 @@ class Proxy:
             with contextlib.suppress(ScavengerError):  # nobody has announced itself yet
                 port = int(keys.read_rendezvous(self._state_dir).endpoint.rpartition(":")[2])
                 if port not in self._servers:
-                    self._servers[port] = await asyncio.start_server(lambda r, w, p=port: self._accept(r, w, p), HOST, port)  # type: ignore[misc]
+                    self._servers[port] = await asyncio.start_server(
+                        lambda r, w, p=port: self._accept(r, w, p),  # type: ignore[misc]
+                        HOST,
+                        port,
+                    )  # type: ignore[misc]
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), LOOK_S)
+                await asyncio.wait_for(self._stop.wait(), CHECK_INTERVAL_S)
         for server in self._servers.values():
             server.close()
         for passage in self._passages:
             _abort(passage)
             passage.open.set()
         while self._passages:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
         passage = _Passage(writer.get_extra_info("peername")[1])
@@ -115,7 +119,9 @@ class Proxy:
         if not (self._lost and passage.client_port in client_ports(self._lost)):
             passage.open.set()
         try:
-            with contextlib.suppress(OSError):  # the daemon is gone or the connection broke: what the other side sees is its end
+            with contextlib.suppress(
+                OSError
+            ):  # the daemon is gone or the connection broke: what the other side sees is its end
                 there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port)
                 passage.writers.append(there_writer)
                 ways = ((reader, there_writer), (there_reader, writer))

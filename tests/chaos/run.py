@@ -23,16 +23,16 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable
-from scavenger.ledger.private_postgres import PrivatePostgres
 from tests.chaos.audit import Audit, audit
 from tests.chaos.choose import Planned, Process, plan, target
 from tests.chaos.faults import FullDisk, Hole, Lasting, Stopped, StoppedDaemon, StoppedTrainer
 from tests.chaos.parts import is_there, observe
 from tests.chaos.proxy import HOST, Proxy
 from tests.chaos.watch import Watcher
+from tests.private_postgres import PrivatePostgres
 from tests.system import play
 
-LOOK_S = 0.05
+CHECK_INTERVAL_S = 0.05
 #: Silence is believed soon, so that a stopped engine's samples move within the run; many deaths are expected of every node.
 QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5, "reconnect_s": 5.0}
 PATIENT = {"quarantine_after": 100_000, "backoff_s": 0.02}
@@ -113,9 +113,12 @@ class Chaos:
             self.site = stack.enter_context(Site(self._site_options()))
             self.proxy = stack.enter_context(Proxy(self.site.state_dir))
             self.run_toml = play.write_run(
-                self.site, self.model, run={"steps": options.steps, "poison_after": 100_000},
-                engine={"max_batch": 4, "pace": options.pace}, reserved={"wake_after_s": 1.0},
-            )  # fmt: skip
+                self.site,
+                self.model,
+                run={"steps": options.steps, "poison_after": 100_000},
+                engine={"max_batch": 4, "pace": options.pace},
+                reserved={"wake_after_s": 1.0},
+            )
             self.tokens = sum(len(data) // 4 for data in reference.tokens.values())
             self.watcher = stack.enter_context(Watcher(self.site.ledger_url))
             stack.callback(self._end_faults)
@@ -131,9 +134,15 @@ class Chaos:
 
     def _site_options(self) -> SiteOptions:
         return SiteOptions(
-            self.options.backend, self.options.dir, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=2,
-            daemon={**QUICK, "advertise": HOST}, harvest=PATIENT, ledger=self.postgres.url if self.postgres is not None else "",
-        )  # fmt: skip
+            self.options.backend,
+            self.options.dir,
+            demo_layout(grace_s=1.0, requeue_delay_s=0.5),
+            poll_interval_s=0.2,
+            max_engines=2,
+            daemon={**QUICK, "advertise": HOST},
+            harvest=PATIENT,
+            ledger=self.postgres.url if self.postgres is not None else "",
+        )
 
     def _loop(self) -> None:
         while not self._completed():
@@ -141,7 +150,7 @@ class Chaos:
             self._lasting = [fault for fault in self._lasting if not self._ended(fault)]
             self._strike()
             self._watch()
-            time.sleep(LOOK_S)  # between two looks
+            time.sleep(CHECK_INTERVAL_S)  # between two looks
 
     def _settle(self) -> None:
         """Nothing is hurt any more; what is left to write is written and our jobs leave."""
@@ -149,7 +158,9 @@ class Chaos:
 
         def settled() -> bool:
             self._tend()
-            return play.ask(self.site, "SELECT count(*) FROM runs WHERE state = 'finished'") == [(1,)] and not play.jobs_left(self.site)
+            return play.ask(self.site, "SELECT count(*) FROM runs WHERE state = 'finished'") == [
+                (1,)
+            ] and not play.jobs_left(self.site)
 
         play.wait_for("the run to be finished and its jobs to leave", settled, 60)
         self.watcher.look()
@@ -178,8 +189,14 @@ class Chaos:
             if now >= self._daemon_at:
                 self.site.end_daemon(self._daemon)  # closes its pipe
                 # Beside a stalled one that still holds the ledger: its successor was killed before it had it, and this one takes over.
-                held = any(isinstance(lasting, StoppedDaemon) and not lasting.superseded() for lasting in self._lasting)
-                self._daemon, self._daemon_at = self.site.spawn_daemon(*(["--take-over"] if held else [])), 0.0
+                held = any(
+                    isinstance(lasting, StoppedDaemon) and not lasting.superseded()
+                    for lasting in self._lasting
+                )
+                self._daemon, self._daemon_at = (
+                    self.site.spawn_daemon(*(["--take-over"] if held else [])),
+                    0.0,
+                )
         if why := self._job_lost():
             # a killed slurmctld refuses while it starts: then it is tried again at the next look
             with contextlib.suppress(ClusterError, ClusterUnavailable):
@@ -217,8 +234,12 @@ class Chaos:
         for part in (self.watcher, self.proxy):
             assert part.failure is None, f"{type(part).__name__} failed: {part.failure!r}"
         silent = now - max(self.watcher.progress_at, self._began)
-        assert silent < STUCK_S, f"no token was committed for {silent:.0f} s; faults that go on: {self._lasting}"
-        assert now - self._began < self.options.deadline_s, f"the run is not finished after {self.options.deadline_s:g} s"
+        assert silent < STUCK_S, (
+            f"no token was committed for {silent:.0f} s; faults that go on: {self._lasting}"
+        )
+        assert now - self._began < self.options.deadline_s, (
+            f"the run is not finished after {self.options.deadline_s:g} s"
+        )
 
     # ---------------------------------------------------------------- faults
 
@@ -247,13 +268,17 @@ class Chaos:
         if fault.kind == "kill":
             return True
         if fault.kind == "stop" and process.part == "daemon":
-            return self.site.serving and not any(isinstance(lasting, StoppedDaemon) for lasting in self._lasting)
+            return self.site.serving and not any(
+                isinstance(lasting, StoppedDaemon) for lasting in self._lasting
+            )
         if fault.kind == "hole" and any(isinstance(lasting, Hole) for lasting in self._lasting):
             return False
         if process.part == "rank" and any(isinstance(lasting, StoppedTrainer) for lasting in self._lasting):
             return False
         # of the ranks only the first one talks to the daemon
-        return process.part == "engine" or (process.part == "rank" and (fault.kind == "stop" or process.name == "rank 0"))
+        return process.part == "engine" or (
+            process.part == "rank" and (fault.kind == "stop" or process.name == "rank 0")
+        )
 
     def _saved(self) -> bool:
         """Whether slurmctld has written down all jobs. An id that it forgets it gives again; the node on which the first one runs is then
@@ -277,7 +302,12 @@ class Chaos:
             self._expected.add(process.pid)
             self._lasting.append(StoppedDaemon(self.site, self._daemon))
             self._daemon = self.site.spawn_daemon("--take-over")
-        elif fault.kind == "stop" and process.name == "rank 0" and fault.coin and self.options.backend == "local":
+        elif (
+            fault.kind == "stop"
+            and process.name == "rank 0"
+            and fault.coin
+            and self.options.backend == "local"
+        ):
             self._lasting.append(StoppedTrainer(self.site, process, self._job))
             self._job = play.submit(self.site, self.run_toml)
             self.say(f"{self._clock()} beside it the training job was submitted again as {self._job}")
@@ -300,7 +330,11 @@ class Chaos:
 
     def _log(self, fault: Planned, process: Process | None) -> None:
         progress = self.watcher.tokens / self.tokens
-        name = f"{process.part}: {process.name} (pid {process.pid})" if process is not None else "the state directory's disk"
+        name = (
+            f"{process.part}: {process.name} (pid {process.pid})"
+            if process is not None
+            else "the state directory's disk"
+        )
         self.say(f"{self._clock()} {progress:5.0%} #{fault.number} {fault.kind} {name}")
         with (self.options.dir / "faults.jsonl").open("a") as file:
             entry = {"at": time.time(), "progress": round(progress, 4), **asdict(fault), "target": name}
@@ -322,7 +356,9 @@ def small_disk(where: Path, nbytes: int) -> Iterator[None]:
     where.mkdir(parents=True, exist_ok=True)
     argv: Sequence[str] = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(where)]
     mounted = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert mounted.returncode == 0, f"no tmpfs can be mounted here ({mounted.stderr.strip()}): leave `disk` out of --faults"
+    assert mounted.returncode == 0, (
+        f"no tmpfs can be mounted here ({mounted.stderr.strip()}): leave `disk` out of --faults"
+    )
     try:
         yield
     finally:

@@ -6,12 +6,14 @@ from collections import Counter
 
 import pytest
 
-from scavenger.wire import pack_tokens
+from scavenger.protocol.messages import pack_tokens
 from tests.chaos.choose import FIRST, LAST, Process, plan, target
 from tests.chaos.watch import Sightings
 
 PARTS = {"daemon", "engine", "rank", "launcher", "rewards"}
-THERE = [Process("engine", f"harvested node{n}", 10 + n, 1) for n in range(3)] + [Process("daemon", "daemon", 5, 1)]
+THERE = [Process("engine", f"harvested node{n}", 10 + n, 1) for n in range(3)] + [
+    Process("daemon", "daemon", 5, 1)
+]
 
 
 def test_a_seed_says_every_fault_and_another_seed_others() -> None:
@@ -52,7 +54,11 @@ def _witnessed() -> Sightings:
 def test_tokens_that_are_there_at_the_end_are_not_lost_however_their_chunks_are_cut() -> None:
     seen = _witnessed()
     seen.chunk(3, 7, 1, 0, pack_tokens([1, 2, 3, 4, 5]))  # compacted into one
-    assert (seen.lost([(7, "consumed", pack_tokens([1, 2, 3, 4, 5, 6]))])[0], seen.wrong, seen.tokens) == (0, [], 5)
+    assert (seen.lost([(7, "consumed", pack_tokens([1, 2, 3, 4, 5, 6]))])[0], seen.wrong, seen.tokens) == (
+        0,
+        [],
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,9 @@ def test_tokens_that_are_there_at_the_end_are_not_lost_however_their_chunks_are_
         ([(7, "superseded", b"")], 0),
     ],
 )
-def test_tokens_that_were_seen_and_are_not_there_at_the_end_are_lost(final: list[tuple[int, str, bytes]], count: int) -> None:
+def test_tokens_that_were_seen_and_are_not_there_at_the_end_are_lost(
+    final: list[tuple[int, str, bytes]], count: int
+) -> None:
     assert _witnessed().lost(final)[0] == count
 
 

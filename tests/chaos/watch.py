@@ -15,9 +15,11 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import store
 
-LOOK_S = 0.1
+CHECK_INTERVAL_S = 0.1
 _CHUNKS = sa.text("SELECT id, sample_id, epoch, start_len, tokens FROM chunks WHERE id > :last ORDER BY id")
-_LENGTHS = sa.text("SELECT sample_id, accepted_len, epoch FROM samples WHERE state = 'open' AND accepted_len > 0")
+_LENGTHS = sa.text(
+    "SELECT sample_id, accepted_len, epoch FROM samples WHERE state = 'open' AND accepted_len > 0"
+)
 
 
 @dataclass
@@ -48,10 +50,14 @@ class Sightings:
             return
         again = tokens[: 4 * (length - start)]
         if bytes(seen.tokens[4 * start : 4 * start + len(again)]) != again:
-            self.wrong.append(f"sample {sample}: other tokens at {start} under epoch {epoch} than before under {seen.epoch}")
+            self.wrong.append(
+                f"sample {sample}: other tokens at {start} under epoch {epoch} than before under {seen.epoch}"
+            )
         if new := tokens[len(again) :]:
             if epoch < seen.epoch:
-                self.wrong.append(f"sample {sample}: epoch {epoch} added tokens at {start} after epoch {seen.epoch} had")
+                self.wrong.append(
+                    f"sample {sample}: epoch {epoch} added tokens at {start} after epoch {seen.epoch} had"
+                )
             seen.tokens += new
             seen.epoch = epoch
             self.tokens += len(new) // 4
@@ -72,7 +78,9 @@ class Sightings:
             missing = max(len(seen.tokens) // 4, seen.accepted) - kept
             if missing and state != "superseded":
                 count += missing
-                found.append(f"sample {sample} ({state}): {missing} of {len(seen.tokens) // 4} tokens seen are not there")
+                found.append(
+                    f"sample {sample} ({state}): {missing} of {len(seen.tokens) // 4} tokens seen are not there"
+                )
         return count, found
 
 
@@ -116,7 +124,7 @@ class Watcher:
                     self.look()
                 except (sa.exc.DBAPIError, LedgerError):  # away, or no tables yet
                     self.blind += 1
-                self._stop.wait(LOOK_S)
+                self._stop.wait(CHECK_INTERVAL_S)
         except BaseException as error:
             self.failure = error
             raise

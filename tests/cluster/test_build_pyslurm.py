@@ -13,10 +13,14 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/build-pyslurm"
 READY = shutil.which("cc") is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
-pytestmark = pytest.mark.skipif(not READY, reason="no C compiler or no Python.h here, which the script asks for first")
+pytestmark = pytest.mark.skipif(
+    not READY, reason="no C compiler or no Python.h here, which the script asks for first"
+)
 
 
-def host(folder: Path, headers: str = "0x160508", commands: str = "slurm-wlm 22.05.8", release: str = "22.5") -> dict[str, str]:
+def host(
+    folder: Path, headers: str = "0x160508", commands: str = "slurm-wlm 22.05.8", release: str = "22.5"
+) -> dict[str, str]:
     """A host with such headers and commands of Slurm, and a source of pyslurm for that release in `source`."""
     for name in ("include/slurm", "lib", "bin", "source/pyslurm"):
         (folder / name).mkdir(parents=True)
@@ -25,10 +29,17 @@ def host(folder: Path, headers: str = "0x160508", commands: str = "slurm-wlm 22.
     (folder / "lib/libslurm.so").write_text("")
     (folder / "bin/scontrol").write_text(f'#!/bin/sh\n[ -r "$SLURM_CONF" ] && echo "{commands}"\n')
     (folder / "bin/scontrol").chmod(0o755)
-    (folder / "source/setup.py").write_text("" if release.startswith("24") else f'SLURM_RELEASE = "{release}"\n')
+    (folder / "source/setup.py").write_text(
+        "" if release.startswith("24") else f'SLURM_RELEASE = "{release}"\n'
+    )
     (folder / "source/pyslurm/version.py").write_text(f'__version__ = "{release}.0"\n')
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "SLURM_INCLUDE_DIR": str(folder / "include"), "SLURM_LIB_DIR": str(folder / "lib")}
+    return {
+        **os.environ,
+        "PATH": path,
+        "SLURM_INCLUDE_DIR": str(folder / "include"),
+        "SLURM_LIB_DIR": str(folder / "lib"),
+    }
 
 
 def refused(env: dict[str, str], *argv: str) -> str:
@@ -36,7 +47,14 @@ def refused(env: dict[str, str], *argv: str) -> str:
     scratch = Path(env["SLURM_LIB_DIR"]).with_name("tmp")
     scratch.mkdir(exist_ok=True)
     env = {**env, "TMPDIR": str(scratch), "PIP_NO_INDEX": "1"}
-    done = subprocess.run([SCRIPT, "--python", sys.executable, *argv], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [SCRIPT, "--python", sys.executable, *argv],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert list(scratch.iterdir()) == []
     assert len(done.stderr.splitlines()) >= 2

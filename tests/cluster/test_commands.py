@@ -6,9 +6,10 @@ import tracemalloc
 
 import pytest
 
-from scavenger.cluster import commands, slurm_text
-from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import JobFlag, JobSpec, JobState, PreemptMode
+from scavenger.cluster.slurm import commands
+from scavenger.cluster.slurm import text as slurm_text
+from scavenger.cluster.slurm.hostlist import expand
 from scavenger.errors import ClusterError, ClusterUnavailable
 
 M = "xMARKMARKMARKMARK"
@@ -31,13 +32,32 @@ CONFIG = (
     "SLURM_VERSION           = 22.05.8\nSlurmctldHost[0]        = h(127.0.0.1)\n"
 )
 JOB = {
-    "JobID": "7", "UserName": "ada", "Partition": "scavenge", "State": "RUNNING", "RestartCnt": "2", "NumNodes": "2",
-    "NumCPUs": "2", "NumTasks": "2", "PriorityLong": "4294901758", "SubmitTime": "1795242303",
-    "EligibleTime": "1795242303", "StartTime": "1795242304", "EndTime": "1795245904", "TimeLimit": "1:00:00",
-    "exit_code": "0", "tres-alloc": "cpu=2,node=2,billing=2", "tres-per-job": "N/A", "tres-per-node": "gres:gpu:4",
-    "tres-per-socket": "N/A", "tres-per-task": "N/A", "NodeList": "node[1-2]", "SchedNodes": "(null)", "Reason": "None", "Name": "n",
+    "JobID": "7",
+    "UserName": "ada",
+    "Partition": "scavenge",
+    "State": "RUNNING",
+    "RestartCnt": "2",
+    "NumNodes": "2",
+    "NumCPUs": "2",
+    "NumTasks": "2",
+    "PriorityLong": "4294901758",
+    "SubmitTime": "1795242303",
+    "EligibleTime": "1795242303",
+    "StartTime": "1795242304",
+    "EndTime": "1795245904",
+    "TimeLimit": "1:00:00",
+    "exit_code": "0",
+    "tres-alloc": "cpu=2,node=2,billing=2",
+    "tres-per-job": "N/A",
+    "tres-per-node": "gres:gpu:4",
+    "tres-per-socket": "N/A",
+    "tres-per-task": "N/A",
+    "NodeList": "node[1-2]",
+    "SchedNodes": "(null)",
+    "Reason": "None",
+    "Name": "n",
     "Comment": "c",
-}  # fmt: skip
+}
 
 
 def squeue(*jobs: dict[str, str]) -> str:
@@ -46,7 +66,13 @@ def squeue(*jobs: dict[str, str]) -> str:
 
 def test_a_job_is_read_in_full() -> None:
     (job,) = commands.parse_jobs(squeue({}), M)
-    assert (job.job_id, job.user, job.partition, job.state, job.flags) == (7, "ada", "scavenge", JobState.RUNNING, set())
+    assert (job.job_id, job.user, job.partition, job.state, job.flags) == (
+        7,
+        "ada",
+        "scavenge",
+        JobState.RUNNING,
+        set(),
+    )
     assert (job.gpus, job.gpus_by_node, job.nodes) == (8, (("node1", 4), ("node2", 4)), ("node1", "node2"))
     assert (job.restart_count, job.time_limit_s, job.start_time, job.reason) == (2, 3600, 1795242304, "")
 
@@ -60,7 +86,9 @@ def test_no_job_at_all_is_an_empty_queue() -> None:
     assert commands.parse_jobs("", M) == ()
 
 
-@pytest.mark.parametrize("evil", ["a\nb", "a|b", "%i", "\n8\n", "", " ", "x" * 5000, "8xMARKMARKMARKMAR", "é\u2028\x85"])
+@pytest.mark.parametrize(
+    "evil", ["a\nb", "a|b", "%i", "\n8\n", "", " ", "x" * 5000, "8xMARKMARKMARKMAR", "é\u2028\x85"]
+)
 def test_what_users_write_cannot_break_or_forge_a_record(evil: str) -> None:
     jobs = commands.parse_jobs(squeue({"Name": evil, "Comment": evil}, {"JobID": "8"}), M)
     assert [(job.job_id, job.comment) for job in jobs] == [(7, evil), (8, "c")]
@@ -73,7 +101,13 @@ def test_a_truncated_or_malformed_queue_is_no_observation() -> None:
     for end in set(range(len(whole))) - boundary:
         with pytest.raises(ClusterUnavailable):
             commands.parse_jobs(whole[:end], M)
-    for bad in ({"JobID": "x"}, {"State": "PONDERING"}, {"TimeLimit": "soon"}, {"NodeList": "node[1-"}, {"exit_code": "?"}):
+    for bad in (
+        {"JobID": "x"},
+        {"State": "PONDERING"},
+        {"NumTasks": "?"},
+        {"NodeList": "node[1-"},
+        {"RestartCnt": "?"},
+    ):
         with pytest.raises(ClusterUnavailable):
             commands.parse_jobs(squeue(bad), M)
 
@@ -107,20 +141,47 @@ def test_every_flag_is_read_and_stands_for_a_state_of_its_own(flag: JobFlag) -> 
         ({"tres-per-node": "gres/gpu:3090=4"}, 8),
     ],
 )
-def test_gpus_are_counted_from_the_allocation_or_from_what_was_asked(fields: dict[str, str], gpus: int) -> None:
+def test_gpus_are_counted_from_the_allocation_or_from_what_was_asked(
+    fields: dict[str, str], gpus: int
+) -> None:
     assert commands.parse_jobs(squeue(fields), M)[0].gpus == gpus
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("30:00", 1800), ("1:00:00", 3600), ("2-03:04:05", 183845), ("1-00", 86400), ("5", 300), ("0:30", 30),
-     ("UNLIMITED", float("inf")), ("NOT_SET", 0), ("N/A", 0), ("Partition_Limit", 0), ("INVALID", 0)],
-)  # fmt: skip
+    [
+        ("30:00", 1800),
+        ("1:00:00", 3600),
+        ("2-03:04:05", 183845),
+        ("1-00", 86400),
+        ("5", 300),
+        ("0:30", 30),
+        ("UNLIMITED", float("inf")),
+        ("NOT_SET", 0),
+        ("N/A", 0),
+        ("Partition_Limit", 0),
+        ("INVALID", 0),
+    ],
+)
 def test_durations(text: str, seconds: float) -> None:
     assert slurm_text.parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize(("raw", "code"), [("0", 0), ("256", 1), ("768", 3), ("15", 143), ("9", 137), ("N/A", 0)])
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        ("0", 0),
+        ("256", 1),
+        ("768", 3),
+        ("15", 143),
+        ("9", 137),
+        ("N/A", 0),
+        ("0:0", 0),
+        ("3:0", 3),
+        ("0:9", 137),
+        ("0:15", 143),
+    ],
+)
 def test_exit_codes_are_the_shells(raw: str, code: int) -> None:
     assert commands.parse_jobs(squeue({"exit_code": raw}), M)[0].exit_code == code
 
@@ -130,13 +191,17 @@ def test_a_node_is_read_whatever_its_free_text_holds() -> None:
     assert (node.name, node.gpu_type, node.gpus, node.gpus_allocated) == ("node1", "h100", 4, 2)
     assert (node.cpus, node.cpus_allocated, node.memory_mb, node.memory_allocated_mb) == (64, 1, 1000000, 512)
     assert node.partitions == {"reserved", "scavenge"}
-    evil = NODE.rstrip("\n") + " Comment=new dimm\n State=IDLE Gres=gpu:9\n\n"  # 22.05.8 prints a comment's newlines as they are
+    evil = (
+        NODE.rstrip("\n") + " Comment=new dimm\n State=IDLE Gres=gpu:9\n\n"
+    )  # 22.05.8 prints a comment's newlines as they are
     other = NODE.replace("NodeName=node1", "NodeName=node2")
     assert commands.parse_nodes(evil + other) == commands.parse_nodes(NODE + other)
 
 
 def test_a_node_without_gpus_and_one_without_partitions_are_nodes() -> None:
-    bare = NODE.replace("Gres=gpu:h100:4(S:0-1)", "Gres=(null)").replace("GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:0")
+    bare = NODE.replace("Gres=gpu:h100:4(S:0-1)", "Gres=(null)").replace(
+        "GresUsed=gpu:h100:2(IDX:0-1)", "GresUsed=gpu:0"
+    )
     (node,) = commands.parse_nodes(bare.replace("Partitions=reserved,scavenge ", ""))
     assert (node.gpus, node.gpus_allocated, node.partitions) == (0, 0, frozenset())
 
@@ -149,11 +214,19 @@ def test_a_truncated_node_list_is_no_observation() -> None:
 
 @pytest.mark.parametrize(
     ("text", "states", "usable"),
-    [("IDLE", {"idle"}, True), ("MIXED", {"mixed"}, True), ("DOWN*", {"down", "not_responding"}, False),
-     ("IDLE+DRAIN", {"idle", "drain"}, False), ("IDLE*", {"idle", "not_responding"}, False),
-     ("IDLE~", {"idle", "powered_down"}, False), ("DOWN+NOT_RESPONDING", {"down", "not_responding"}, False),
-     ("IDLE-", {"idle", "planned"}, True), ("IDLE+PLANNED", {"idle", "planned"}, True), ("MAINT$", {"maint"}, False)],
-)  # fmt: skip
+    [
+        ("IDLE", {"idle"}, True),
+        ("MIXED", {"mixed"}, True),
+        ("DOWN*", {"down", "not_responding"}, False),
+        ("IDLE+DRAIN", {"idle", "drain"}, False),
+        ("IDLE*", {"idle", "not_responding"}, False),
+        ("IDLE~", {"idle", "powered_down"}, False),
+        ("DOWN+NOT_RESPONDING", {"down", "not_responding"}, False),
+        ("IDLE-", {"idle", "planned"}, True),
+        ("IDLE+PLANNED", {"idle", "planned"}, True),
+        ("MAINT$", {"maint"}, False),
+    ],
+)
 def test_node_states_and_their_marks(text: str, states: set[str], usable: bool) -> None:
     (node,) = commands.parse_nodes(NODE.replace("State=MIXED+DRAIN", f"State={text}"))
     assert (node.states, node.usable) == (states, usable)
@@ -161,9 +234,16 @@ def test_node_states_and_their_marks(text: str, states: set[str], usable: bool) 
 
 def test_a_partition_is_read() -> None:
     (part,) = commands.parse_partitions(PARTITION)
-    assert (part.name, part.priority_tier, part.preempt_mode, part.grace_s) == ("scavenge", 1, PreemptMode.REQUEUE, 5)
+    assert (part.name, part.priority_tier, part.preempt_mode, part.grace_s) == (
+        "scavenge",
+        1,
+        PreemptMode.REQUEUE,
+        5,
+    )
     assert (part.nodes, part.max_time_s, part.up) == ({"node0", "node1", "node2", "node3"}, 86400, True)
-    gang = commands.parse_partitions(PARTITION.replace("REQUEUE", "GANG,SUSPEND").replace("State=UP", "State=DRAIN"))[0]
+    gang = commands.parse_partitions(
+        PARTITION.replace("REQUEUE", "GANG,SUSPEND").replace("State=UP", "State=DRAIN")
+    )[0]
     assert (gang.preempt_mode, gang.up) == (PreemptMode.SUSPEND, False)
 
 
@@ -176,18 +256,29 @@ def test_the_configuration_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [("a", ["a"]), ("n[1-3]", ["n1", "n2", "n3"]), ("n[08-10,2],m", ["n08", "n09", "n10", "n2", "m"]),
-     ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]), ("n[1]-ib", ["n1-ib"])],
-)  # fmt: skip
+    [
+        ("a", ["a"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,2],m", ["n08", "n09", "n10", "n2", "m"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("n[1]-ib", ["n1-ib"]),
+    ],
+)
 def test_host_lists(text: str, names: list[str]) -> None:
     assert expand(text) == names
 
 
 ABSURD_LISTS = {
-    "a product": "n[1-100000][1-100000]", "one part after the other": "n[" + ",".join(["1-90000"] * 50_000) + "]",
-    "digits": f"n[{'9' * 5000}]", "other digits": "n[²]", "Arabic digits": "n[\u0661-\u0663]", "brackets": "n" + "[1]" * 5000,
-    "a name": "n" * 300, "a long name by many": f"{'n' * 300}[1-100000]", "items": ",".join(["n[1-99999]"] * 1000),
-}  # fmt: skip
+    "a product": "n[1-100000][1-100000]",
+    "one part after the other": "n[" + ",".join(["1-90000"] * 50_000) + "]",
+    "digits": f"n[{'9' * 5000}]",
+    "other digits": "n[²]",
+    "Arabic digits": "n[\u0661-\u0663]",
+    "brackets": "n" + "[1]" * 5000,
+    "a name": "n" * 300,
+    "a long name by many": f"{'n' * 300}[1-100000]",
+    "items": ",".join(["n[1-99999]"] * 1000),
+}
 
 
 @pytest.mark.parametrize("text", ABSURD_LISTS.values(), ids=ABSURD_LISTS)
@@ -218,24 +309,56 @@ def test_malformed_host_lists_are_no_observation(text: str) -> None:
 
 
 def spec(**changes: object) -> JobSpec:
-    fields: dict[str, object] = {"name": "n", "comment": "c", "partition": "p", "script": "#!/bin/sh\n"} | changes
+    fields: dict[str, object] = {
+        "name": "n",
+        "comment": "c",
+        "partition": "p",
+        "script": "#!/bin/sh\n",
+    } | changes
     return JobSpec(**fields)  # type: ignore[arg-type]
 
 
 def test_options_are_built_from_fields_and_the_environment_is_not_among_them() -> None:
     argv = commands.sbatch_argv(
-        spec(gpus=2, gpu_type="h100", time_s=90, memory_mb=512, nice=10, nodelist=("a", "b"), exclude=("c",),
-             account="acc", environment={"KEY": "secret"}, comment="a 'b' $(c)")
-    )  # fmt: skip
-    assert {"--gres=gpu:h100:2", "--time=2", "--mem=512M", "--nice=10", "--nodelist=a,b", "--exclude=c", "--account=acc",
-            "--requeue", "--parsable", "--open-mode=append", "--comment=a 'b' $(c)"} <= set(argv)  # fmt: skip
+        spec(
+            gpus=2,
+            gpu_type="h100",
+            time_s=90,
+            memory_mb=512,
+            nice=10,
+            nodelist=("a", "b"),
+            exclude=("c",),
+            account="acc",
+            environment={"KEY": "secret"},
+            comment="a 'b' $(c)",
+        )
+    )
+    assert {
+        "--gres=gpu:h100:2",
+        "--time=2",
+        "--mem=512M",
+        "--nice=10",
+        "--nodelist=a,b",
+        "--exclude=c",
+        "--account=acc",
+        "--requeue",
+        "--parsable",
+        "--open-mode=append",
+        "--comment=a 'b' $(c)",
+    } <= set(argv)
     assert "secret" not in " ".join(argv)
     assert "--no-requeue" in commands.sbatch_argv(spec(requeue=False))
     assert "--begin=now+91" in commands.sbatch_argv(spec(begin_s=90.5))
 
 
 def test_a_job_is_released_to_one_node_by_one_command() -> None:
-    assert commands.release_argv(7, "n1") == ["scontrol", "update", "JobId=7", "StartTime=now", "ReqNodeList=n1"]
+    assert commands.release_argv(7, "n1") == [
+        "scontrol",
+        "update",
+        "JobId=7",
+        "StartTime=now",
+        "ReqNodeList=n1",
+    ]
     for bad in ("", "n1,n2", "n1 Priority=9", "n=1", "n\n1"):
         with pytest.raises(ClusterError):
             commands.release_argv(7, bad)
@@ -265,7 +388,13 @@ def test_the_submitted_id_is_read_or_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "step_s"),
-    [("", 60), ("(null)", 60), ("defer,bf_interval=5", 60), ("bf_interval=5,bf_resolution=600", 600), ("bf_resolution=0", 60)],
+    [
+        ("", 60),
+        ("(null)", 60),
+        ("defer,bf_interval=5", 60),
+        ("bf_interval=5,bf_resolution=600", 600),
+        ("bf_resolution=0", 60),
+    ],
 )
 def test_the_steps_in_which_backfill_counts_are_read(text: str, step_s: float) -> None:
     stdout = f"{CONFIG}SchedulerParameters     = {text}\n"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.local import LocalCluster
+from scavenger.cluster.local.client import LocalCluster
 from scavenger.cluster.model import ClusterView, Job, JobFlag, JobSpec, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.pyslurm_client import PyslurmCluster
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.pyslurm.client import PyslurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError
 from tests.clusters import wait_for
 
@@ -43,21 +43,39 @@ ON_SLURM = [pytest.mark.slurm]
 ON_PYSLURM = [pytest.mark.slurm, pytest.mark.pyslurm]
 
 
-@pytest.fixture(params=[pytest.param("slurm", marks=ON_SLURM), pytest.param("pyslurm", marks=ON_PYSLURM), "local"])
+@pytest.fixture(
+    params=[pytest.param("slurm", marks=ON_SLURM), pytest.param("pyslurm", marks=ON_PYSLURM), "local"]
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "local":
         local: LocalCluster = request.getfixturevalue("local_cluster")
-        tool = f"{sys.executable} -m scavenger.cluster.local"
-        yield Backend(local, local.down_node, local.resume_node, "$SCAVENGER_JOB_ID", "$SCAVENGER_RESTART_COUNT", "",
-                      f"{tool} state $SCAVENGER_JOB_ID", f"{tool} requeue $SCAVENGER_JOB_ID")  # fmt: skip
+        tool = f"{sys.executable} -m scavenger.cluster.local.client"
+        yield Backend(
+            local,
+            local.down_node,
+            local.resume_node,
+            "$SCAVENGER_JOB_ID",
+            "$SCAVENGER_RESTART_COUNT",
+            "",
+            f"{tool} state $SCAVENGER_JOB_ID",
+            f"{tool} requeue $SCAVENGER_JOB_ID",
+        )
         return
     sandbox: SlurmSandbox = request.getfixturevalue("slurm_sandbox")
     cluster: Cluster = SlurmCluster(sandbox.env)
     if request.param == "pyslurm":
         cluster = PyslurmCluster(SlurmCluster(sandbox.env))
     try:
-        yield Backend(cluster, sandbox.lose_node, sandbox.resume_node, "$SLURM_JOB_ID", "${SLURM_RESTART_COUNT:-0}", "srun",
-                      "squeue -h -t all -o %T -j $SLURM_JOB_ID", "scontrol requeue $SLURM_JOB_ID")  # fmt: skip
+        yield Backend(
+            cluster,
+            sandbox.lose_node,
+            sandbox.resume_node,
+            "$SLURM_JOB_ID",
+            "${SLURM_RESTART_COUNT:-0}",
+            "srun",
+            "squeue -h -t all -o %T -j $SLURM_JOB_ID",
+            "scontrol requeue $SLURM_JOB_ID",
+        )
     finally:
         cluster.close()
 
@@ -66,15 +84,35 @@ def find(view: ClusterView, job_id: int) -> Job:
     return next(job for job in view.jobs if job.job_id == job_id)
 
 
-def spec(script: str, *, partition: str = "scavenge0", gpus: int = 1, node: str = "", output: Path | None = None,
-         comment: str = "ours", **more: object) -> JobSpec:  # fmt: skip
-    return JobSpec(name="test", comment=comment, partition=partition, script="#!/bin/bash\n" + script + "\n", gpus=gpus,
-                   nodelist=(node,) if node else (), output=str(output or "/dev/null"), workdir="/tmp",
-                   environment={"PYTHONPATH": str(ROOT)}, **more)  # type: ignore[arg-type]  # fmt: skip
+def spec(
+    script: str,
+    *,
+    partition: str = "scavenge0",
+    gpus: int = 1,
+    node: str = "",
+    output: Path | None = None,
+    comment: str = "ours",
+    **more: object,
+) -> JobSpec:
+    return JobSpec(
+        name="test",
+        comment=comment,
+        partition=partition,
+        script="#!/bin/bash\n" + script + "\n",
+        gpus=gpus,
+        nodelist=(node,) if node else (),
+        output=str(output or "/dev/null"),
+        workdir="/tmp",
+        environment={"PYTHONPATH": str(ROOT)},
+        **more,  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]
 
 
-def until(backend: Backend, job_id: int, state: JobState, *, restarts: int = 0, timeout_s: float = 90.0) -> Job:
+def until(
+    backend: Backend, job_id: int, state: JobState, *, restarts: int = 0, timeout_s: float = 90.0
+) -> Job:
     """Wait until the job is plainly in the state: no flag, and so no processes of an earlier life."""
+
     def holds() -> bool:
         job = backend.job(job_id)
         return job.state is state and job.restart_count == restarts and not job.flags
@@ -85,7 +123,9 @@ def until(backend: Backend, job_id: int, state: JobState, *, restarts: int = 0, 
 
 def test_a_job_runs_and_completes(backend: Backend, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    job_id = backend.cluster.submit(spec(f'echo "$CUDA_VISIBLE_DEVICES/{backend.restarts}"', gpus=2, output=out))
+    job_id = backend.cluster.submit(
+        spec(f'echo "$CUDA_VISIBLE_DEVICES/{backend.restarts}"', gpus=2, output=out)
+    )
     job = until(backend, job_id, JobState.COMPLETED)
     assert (job.gpus, job.exit_code, job.restart_count, job.partition) == (2, 0, 0, "scavenge0")
     assert job.user == backend.cluster.info().user
@@ -104,9 +144,16 @@ def test_an_environment_reaches_the_job_and_nothing_else_does(
     out = tmp_path / "out"
     script = f'echo "$GREETING,$SECRET_OF_THE_DAEMON,{backend.job_id}"'
     job_id = backend.cluster.submit(
-        JobSpec(name="e", comment="", partition="normal", script="#!/bin/bash\n" + script + "\n", output=str(out),
-                workdir="/tmp", environment={"GREETING": "hello, $HOME \"'"})
-    )  # fmt: skip
+        JobSpec(
+            name="e",
+            comment="",
+            partition="normal",
+            script="#!/bin/bash\n" + script + "\n",
+            output=str(out),
+            workdir="/tmp",
+            environment={"GREETING": "hello, $HOME \"'"},
+        )
+    )
     until(backend, job_id, JobState.COMPLETED)
     assert out.read_text() == f"hello, $HOME \"',,{job_id}\n"
 
@@ -118,7 +165,9 @@ def test_an_environment_reaches_the_job_and_nothing_else_does(
         spec("true", gpus=99),
         spec("true", node="node0"),  # not a node of that partition
         JobSpec(name="x", comment="", partition="normal", script="no interpreter"),
-        JobSpec(name="x", comment="", partition="normal", script="#!/bin/bash\n", environment={"SLURM_CONF": "/x"}),
+        JobSpec(
+            name="x", comment="", partition="normal", script="#!/bin/bash\n", environment={"SLURM_CONF": "/x"}
+        ),
     ],
     ids=["partition", "gpus", "node", "script", "environment"],
 )
@@ -136,15 +185,25 @@ def test_a_comment_is_found_again_whatever_it_holds(backend: Backend) -> None:
 
 def test_a_view_counts_gpus_by_node_and_owner(backend: Backend) -> None:
     view = backend.cluster.view()
-    assert {node.name: (node.gpus, node.idle_gpus) for node in view.nodes} == {f"node{i}": (4, 4) for i in range(4)}
-    ids = [backend.cluster.submit(spec("sleep 60", gpus=count, node=node)) for count, node in ((3, "node1"), (2, "node2"))]
+    assert {node.name: (node.gpus, node.idle_gpus) for node in view.nodes} == {
+        f"node{i}": (4, 4) for i in range(4)
+    }
+    ids = [
+        backend.cluster.submit(spec("sleep 60", gpus=count, node=node))
+        for count, node in ((3, "node1"), (2, "node2"))
+    ]
     for job_id in ids:
         until(backend, job_id, JobState.RUNNING)
     view = backend.cluster.view()
-    assert {node.name: node.idle_gpus for node in view.nodes} == {"node0": 4, "node1": 1, "node2": 2, "node3": 4}
+    assert {node.name: node.idle_gpus for node in view.nodes} == {
+        "node0": 4,
+        "node1": 1,
+        "node2": 2,
+        "node3": 4,
+    }
     assert find(view, ids[0]).gpus_by_node == (("node1", 3),)
     assert find(view, ids[0]).nodes == ("node1",)
-    assert find(view, ids[0]).holds_gpus
+    assert find(view, ids[0]).has_gpus_allocated
 
 
 def test_a_job_that_completes_holds_its_gpus_until_it_is_gone(backend: Backend, tmp_path: Path) -> None:
@@ -156,7 +215,7 @@ def test_a_job_that_completes_holds_its_gpus_until_it_is_gone(backend: Backend, 
     until(backend, job_id, JobState.RUNNING)
     backend.cluster.cancel((job_id,))
     completing = 0
-    while (job := find(view := backend.cluster.view(), job_id)).holds_gpus:
+    while (job := find(view := backend.cluster.view(), job_id)).has_gpus_allocated:
         completing += JobFlag.COMPLETING in job.flags
         assert [node.idle_gpus for node in view.nodes if node.name == "node1"] == [1], job
     assert completing
@@ -184,9 +243,13 @@ def test_cancelling_ends_pending_and_running_jobs_and_ignores_unknown_ones(backe
     backend.cluster.cancel((running,))  # already over: no error
 
 
-def test_a_higher_tier_takes_the_gpus_and_the_job_comes_back_under_its_own_id(backend: Backend, tmp_path: Path) -> None:
+def test_a_higher_tier_takes_the_gpus_and_the_job_comes_back_under_its_own_id(
+    backend: Backend, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    victim = backend.cluster.submit(spec(f"echo life {backend.restarts}\nsleep 60", gpus=4, node="node1", output=out))
+    victim = backend.cluster.submit(
+        spec(f"echo life {backend.restarts}\nsleep 60", gpus=4, node="node1", output=out)
+    )
     until(backend, victim, JobState.RUNNING)
     taker = backend.cluster.submit(spec("sleep 0.5", partition="normal", gpus=1, node="node1"))
     until(backend, victim, JobState.PENDING, restarts=1)
@@ -209,10 +272,14 @@ exit 0
 
 
 def leaver(backend: Backend) -> str:
-    return LEAVES.format(restarts=backend.restarts, step=backend.step, state=backend.state, requeue=backend.requeue)
+    return LEAVES.format(
+        restarts=backend.restarts, step=backend.step, state=backend.state, requeue=backend.requeue
+    )
 
 
-def test_a_job_that_leaves_in_the_grace_and_requeues_itself_comes_back(backend: Backend, tmp_path: Path) -> None:
+def test_a_job_that_leaves_in_the_grace_and_requeues_itself_comes_back(
+    backend: Backend, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     job = spec(leaver(backend), partition="scavenge", gpus=4, node="node1", output=out)
     victim = backend.cluster.submit(job)
@@ -259,7 +326,9 @@ def test_the_jobs_alone_are_those_of_the_view(backend: Backend) -> None:
     view = backend.cluster.view()
     alone = {job.job_id: job for job in backend.cluster.jobs()}
     for job_id in (running, waiting):
-        assert replace(alone[job_id], start_time=0.0, end_time=0.0) == replace(find(view, job_id), start_time=0.0, end_time=0.0)
+        assert replace(alone[job_id], start_time=0.0, end_time=0.0) == replace(
+            find(view, job_id), start_time=0.0, end_time=0.0
+        )
 
 
 def test_requeue_puts_a_running_job_back_and_refuses_a_pending_one(backend: Backend) -> None:

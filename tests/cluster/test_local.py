@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import local_wire, procs
-from scavenger.cluster.local import LocalCluster, LocalServer
-from scavenger.cluster.local_server import expand_output
+from scavenger.cluster import processes
+from scavenger.cluster.local import messages
+from scavenger.cluster.local.client import LocalCluster, LocalServer
+from scavenger.cluster.local.server import expand_output
 from scavenger.cluster.model import Job, JobSpec, JobState
 from scavenger.errors import ClusterError, ClusterUnavailable
 from tests.clusters import layout_for_tests, wait_for
@@ -30,15 +31,21 @@ def job(cluster: LocalCluster, job_id: int) -> Job:
 
 
 def below(server: LocalServer, command: str) -> list[int]:
-    table = procs.snapshot()
-    return [p for p in procs.descendants(server.pid, table) if table[p].state != "Z" and command in procs.title(p)]
+    table = processes.snapshot()
+    return [
+        p
+        for p in processes.descendants(server.pid, table)
+        if table[p].state != "Z" and command in processes.title(p)
+    ]
 
 
 def wrote(path: Path, text: str) -> None:
     wait_for(f"{path.name} holds {text!r}", lambda: path.exists() and text in path.read_text())
 
 
-def test_a_grace_reaches_the_steps_and_not_the_batch_shell(local_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_grace_reaches_the_steps_and_not_the_batch_shell(
+    local_cluster: LocalCluster, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     step = 'trap "echo step got it; exit 5" TERM; echo up; while :; do sleep 0.05; done'
     script = f"trap 'echo shell got it' TERM\nbash -c '{step}'\necho step said $?"
@@ -51,18 +58,26 @@ def test_a_grace_reaches_the_steps_and_not_the_batch_shell(local_cluster: LocalC
     assert "shell got it" not in out.read_text()
 
 
-def test_a_job_that_is_one_process_gets_the_notice_itself(local_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_job_that_is_one_process_gets_the_notice_itself(
+    local_cluster: LocalCluster, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    victim = local_cluster.submit(spec("echo up; exec sleep 60", "scavenge", gpus=4, nodelist=("node1",), output=str(out)))
+    victim = local_cluster.submit(
+        spec("echo up; exec sleep 60", "scavenge", gpus=4, nodelist=("node1",), output=str(out))
+    )
     wrote(out, "up")
     local_cluster.submit(spec("sleep 0.1", "normal", gpus=1, nodelist=("node1",)))
     wait_for("the job has ended", lambda: job(local_cluster, victim).state is JobState.FAILED)
     assert job(local_cluster, victim).exit_code == 128 + signal.SIGTERM
 
 
-def test_a_job_that_ignores_term_is_killed_after_killwait(local_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_job_that_ignores_term_is_killed_after_killwait(
+    local_cluster: LocalCluster, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    stubborn = local_cluster.submit(spec("trap '' TERM\necho up\nwhile :; do sleep 0.05; done", output=str(out)))
+    stubborn = local_cluster.submit(
+        spec("trap '' TERM\necho up\nwhile :; do sleep 0.05; done", output=str(out))
+    )
     wrote(out, "up")
     started = time.monotonic()
     local_cluster.cancel((stubborn,))
@@ -79,7 +94,9 @@ def test_what_a_script_leaves_behind_ends_with_its_job(local_server: LocalServer
     wait_for("its children are gone", lambda: not below(local_server, "sleep 4322"), 2)
 
 
-def test_processes_killed_behind_the_schedulers_back_end_the_job_as_failed(local_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_processes_killed_behind_the_schedulers_back_end_the_job_as_failed(
+    local_cluster: LocalCluster, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     killed = local_cluster.submit(spec("echo up\nsleep 60 & sleep 60", output=str(out)))
     wrote(out, "up")
@@ -97,7 +114,7 @@ def test_a_script_that_cannot_start_fails_and_the_server_goes_on(local_cluster: 
 
 def test_a_server_and_its_jobs_end_with_a_user_that_was_killed(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom scavenger.cluster.local import LocalServer\n"
+        "import sys\nfrom pathlib import Path\nfrom scavenger.cluster.local.client import LocalServer\n"
         "from scavenger.cluster.model import JobSpec\n"
         "server = LocalServer(Path(sys.argv[1])).start()\n"
         "script = '#!/bin/bash\\nsetsid sleep 4323 & sleep 4323'\n"
@@ -109,28 +126,39 @@ def test_a_server_and_its_jobs_end_with_a_user_that_was_killed(tmp_path: Path) -
     assert user.stdout is not None
     try:
         pid = int(user.stdout.readline())
-        wait_for("the job runs", lambda: len(procs.descendants(pid, procs.snapshot())) >= 3)
-        table = procs.snapshot()
-        everything = {p: table[p].start for p in (pid, *procs.descendants(pid, table))}
+        wait_for("the job runs", lambda: len(processes.descendants(pid, processes.snapshot())) >= 3)
+        table = processes.snapshot()
+        everything = {p: table[p].start for p in (pid, *processes.descendants(pid, table))}
     finally:
         user.kill()
         user.communicate()
 
     def gone() -> bool:
-        now = procs.snapshot()
-        return not any(p in now and now[p].start == start and now[p].state != "Z" for p, start in everything.items())
+        now = processes.snapshot()
+        return not any(
+            p in now and now[p].start == start and now[p].state != "Z" for p, start in everything.items()
+        )
 
     wait_for("the server and the job are gone", gone, 60)
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\0\0", b"\xff\xff\xff\xff", b"\0\0\0\x04abcd", local_wire.HEADER.pack(1 << 30), b"GET / HTTP/1.1\r\n\r\n"],
+    [
+        b"",
+        b"\0\0",
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\x04abcd",
+        messages.HEADER.pack(1 << 30),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
 )
-def test_garbage_on_the_socket_is_refused_and_the_server_goes_on(local_server: LocalServer, data: bytes) -> None:
+def test_garbage_on_the_socket_is_refused_and_the_server_goes_on(
+    local_server: LocalServer, data: bytes
+) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(5)
-        sock.connect(str(local_server.dir / local_wire.SOCKET_NAME))
+        sock.connect(str(local_server.dir / messages.SOCKET_NAME))
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         sock.recv(4096)

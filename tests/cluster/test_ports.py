@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scavenger.cluster import ports
+from scavenger.cluster.sandbox import ports
 from scavenger.errors import ClusterError
 
 TAKES = (
-    "import sys\nfrom scavenger.cluster.ports import take_ports\n"
+    "import sys\nfrom scavenger.cluster.sandbox.ports import take_ports\n"
     "taken = take_ports(19)\nprint(taken.first, flush=True)\nsys.stdin.read()\n"
 )
 
@@ -33,15 +33,21 @@ def test_two_that_look_at_the_same_moment_get_different_ports(monkeypatch: pytes
         assert again.first == first, "given back"
 
 
-def test_processes_that_start_together_get_different_ports_and_one_that_is_killed_gives_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_start_together_get_different_ports_and_one_that_is_killed_gives_its_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     argv = [sys.executable, "-c", TAKES]
-    started = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [
+        subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     try:
         firsts = [int(process.stdout.readline()) for process in started if process.stdout is not None]
         taken = [set(range(first, first + 19)) for first in firsts]
         everybodys = set[int]().union(*taken)
         assert len(everybodys) == 3 * 19
-        monkeypatch.setattr("os.getpid", lambda: started[0].pid)  # this process begins to look where the first one did
+        monkeypatch.setattr(
+            "os.getpid", lambda: started[0].pid
+        )  # this process begins to look where the first one did
         with ports.take_ports(19) as here:
             assert not of(here) & everybodys
         started[0].kill()
@@ -64,7 +70,9 @@ def test_a_port_that_somebody_listens_on_is_not_in_a_range(monkeypatch: pytest.M
             assert first + 3 not in of(other)
 
 
-@pytest.mark.parametrize("used", [lambda _port: True, lambda port: port % 7 == 0], ids=["all", "every seventh"])
+@pytest.mark.parametrize(
+    "used", [lambda _port: True, lambda port: port % 7 == 0], ids=["all", "every seventh"]
+)
 def test_where_none_are_left_it_is_said(monkeypatch: pytest.MonkeyPatch, used: Callable[[int], bool]) -> None:
     monkeypatch.setattr(ports, "in_use", used)
     with pytest.raises(ClusterError, match="no 8 consecutive free TCP ports between 20000 and 32000"):

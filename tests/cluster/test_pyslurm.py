@@ -18,26 +18,60 @@ from pathlib import Path
 import pytest
 import structlog
 
-from scavenger.cluster import choose, procs, pyslurm_client, slurm_text
-from scavenger.cluster import pyslurm_wire as wire
+from scavenger.cluster import choose, processes
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import JobState
-from scavenger.cluster.pyslurm_client import PyslurmCluster, mismatch, unfit
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
-from scavenger.cluster.trouble import Trouble
+from scavenger.cluster.pyslurm import client
+from scavenger.cluster.pyslurm import messages as wire
+from scavenger.cluster.pyslurm.client import PyslurmCluster, mismatch, unfit
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import text as slurm_text
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection
 from scavenger.errors import ClusterUnavailable, ConfigError
 from tests.cluster.test_slurm_cluster import no_descriptors
 from tests.clusters import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-NODE = {"name": "n1", "state": "MIXED+DRAIN", "gres": ["gpu:h100:4"], "gres_used": ["gpu:h100:3(IDX:0-2)"], "partitions": ["p"],
-        "cpus": 64, "alloc_cpus": 3, "real_memory": 1000, "alloc_mem": 10}  # fmt: skip
-JOB = {"job_id": 7, "user_id": os.getuid(), "partition": "p", "job_state": "FAILED", "state_reason": "None", "name": None, "comment": "c",
-       "nodes": "n1", "sched_nodes": "", "num_nodes": 1,
-       "num_cpus": 2, "num_tasks": 1, "priority": 5, "restart_cnt": 1, "submit_time": 1, "eligible_time": 1,
-       "start_time": 2, "end_time": 3, "time_limit": 60, "exit_code": "3:9", "tres_alloc_str": "cpu=1", "tres_per_job": None,
-       "tres_per_node": "gres:gpu:h100:2", "tres_per_socket": None, "tres_per_task": None, "array_task_str": None}  # fmt: skip
+NODE = {
+    "name": "n1",
+    "state": "MIXED+DRAIN",
+    "gres": ["gpu:h100:4"],
+    "gres_used": ["gpu:h100:3(IDX:0-2)"],
+    "partitions": ["p"],
+    "cpus": 64,
+    "alloc_cpus": 3,
+    "real_memory": 1000,
+    "alloc_mem": 10,
+}
+JOB = {
+    "job_id": 7,
+    "user_id": os.getuid(),
+    "partition": "p",
+    "job_state": "FAILED",
+    "state_reason": "None",
+    "name": None,
+    "comment": "c",
+    "nodes": "n1",
+    "sched_nodes": "",
+    "num_nodes": 1,
+    "num_cpus": 2,
+    "num_tasks": 1,
+    "priority": 5,
+    "restart_cnt": 1,
+    "submit_time": 1,
+    "eligible_time": 1,
+    "start_time": 2,
+    "end_time": 3,
+    "time_limit": 60,
+    "exit_code": "3:9",
+    "tres_alloc_str": "cpu=1",
+    "tres_per_job": None,
+    "tres_per_node": "gres:gpu:h100:2",
+    "tres_per_socket": None,
+    "tres_per_task": None,
+    "array_task_str": None,
+}
 FAKE = f"""
 import os, sys, time
 way = os.environ.get("WAY", "")
@@ -103,8 +137,15 @@ def made(tmp_path: Path) -> Iterator[Callable[..., PyslurmCluster]]:
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     clusters = []
 
-    def make(way: str = "", timeout_s: float = 20.0, clock: Callable[[], float] = time.monotonic) -> PyslurmCluster:
-        env = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "WAY": way}
+    def make(
+        way: str = "", timeout_s: float = 20.0, clock: Callable[[], float] = time.monotonic
+    ) -> PyslurmCluster:
+        env = {
+            **os.environ,
+            "PATH": path,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "WAY": way,
+        }
         clusters.append(PyslurmCluster(SlurmCluster(env), timeout_s, clock=clock))
         return clusters[-1]
 
@@ -113,36 +154,55 @@ def made(tmp_path: Path) -> Iterator[Callable[..., PyslurmCluster]]:
         cluster.close()
 
 
-def test_a_view_comes_through_the_process_and_costs_what_is_counted(made: Callable[..., PyslurmCluster]) -> None:
+def test_a_view_comes_through_the_process_and_costs_what_is_counted(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     cluster = made()
     view = cluster.view()
     [node], [job], [part] = view.nodes, view.jobs, view.partitions
     assert (node.gpus, node.gpus_allocated, node.usable, node.states) == (4, 3, False, {"mixed", "drain"})
-    assert (job.state, job.gpus, job.gpus_by_node, job.restart_count, job.time_limit_s) == (JobState.FAILED, 2, (("n1", 2),), 1, 3600)
-    assert job.exit_code == 3, "the signal that pyslurm 22.5 carries over from another record is not this job's"
+    assert (job.state, job.gpus, job.gpus_by_node, job.restart_count, job.time_limit_s) == (
+        JobState.FAILED,
+        2,
+        (("n1", 2),),
+        1,
+        3600,
+    )
+    assert job.exit_code == 3, (
+        "the signal that pyslurm 22.5 carries over from another record is not this job's"
+    )
     assert (part.max_time_s, part.grace_s, part.up) == (float("inf"), 0, True)
     counts = cluster.rpc.counts()
-    assert [counts[name] for name in ("node_info", "partition_info", "build_info", "job_info")] == [1, 2, 1, 2]
+    assert [counts[name] for name in ("node_info", "partition_info", "build_info", "job_info")] == [
+        1,
+        2,
+        1,
+        2,
+    ]
     before = cluster.rpc.total
     assert cluster.jobs() == view.jobs
     assert cluster.rpc.total == before + 1, "the exit code is remembered: it is asked for once"
     assert (cluster.info().version, cluster.info().backend) == ("22.05.8", "pyslurm")
 
 
-def test_a_hung_process_is_a_failed_observation_ends_and_is_started_again_after_a_pause(made: Callable[..., PyslurmCluster]) -> None:
+def test_a_hung_process_is_a_failed_observation_ends_and_is_started_again_after_a_pause(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     cluster = made("hang", timeout_s=0.3)
     cluster.start()
     pid = cluster.pid
     with pytest.raises(ClusterUnavailable, match="no answer within") as caught:
         cluster.view()
-    assert caught.value.trouble == Trouble.BACKEND
-    assert procs.read_proc(pid) is None
+    assert caught.value.error_kind == ErrorKind.BACKEND
+    assert processes.read_proc(pid) is None
     with pytest.raises(ClusterUnavailable, match="started again in 1 s"):
         cluster.view()
     assert cluster.pid == 0
 
 
-def test_a_process_that_was_killed_is_noticed_and_another_one_takes_over(made: Callable[..., PyslurmCluster]) -> None:
+def test_a_process_that_was_killed_is_noticed_and_another_one_takes_over(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     clock = Clock()
     cluster = made(clock=clock)
     cluster.view()
@@ -150,13 +210,15 @@ def test_a_process_that_was_killed_is_noticed_and_another_one_takes_over(made: C
     os.kill(first, signal.SIGKILL)
     with pytest.raises(ClusterUnavailable) as caught:
         cluster.view()
-    assert caught.value.trouble == Trouble.BACKEND
+    assert caught.value.error_kind == ErrorKind.BACKEND
     clock.now += 1.1
     assert cluster.view().nodes
     assert cluster.pid != first
 
 
-def test_the_pause_doubles_to_its_bound_and_a_good_answer_ends_that(made: Callable[..., PyslurmCluster]) -> None:
+def test_the_pause_doubles_to_its_bound_and_a_good_answer_ends_that(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     clock = Clock()
     cluster = made("exit", clock=clock)
     pauses = []
@@ -168,15 +230,17 @@ def test_the_pause_doubles_to_its_bound_and_a_good_answer_ends_that(made: Callab
         pauses.append(float(caught.value.cause.partition("started again in ")[2].split()[0]))
         clock.now += pauses[-1]
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert pyslurm_client.MAX_PAUSE_S == 60
+    assert client.MAX_PAUSE_S == 60
 
 
-def test_what_slurm_refuses_is_told_in_its_words_and_costs_no_process(made: Callable[..., PyslurmCluster]) -> None:
+def test_what_slurm_refuses_is_told_in_its_words_and_costs_no_process(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     cluster = made("refuse")
     for _ in range(2):
         with pytest.raises(ClusterUnavailable, match="Unable to contact slurm controller") as caught:
             cluster.view()
-        assert caught.value.trouble == Trouble.DOWN
+        assert caught.value.error_kind == ErrorKind.DOWN
     pid = cluster.pid
     with pytest.raises(ClusterUnavailable):
         cluster.view()
@@ -186,26 +250,33 @@ def test_what_slurm_refuses_is_told_in_its_words_and_costs_no_process(made: Call
 def test_records_of_another_release_fail_the_observation(made: Callable[..., PyslurmCluster]) -> None:
     with pytest.raises(ClusterUnavailable, match="not as this version has it") as caught:
         made("other release").view()
-    assert caught.value.trouble == Trouble.PARTIAL
+    assert caught.value.error_kind == ErrorKind.PARTIAL
 
 
 def test_a_pyslurm_that_cannot_be_imported_says_why(made: Callable[..., PyslurmCluster]) -> None:
     with pytest.raises(ClusterUnavailable, match=r"libslurm\.so\.38") as caught:
         made("no import").start()
-    assert caught.value.trouble == Trouble.BACKEND
+    assert caught.value.error_kind == ErrorKind.BACKEND
 
 
-def test_a_process_that_cannot_be_started_is_a_failed_observation(made: Callable[..., PyslurmCluster]) -> None:
+def test_a_process_that_cannot_be_started_is_a_failed_observation(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     clock = Clock()
     cluster = made(clock=clock)
-    with no_descriptors(), pytest.raises(ClusterUnavailable, match="cannot be started: Too many open files") as caught:
+    with (
+        no_descriptors(),
+        pytest.raises(ClusterUnavailable, match="cannot be started: Too many open files") as caught,
+    ):
         cluster.view()
-    assert caught.value.trouble == Trouble.BACKEND
+    assert caught.value.error_kind == ErrorKind.BACKEND
     clock.now += 1.1
     assert cluster.view().nodes
 
 
-def test_descriptors_beyond_those_of_select_are_read_all_the_same(made: Callable[..., PyslurmCluster]) -> None:
+def test_descriptors_beyond_those_of_select_are_read_all_the_same(
+    made: Callable[..., PyslurmCluster],
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.open(os.devnull, os.O_RDONLY)]
@@ -219,21 +290,25 @@ def test_descriptors_beyond_those_of_select_are_read_all_the_same(made: Callable
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_that_no_signal_ends_is_not_waited_for(made: Callable[..., PyslurmCluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyslurm_client, "END_S", 0.2)
+def test_a_process_that_no_signal_ends_is_not_waited_for(
+    made: Callable[..., PyslurmCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "END_S", 0.2)
     cluster = made("hang", timeout_s=0.3)
     cluster.start()
     pid = cluster.pid
-    with monkeypatch.context() as patched:  # as one that the kernel holds in a file system: killed, and still there
-        patched.setattr(procs, "kill_trees", lambda roots: ())
+    with (
+        monkeypatch.context() as patched
+    ):  # as one that the kernel holds in a file system: killed, and still there
+        patched.setattr(processes, "kill_trees", lambda roots: ())
         with pytest.raises(ClusterUnavailable, match="no answer within"):
             cluster.view()
     assert cluster.pid == 0
-    procs.kill_trees([pid])
+    processes.kill_trees([pid])
 
     def reaped() -> bool:
         cluster.close()
-        return procs.read_proc(pid) is None
+        return processes.read_proc(pid) is None
 
     wait_for("it is reaped", reaped)
 
@@ -244,14 +319,19 @@ def test_closing_ends_the_process(made: Callable[..., PyslurmCluster]) -> None:
     pid = cluster.pid
     cluster.close()
     cluster.close()
-    assert procs.read_proc(pid) is None
+    assert processes.read_proc(pid) is None
 
 
 @pytest.mark.parametrize(
     ("ours", "slurm", "why"),
-    [("22.5.3", "22.05.8", ""), ("25.11.2", "22.05.8", "is for Slurm 25.11, and this is Slurm 22.05.8"),
-     ("24.11.0", "24.11.5", "other calls"), ("22.5.3", "", "no version"), ("v2", "22.05.8", "no version")],
-)  # fmt: skip
+    [
+        ("22.5.3", "22.05.8", ""),
+        ("25.11.2", "22.05.8", "is for Slurm 25.11, and this is Slurm 22.05.8"),
+        ("24.11.0", "24.11.5", "other calls"),
+        ("22.5.3", "", "no version"),
+        ("v2", "22.05.8", "no version"),
+    ],
+)
 def test_only_the_pyslurm_of_this_slurm_will_do(ours: str, slurm: str, why: str) -> None:
     said = mismatch(ours, slurm)
     assert why in said
@@ -313,7 +393,9 @@ def test_bytes_that_are_no_reply_and_lengths_over_the_bound_are_refused() -> Non
 
 @pytest.mark.slurm
 @pytest.mark.pyslurm
-def test_the_real_one_is_unavailable_while_the_controller_hangs_and_recovers_by_itself(slurm_sandbox: SlurmSandbox) -> None:
+def test_the_real_one_is_unavailable_while_the_controller_hangs_and_recovers_by_itself(
+    slurm_sandbox: SlurmSandbox,
+) -> None:
     cluster = PyslurmCluster(SlurmCluster(slurm_sandbox.env), timeout_s=10.0)
     try:
         cluster.view()
@@ -322,7 +404,7 @@ def test_the_real_one_is_unavailable_while_the_controller_hangs_and_recovers_by_
         try:
             with pytest.raises(ClusterUnavailable) as caught:
                 cluster.jobs()
-            assert caught.value.trouble == Trouble.NO_ANSWER
+            assert caught.value.error_kind == ErrorKind.NO_REPLY
         finally:
             slurm_sandbox.thaw_controller()
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from scavenger.cluster import reservations
 from scavenger.cluster.model import Reservation
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import reservations
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterUnavailable
 
 MAINTENANCE = (
@@ -32,11 +32,19 @@ def test_reservations_are_read_by_name() -> None:
     assert reservations.parse("No reservations in the system\n") == ()
     assert reservations.parse(COURSE.replace("Nodes=node0", "Nodes="))[0].nodes == frozenset()
     evil = COURSE.rstrip("\n") + " Comment=moved from\nthe old Nodes=node9 EndTime=1\n"
-    assert reservations.parse(evil + MAINTENANCE) == reservations.parse(COURSE + MAINTENANCE), "later releases print a comment"
+    assert reservations.parse(evil + MAINTENANCE) == reservations.parse(COURSE + MAINTENANCE), (
+        "later releases print a comment"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", COURSE.rstrip("\n"), COURSE.replace("EndTime=1795296393 ", ""), COURSE.replace("1795289193", "Unknown")]
+    "text",
+    [
+        "",
+        COURSE.rstrip("\n"),
+        COURSE.replace("EndTime=1795296393 ", ""),
+        COURSE.replace("1795289193", "Unknown"),
+    ],
 )
 def test_half_an_answer_is_none(text: str) -> None:
     with pytest.raises(ClusterUnavailable):

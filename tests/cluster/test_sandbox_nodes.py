@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import sandbox_nodes
-from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.sandbox import sandbox
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.errors import ClusterError, ClusterUnavailable
 
 
@@ -19,24 +19,32 @@ def shown(name: str, state: str, more: str = "") -> str:
 
 
 def test_nodes_that_are_out_have_their_state_and_reason() -> None:
-    reasons = (" Reason=Kill task failed [root@2026-11-22T04:00]", " Reason=Not responding [slurm@2026-11-22T04:00]")
-    text = "".join([
-        shown("node0", "IDLE"), shown("node1", "MIXED+PLANNED"), shown("node2", "IDLE+DRAIN", reasons[0]),
-        shown("node3", "DOWN*", reasons[1]), shown("node4", "UNKNOWN"),
-    ])  # fmt: skip
-    assert sandbox_nodes.out(text, [f"node{n}" for n in range(6)]) == {
+    reasons = (
+        " Reason=Kill task failed [root@2026-11-22T04:00]",
+        " Reason=Not responding [slurm@2026-11-22T04:00]",
+    )
+    text = "".join(
+        [
+            shown("node0", "IDLE"),
+            shown("node1", "MIXED+PLANNED"),
+            shown("node2", "IDLE+DRAIN", reasons[0]),
+            shown("node3", "DOWN*", reasons[1]),
+            shown("node4", "UNKNOWN"),
+        ]
+    )
+    assert sandbox.out(text, [f"node{n}" for n in range(6)]) == {
         "node2": "drain+idle, Kill task failed",
         "node3": "down+not_responding, Not responding",
         "node4": "unknown",
         "node5": "not listed",
     }
     with pytest.raises(ClusterUnavailable):
-        sandbox_nodes.out(text[:-1], ["node0"])
+        sandbox.out(text[:-1], ["node0"])
 
 
 def test_the_error_ends_with_the_log_of_the_nodes_slurmd(tmp_path: Path) -> None:
     (tmp_path / "slurmd.node2.log").write_text("".join(f"line {n}\n" for n in range(20)))
-    text = sandbox_nodes.told({"node2": "unknown", "node3": "unknown", "node4": "unknown"}, tmp_path)
+    text = sandbox.told({"node2": "unknown", "node3": "unknown", "node4": "unknown"}, tmp_path)
     assert text.startswith("node2: unknown\nnode3: unknown\nnode4: unknown\n")
     assert text.count("slurmd log:") == 2
     assert "line 12" in text
@@ -48,7 +56,10 @@ def test_the_error_ends_with_the_log_of_the_nodes_slurmd(tmp_path: Path) -> None
 def test_a_sandbox_names_the_node_that_is_out(slurm_sandbox: SlurmSandbox) -> None:
     slurm_sandbox.check_nodes()
     slurm_sandbox.down_node("node2")
-    with pytest.raises(ClusterError, match=r"1 of 4 nodes are out:\nnode2: down, sandbox\nthe end of node2's slurmd log:\n  \S+"):
+    with pytest.raises(
+        ClusterError,
+        match=r"1 of 4 nodes are out:\nnode2: down, sandbox\nthe end of node2's slurmd log:\n  \S+",
+    ):
         slurm_sandbox.check_nodes()
     slurm_sandbox.resume_node("node2")
     slurm_sandbox.check_nodes()

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.layout import Layout, PartitionLayout
-from scavenger.cluster.model import JobFlag, JobSpec, JobState, PreemptMode
-from scavenger.cluster.schedule_model import (
+from scavenger.cluster.local.scheduler import (
     HOLDING,
     Action,
     Cancel,
@@ -23,13 +22,14 @@ from scavenger.cluster.schedule_model import (
     Phase,
     Requeue,
     Requeued,
+    Scheduler,
     Signal,
     Start,
     Submit,
     Submitted,
     Tick,
 )
-from scavenger.cluster.scheduler import Scheduler
+from scavenger.cluster.model import JobFlag, JobSpec, JobState, PreemptMode
 from scavenger.errors import ClusterError
 
 NODES = ("node0", "node1")
@@ -44,14 +44,24 @@ def layout(*, grace_s: float = 0.0, mode: PreemptMode = PreemptMode.REQUEUE, lim
         kill_wait_s=2,
         partitions=(
             PartitionLayout(name="normal", nodes=NODES, priority_tier=10, max_time_s=limit_s),
-            PartitionLayout(name="scavenge", nodes=NODES, priority_tier=1, preempt_mode=mode, grace_s=grace_s),
+            PartitionLayout(
+                name="scavenge", nodes=NODES, priority_tier=1, preempt_mode=mode, grace_s=grace_s
+            ),
         ),
     )
 
 
 def spec(partition: str = "scavenge", gpus: int = 4, node: str = "", **more: object) -> JobSpec:
     fixed = (node,) if node else ()
-    return JobSpec(name="j", comment="c", partition=partition, script="#!/bin/sh\n", gpus=gpus, nodelist=fixed, **more)  # type: ignore[arg-type]
+    return JobSpec(
+        name="j",
+        comment="c",
+        partition=partition,
+        script="#!/bin/sh\n",
+        gpus=gpus,
+        nodelist=fixed,
+        **more,  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]
 
 
 @dataclass
@@ -268,7 +278,9 @@ def test_ended_jobs_are_listed_for_a_while() -> None:
     d = driver()
     job = d.submit(spec())
     d.exit(job, 1)
-    assert [(j.job_id, j.state, j.exit_code) for j in d.scheduler.view(d.now).jobs] == [(job, JobState.FAILED, 1)]
+    assert [(j.job_id, j.state, j.exit_code) for j in d.scheduler.view(d.now).jobs] == [
+        (job, JobState.FAILED, 1)
+    ]
     d.wait(301)
     assert d.scheduler.view(d.now).jobs == ()
 
@@ -293,27 +305,44 @@ def holds_together(d: Driver) -> None:
         assert cpus <= 8
     for job in d.scheduler.jobs.values():
         assert (job.phase in HOLDING) == bool(job.gpus)
-    waiting = [j for j in d.scheduler.jobs.values() if j.phase is Phase.PENDING and j.spec.partition == "normal"
-                   and j.eligible_time <= d.now]  # fmt: skip  # a requeued one may not begin yet, and others may have its room meanwhile
+    waiting = [
+        j
+        for j in d.scheduler.jobs.values()
+        if j.phase is Phase.PENDING and j.spec.partition == "normal" and j.eligible_time <= d.now
+    ]
     if waiting and len(d.scheduler.down) < len(NODES):
-        weak = [j for j in d.scheduler.jobs.values() if j.phase is Phase.RUNNING and j.spec.partition == "scavenge"]
+        weak = [
+            j
+            for j in d.scheduler.jobs.values()
+            if j.phase is Phase.RUNNING and j.spec.partition == "scavenge"
+        ]
         first = min(waiting, key=lambda j: (-j.priority, j.job_id))
-        allowed = [n for n in NODES if n not in d.scheduler.down and (not first.spec.nodelist or n in first.spec.nodelist)]
+        allowed = [
+            n
+            for n in NODES
+            if n not in d.scheduler.down and (not first.spec.nodelist or n in first.spec.nodelist)
+        ]
         for name in allowed:
             strong = sum(len(j.gpus.get(name, ())) for j in d.scheduler.jobs.values() if j not in weak)
-            assert 4 - strong < first.spec.gpus or all(name not in j.gpus for j in weak) or any(
-                j.phase in (Phase.GRACE, Phase.STOPPING) for j in d.scheduler.jobs.values()
-            )  # fmt: skip
+            assert (
+                4 - strong < first.spec.gpus
+                or all(name not in j.gpus for j in weak)
+                or any(j.phase in (Phase.GRACE, Phase.STOPPING) for j in d.scheduler.jobs.values())
+            )
 
 
 MOVES = st.lists(
-    st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 9), st.floats(0, 6)), min_size=1, max_size=60
+    st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 9), st.floats(0, 6)),
+    min_size=1,
+    max_size=60,
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(MOVES, st.sampled_from([0.0, 3.0]))
-def test_no_schedule_of_events_breaks_the_cluster(moves: list[tuple[int, int, int, float]], grace_s: float) -> None:
+def test_no_schedule_of_events_breaks_the_cluster(
+    moves: list[tuple[int, int, int, float]], grace_s: float
+) -> None:
     d = driver(grace_s=grace_s)
     for kind, gpus, pick, seconds in moves:
         d.now += seconds
@@ -351,5 +380,9 @@ def test_equal_events_give_equal_actions(moves: list[tuple[int, int, int, float]
     for kind, gpus, pick, seconds in moves:
         for d in (one, two):
             d.now += seconds
-            d.do(Submit(spec("normal" if kind % 2 else "scavenge", gpus, NODES[pick % 2] if pick < 4 else ""), "u"))
+            d.do(
+                Submit(
+                    spec("normal" if kind % 2 else "scavenge", gpus, NODES[pick % 2] if pick < 4 else ""), "u"
+                )
+            )
     assert one.log == two.log

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import JobSpec, Node, Partition, PreemptMode
-from scavenger.cluster.slurm import Remembered, SlurmCluster
-from scavenger.cluster.trouble import Trouble
+from scavenger.cluster.slurm.backend import Remembered, SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 
 
@@ -25,16 +25,18 @@ def site(folder: Path, timeout_s: float = 20.0, **commands: str) -> SlurmCluster
 
 
 @pytest.mark.parametrize(
-    ("words", "trouble"),
-    [("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", Trouble.RATE_LIMITED),
-     ("slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER),
-     ("slurm_load_jobs error: Protocol authentication error", Trouble.AUTH),
-     ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Trouble.DOWN)],
-)  # fmt: skip
-def test_a_complaint_is_named(tmp_path: Path, words: str, trouble: Trouble) -> None:
+    ("words", "error_kind"),
+    [
+        ("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", ErrorKind.RATE_LIMITED),
+        ("slurm_load_jobs error: Slurm backup controller in standby mode", ErrorKind.FAILING_OVER),
+        ("slurm_load_jobs error: Protocol authentication error", ErrorKind.AUTH),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", ErrorKind.DOWN),
+    ],
+)
+def test_a_complaint_is_named(tmp_path: Path, words: str, error_kind: ErrorKind) -> None:
     with pytest.raises(ClusterUnavailable) as caught:
         site(tmp_path, squeue=f"echo '{words}' >&2; exit 1").jobs()
-    assert caught.value.trouble == trouble
+    assert caught.value.error_kind == error_kind
     assert words in caught.value.cause
 
 
@@ -45,29 +47,38 @@ def test_a_refusal_is_no_trouble_that_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "trouble"), [("", Trouble.NO_ANSWER), ("squeue: error: Munge encode failed: Failed to access", Trouble.AUTH)]
+    ("said", "error_kind"),
+    [("", ErrorKind.NO_REPLY), ("squeue: error: Munge encode failed: Failed to access", ErrorKind.AUTH)],
 )
-def test_what_a_slow_command_had_said_by_then_names_the_trouble(tmp_path: Path, said: str, trouble: Trouble) -> None:
+def test_what_a_slow_command_had_said_by_then_names_the_trouble(
+    tmp_path: Path, said: str, error_kind: ErrorKind
+) -> None:
     with pytest.raises(ClusterUnavailable, match="gave no answer within") as caught:
         site(tmp_path, timeout_s=0.5, squeue=f"echo '{said}' >&2; exec sleep 60").jobs()
-    assert caught.value.trouble == trouble
+    assert caught.value.error_kind == error_kind
     assert said in caught.value.cause
 
 
 def test_an_answer_that_is_none_is_partial_and_a_lost_submission_unknown(tmp_path: Path) -> None:
-    cluster = site(tmp_path, squeue="echo hello", sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    cluster = site(
+        tmp_path, squeue="echo hello", sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1"
+    )
     with pytest.raises(ClusterUnavailable) as caught:
         cluster.jobs()
-    assert caught.value.trouble == Trouble.PARTIAL
+    assert caught.value.error_kind == ErrorKind.PARTIAL
     with pytest.raises(SubmitUnknown):
         cluster.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
-    assert cluster.rpc.counts() == {"job_info": 1, "partition_info": 1, "submit": 1}, "what failed was sent, and counts"
+    assert cluster.rpc.counts() == {"job_info": 1, "partition_info": 1, "submit": 1}, (
+        "what failed was sent, and counts"
+    )
     killed = site(tmp_path, sbatch="kill -9 $$")  # by the host's memory, perhaps after it had asked
     with pytest.raises(SubmitUnknown):
         killed.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
 
 
-@pytest.mark.parametrize(("said", "version"), [("slurm-wlm 22.05.8", "22.05.8"), ("slurm 24.11.0-0rc1", "24.11.0-0rc1")])
+@pytest.mark.parametrize(
+    ("said", "version"), [("slurm-wlm 22.05.8", "22.05.8"), ("slurm 24.11.0-0rc1", "24.11.0-0rc1")]
+)
 def test_the_commands_tell_their_version(tmp_path: Path, said: str, version: str) -> None:
     assert site(tmp_path, scontrol=f"echo {said}").version() == version
     with pytest.raises(ClusterUnavailable, match="no version"):
@@ -77,7 +88,9 @@ def test_the_commands_tell_their_version(tmp_path: Path, said: str, version: str
 def test_partitions_are_remembered_for_a_while_and_not_longer_than_they_agree_with_the_nodes() -> None:
     now, asked = [0.0], []
     n1 = Node("n1", frozenset({"idle"}), frozenset(), "", 0, 0, 1, 0, 1, 0)
-    both, one = (Partition("p", frozenset(names), 1, PreemptMode.OFF, 0.0, 0.0) for names in (("n1", "n2"), ("n1",)))
+    both, one = (
+        Partition("p", frozenset(names), 1, PreemptMode.OFF, 0.0, 0.0) for names in (("n1", "n2"), ("n1",))
+    )
     kept, answers = Remembered(300.0, lambda: now[0]), [both, one, both]
 
     def ask() -> tuple[Partition, ...]:
@@ -93,7 +106,7 @@ def test_partitions_are_remembered_for_a_while_and_not_longer_than_they_agree_wi
     now[0] = 600.0
     with pytest.raises(ClusterUnavailable, match="leaves out n2") as caught:
         kept.agreeing((n1,), ask)
-    assert caught.value.trouble == Trouble.PARTIAL
+    assert caught.value.error_kind == ErrorKind.PARTIAL
     assert asked == [0.0, 299.0, 600.0]
 
 
@@ -110,11 +123,16 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_command_that_cannot_be_started_is_trouble_that_passes_and_a_submission_that_never_was(tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_started_is_trouble_that_passes_and_a_submission_that_never_was(
+    tmp_path: Path,
+) -> None:
     cluster = site(tmp_path, squeue="exit 0", sbatch=f"touch {tmp_path}/ran")
-    with no_descriptors(), pytest.raises(ClusterUnavailable, match="squeue cannot be started: Too many open files") as caught:
+    with (
+        no_descriptors(),
+        pytest.raises(ClusterUnavailable, match="squeue cannot be started: Too many open files") as caught,
+    ):
         cluster.jobs()
-    assert caught.value.trouble == Trouble.BACKEND
+    assert caught.value.error_kind == ErrorKind.BACKEND
     with no_descriptors(), pytest.raises(ClusterError, match="sbatch cannot be started") as refused:
         cluster.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
     assert not isinstance(refused.value, ClusterUnavailable | SubmitUnknown), "there is no job to look for"

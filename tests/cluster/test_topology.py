@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scavenger.cluster import topology
+from scavenger.cluster.slurm import topology
 from scavenger.errors import ClusterUnavailable
 
 TREE = """SwitchName=s0 Level=0 LinkSpeed=1 Nodes=node[01-03]
@@ -19,14 +19,23 @@ AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[1-4] BlockSize=4
 
 def test_nodes_hang_at_their_leaf_switch() -> None:
     found = topology.parse(TREE)
-    assert found == (("node01", "s0"), ("node02", "s0"), ("node03", "s0"), ("node04", "s1"), ("gpu7", "s1"), ("gpu9", "s1"))
+    assert found == (
+        ("node01", "s0"),
+        ("node02", "s0"),
+        ("node03", "s0"),
+        ("node04", "s1"),
+        ("gpu7", "s1"),
+        ("gpu9", "s1"),
+    )
 
 
 def test_a_block_is_as_good_as_a_switch() -> None:
     assert topology.parse(BLOCK) == (("node1", "b1"), ("node2", "b1"), ("node3", "b2"), ("node4", "b2"))
 
 
-@pytest.mark.parametrize("text", ["", "No topology information available\n", "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=(null)\n"])
+@pytest.mark.parametrize(
+    "text", ["", "No topology information available\n", "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=(null)\n"]
+)
 def test_no_topology_says_nothing(text: str) -> None:
     assert topology.parse(text) == ()
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scavenger.doctor.facts import Answer, Facts, Wanted
+from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 
 DATA = Path(__file__).resolve().parents[1] / "data/doctor"
 NAMES = ("config", "client", "partitions", "nodes", "mpi")
@@ -19,10 +19,10 @@ def site(
     config: Mapping[str, str | None] | None = None,
     *,
     replace: dict[str, tuple[str, str]] | None = None,
-    answers: dict[str, Answer] | None = None,
+    answers: dict[str, CommandOutput] | None = None,
     asked_at: float = AT,
     pyslurm: str = "",
-    probe: Answer | None = None,
+    probe: CommandOutput | None = None,
 ) -> Facts:
     """The recorded site with other settings (None: this Slurm has none of that name), and with text replaced in its answers."""
     found = {name: (DATA / f"{name}.txt").read_text() for name in NAMES}
@@ -33,8 +33,14 @@ def site(
     for name, (old, new) in (replace or {}).items():
         assert old in found[name], f"{old!r} is not in the recorded {name}"
         found[name] = found[name].replace(old, new)
-    return Facts({name: Answer(text) for name, text in found.items()} | (answers or {}), asked_at, 0.0, pyslurm, probe)
+    return Facts(
+        {name: CommandOutput(text) for name, text in found.items()} | (answers or {}),
+        asked_at,
+        0.0,
+        pyslurm,
+        probe,
+    )
 
 
-def qos_lines(*lines: str) -> dict[str, Answer]:
-    return {"qos": Answer("\n".join(lines) + "\n"), "admin": Answer("scavenger|None\n")}
+def qos_lines(*lines: str) -> dict[str, CommandOutput]:
+    return {"qos": CommandOutput("\n".join(lines) + "\n"), "admin": CommandOutput("scavenger|None\n")}

@@ -7,10 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from scavenger.doctor import findings, rules, rules_limits, rules_preempt, rules_site
-from scavenger.doctor.facts import Answer, Facts, Wanted
+from scavenger.doctor import findings
+from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.doctor.findings import Finding, Level
-from scavenger.doctor.notice import notice
+from scavenger.doctor.rules import limits, preemption, run
+from scavenger.doctor.rules import site as rules_site
+from scavenger.doctor.rules.preemption import notice
 from tests.doctor.site import AT, NAMES, WANTED, qos_lines, site
 
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN
@@ -25,15 +27,27 @@ NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
 
 
 def found(name: str, facts: Facts, wanted: Wanted = WANTED) -> Finding:
-    (one,) = [one for one in rules.judge(facts, wanted) if one.check == name]
+    (one,) = [one for one in run.judge(facts, wanted) if one.check == name]
     return one
 
 
 CASES = [
     # version
     ("version", site(), WANTED, OK, "22.05.8"),
-    ("version", site({"SLURM_VERSION": "21.08.1"}, replace={"client": ("22.05.8", "21.08.1")}), WANTED, WARNING, "older than 22.05"),
-    ("version", site(replace={"client": ("22.05.8", "24.11.3")}), WANTED, PROBLEM, "newer than the controller's"),
+    (
+        "version",
+        site({"SLURM_VERSION": "21.08.1"}, replace={"client": ("22.05.8", "21.08.1")}),
+        WANTED,
+        WARNING,
+        "older than 22.05",
+    ),
+    (
+        "version",
+        site(replace={"client": ("22.05.8", "24.11.3")}),
+        WANTED,
+        PROBLEM,
+        "newer than the controller's",
+    ),
     # pyslurm
     ("pyslurm", site(), WANTED, OK, "not installed"),
     ("pyslurm", site(pyslurm="22.5.3"), WANTED, OK, "matches"),
@@ -44,30 +58,95 @@ CASES = [
     ("clock", site(asked_at=AT - 60), WANTED, WARNING, "-60 s off"),
     ("clock", site(asked_at=AT + 600), WANTED, PROBLEM, "+600 s off"),
     # preemption
-    ("preemption", site(replace={"partitions": ("Nodes=node[1-3] PriorityJobFactor=1 PriorityTier=1 ", "Nodes=node[1-3] PriorityTier=2 ")}),
-     replace(WANTED, partition="scavenge"), PROBLEM, "not below that of"),
-    ("preemption", site(replace={"partitions": ("PartitionName=normal ", "PartitionName=scavenge9 PriorityTier=0 ")}),
-     replace(WANTED, partition="scavenge9"), PROBLEM, "not preemptible"),
+    (
+        "preemption",
+        site(
+            replace={
+                "partitions": (
+                    "Nodes=node[1-3] PriorityJobFactor=1 PriorityTier=1 ",
+                    "Nodes=node[1-3] PriorityTier=2 ",
+                )
+            }
+        ),
+        replace(WANTED, partition="scavenge"),
+        PROBLEM,
+        "not below that of",
+    ),
+    (
+        "preemption",
+        site(replace={"partitions": ("PartitionName=normal ", "PartitionName=scavenge9 PriorityTier=0 ")}),
+        replace(WANTED, partition="scavenge9"),
+        PROBLEM,
+        "not preemptible",
+    ),
     ("preemption", site({"PreemptType": "preempt/none"}), WANTED, PROBLEM, "preempts nothing"),
     ("preemption", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), QOS_LOW, OK, "QOS 'low' decides"),
     # preempt mode
     ("preempt mode", site(), WANTED, OK, "keeps its id"),
-    ("preempt mode", site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=CANCEL")}), WANTED, WARNING, "never come back"),
-    ("preempt mode", site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=SUSPEND")}), WANTED, PROBLEM, "memory"),
-    ("preempt mode", site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=OFF")}), WANTED, PROBLEM, "not preempted at all"),
-    ("preempt mode", site(BY_QOS, answers=qos_lines(LOW.replace("cluster", "cancel"), NORMAL)), QOS_LOW, WARNING, "CANCEL"),
+    (
+        "preempt mode",
+        site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=CANCEL")}),
+        WANTED,
+        WARNING,
+        "never come back",
+    ),
+    (
+        "preempt mode",
+        site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=SUSPEND")}),
+        WANTED,
+        PROBLEM,
+        "memory",
+    ),
+    (
+        "preempt mode",
+        site(replace={"partitions": ("PreemptMode=REQUEUE", "PreemptMode=OFF")}),
+        WANTED,
+        PROBLEM,
+        "not preempted at all",
+    ),
+    (
+        "preempt mode",
+        site(BY_QOS, answers=qos_lines(LOW.replace("cluster", "cancel"), NORMAL)),
+        QOS_LOW,
+        WARNING,
+        "CANCEL",
+    ),
     # exempt time
     ("exempt time", site(), WANTED, OK, "first second"),
     ("exempt time", site({"PreemptExemptTime": "00:10:00"}), WANTED, PROBLEM, "600 s"),
     ("exempt time", site({"PreemptExemptTime": "-1"}), WANTED, OK, "first second"),
-    ("exempt time", site(BY_QOS, answers=qos_lines("low||cluster|00:00:00|00:05:00|0||||", NORMAL)), QOS_LOW, PROBLEM, "300 s"),
+    (
+        "exempt time",
+        site(BY_QOS, answers=qos_lines("low||cluster|00:00:00|00:05:00|0||||", NORMAL)),
+        QOS_LOW,
+        PROBLEM,
+        "300 s",
+    ),
     # notice, and the bound on a hung worker
     ("notice", site(), WANTED, OK, "SIGKILL 10 s later"),
-    ("notice", site({"KillWait": "1 sec"}), replace(WANTED, partition="scavenge0"), WARNING, "SIGKILL 1 s later"),
+    (
+        "notice",
+        site({"KillWait": "1 sec"}),
+        replace(WANTED, partition="scavenge0"),
+        WARNING,
+        "SIGKILL 1 s later",
+    ),
     ("notice", site({"KillWait": "30 sec", "MessageTimeout": "10 sec"}), WANTED, OK, "SIGKILL 40 s later"),
-    ("notice", site(BY_QOS, answers=qos_lines(LOW.replace("00:00:00", "00:01:00"), NORMAL)), QOS_LOW, OK, "60 s later"),
+    (
+        "notice",
+        site(BY_QOS, answers=qos_lines(LOW.replace("00:00:00", "00:01:00"), NORMAL)),
+        QOS_LOW,
+        OK,
+        "60 s later",
+    ),
     ("hung worker", site(), WANTED, OK, "42 s at most"),
-    ("hung worker", site(replace={"partitions": ("GraceTime=10", "GraceTime=600")}), WANTED, WARNING, "632 s at most"),
+    (
+        "hung worker",
+        site(replace={"partitions": ("GraceTime=10", "GraceTime=600")}),
+        WANTED,
+        WARNING,
+        "632 s at most",
+    ),
     # requeue
     ("requeue", site(), WANTED, OK, "JobRequeue=1"),
     ("requeue", site({"JobRequeue": "0"}), WANTED, OK, "--requeue, which overrides"),
@@ -80,16 +159,52 @@ CASES = [
     ("qos", site(DBD, answers=qos_lines(LOW, NORMAL)), WANTED, WARNING, "harvest.qos is empty"),
     ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), WANTED, PROBLEM, "harvest.qos is empty"),
     ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), QOS_LOW, OK, "UsageFactor=0"),
-    ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL)), replace(WANTED, qos="lower"), PROBLEM, "no QOS 'lower'"),
-    ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL.replace("low", ""))), QOS_LOW, PROBLEM, "no QOS may preempt"),
-    ("qos", site(BY_QOS, answers=qos_lines(LOW, NORMAL, "long||cluster|00:00:00||1||||")), QOS_LOW, WARNING, "long may not"),
-    ("qos", site(BY_QOS, answers=qos_lines(LOW.replace("0.0000", "1.0000"), NORMAL)), QOS_LOW, WARNING, "UsageFactor=1"),
-    ("qos", site(BY_QOS, answers={"qos": Answer(error="sacctmgr: slurmdbd is down")}), QOS_LOW, UNKNOWN, "slurmdbd is down"),
+    (
+        "qos",
+        site(BY_QOS, answers=qos_lines(LOW, NORMAL)),
+        replace(WANTED, qos="lower"),
+        PROBLEM,
+        "no QOS 'lower'",
+    ),
+    (
+        "qos",
+        site(BY_QOS, answers=qos_lines(LOW, NORMAL.replace("low", ""))),
+        QOS_LOW,
+        PROBLEM,
+        "no QOS may preempt",
+    ),
+    (
+        "qos",
+        site(BY_QOS, answers=qos_lines(LOW, NORMAL, "long||cluster|00:00:00||1||||")),
+        QOS_LOW,
+        WARNING,
+        "long may not",
+    ),
+    (
+        "qos",
+        site(BY_QOS, answers=qos_lines(LOW.replace("0.0000", "1.0000"), NORMAL)),
+        QOS_LOW,
+        WARNING,
+        "UsageFactor=1",
+    ),
+    (
+        "qos",
+        site(BY_QOS, answers={"qos": CommandOutput(error="sacctmgr: slurmdbd is down")}),
+        QOS_LOW,
+        UNKNOWN,
+        "slurmdbd is down",
+    ),
     # private data
     ("private data", site(), WANTED, OK, "visible"),
     ("private data", site({"PrivateData": "cloud,usage"}), WANTED, OK, "visible"),
     ("private data", site({"PrivateData": "jobs,usage"}), WANTED, WARNING, "hides jobs of others"),
-    ("private data", site({"PrivateData": "jobs"}, answers={"admin": Answer("scavenger|Operator\n")}), WANTED, OK, "scavenger is Operator"),
+    (
+        "private data",
+        site({"PrivateData": "jobs"}, answers={"admin": CommandOutput("scavenger|Operator\n")}),
+        WANTED,
+        OK,
+        "scavenger is Operator",
+    ),
     # gpus
     ("gpus", site({"AccountingStorageTRES": "cpu,mem,gres/gpu"}), WANTED, OK, "12 GPUs"),
     ("gpus", site(), WANTED, WARNING, "lacks gres/gpu"),
@@ -97,22 +212,73 @@ CASES = [
     ("gpus", site(), replace(WANTED, partition="nowhere"), UNKNOWN, "no partition nowhere"),
     # partition limits
     ("partition limits", site(), WANTED, OK, "is up"),
-    ("partition limits", site(replace={"partitions": ("MaxTime=UNLIMITED", "MaxTime=00:30:00")}), WANTED, PROBLEM, "30 min"),
-    ("partition limits", site(replace={"partitions": ("State=UP", "State=DOWN")}), WANTED, PROBLEM, "State=DOWN"),
+    (
+        "partition limits",
+        site(replace={"partitions": ("MaxTime=UNLIMITED", "MaxTime=00:30:00")}),
+        WANTED,
+        PROBLEM,
+        "30 min",
+    ),
+    (
+        "partition limits",
+        site(replace={"partitions": ("State=UP", "State=DOWN")}),
+        WANTED,
+        PROBLEM,
+        "State=DOWN",
+    ),
     ("partition limits", site(replace=ACCOUNTS), WANTED, PROBLEM, "AllowAccounts=ml,bio"),
     ("partition limits", site(replace=ACCOUNTS), replace(WANTED, account="ml"), OK, "is up"),
-    ("partition limits", site(replace={"partitions": ("ReqResv=NO", "ReqResv=YES")}), WANTED, PROBLEM, "ReqResv=YES"),
+    (
+        "partition limits",
+        site(replace={"partitions": ("ReqResv=NO", "ReqResv=YES")}),
+        WANTED,
+        PROBLEM,
+        "ReqResv=YES",
+    ),
     ("partition limits", site(), replace(WANTED, partition="nowhere"), UNKNOWN, "no partition nowhere"),
     # the others
     ("enforce limits", site({"EnforcePartLimits": "ALL"}), WANTED, OK, "refused when it is submitted"),
     ("enforce limits", site(), WANTED, WARNING, "stays pending"),
     ("exclusive nodes", site(), WANTED, OK, "shared"),
-    ("exclusive nodes", site(replace={"partitions": ("OverSubscribe=NO", "OverSubscribe=EXCLUSIVE")}), WANTED, WARNING, "whole node"),
+    (
+        "exclusive nodes",
+        site(replace={"partitions": ("OverSubscribe=NO", "OverSubscribe=EXCLUSIVE")}),
+        WANTED,
+        WARNING,
+        "whole node",
+    ),
     ("exclusive nodes", site({"SelectType": "select/linear"}), WANTED, WARNING, "select/linear"),
+    # 26.05 prints this one word in the place of ExclusiveUser and ExclusiveTopo, also where OverSubscribe=EXCLUSIVE was set
+    (
+        "exclusive nodes",
+        site(replace={"partitions": ("ExclusiveUser=NO", "Exclusive=NO")}),
+        WANTED,
+        OK,
+        "shared",
+    ),
+    (
+        "exclusive nodes",
+        site(replace={"partitions": ("ExclusiveUser=NO", "Exclusive=NODE")}),
+        WANTED,
+        WARNING,
+        "Exclusive=NODE",
+    ),
     ("shape", site(), replace(WANTED, cpus=16, memory_mb=250000), OK, "within"),
     ("shape", site(), replace(WANTED, cpus=17), WARNING, "strand GPUs"),
-    ("shape", site({"SelectTypeParameters": "CR_CORE_MEMORY"}), WANTED, OK, "1 CPU and its GPUs' share of a node's memory"),
-    ("shape", site({"SelectTypeParameters": "CR_CORE_MEMORY"}, replace=NO_MEMORY), WANTED, PROBLEM, "whole node's memory"),
+    (
+        "shape",
+        site({"SelectTypeParameters": "CR_CORE_MEMORY"}),
+        WANTED,
+        OK,
+        "1 CPU and its GPUs' share of a node's memory",
+    ),
+    (
+        "shape",
+        site({"SelectTypeParameters": "CR_CORE_MEMORY"}, replace=NO_MEMORY),
+        WANTED,
+        PROBLEM,
+        "whole node's memory",
+    ),
     ("shape", site({"SelectTypeParameters": "CR_CORE"}, replace=NO_MEMORY), WANTED, OK, "the default memory"),
     ("shape", site(), replace(WANTED, partition="nowhere"), UNKNOWN, "no partition nowhere"),
     ("shape", site(replace={"nodes": ("Gres=gpu:h100:4", "Gres=(null)")}), WANTED, UNKNOWN, "shows GPUs"),
@@ -120,17 +286,47 @@ CASES = [
     ("rate limit", site(), WANTED, OK, "2 commands, 4 requests, every 60 s"),
     ("rate limit", site({"SlurmctldParameters": "rl_enable"}), WANTED, OK, "120 RPCs a minute"),
     ("rate limit", site({"SlurmctldParameters": "rl_enable,rl_bucket_size=4"}), WANTED, WARNING, "4 at once"),
-    ("rate limit", site({"SlurmctldParameters": "rl_enable,rl_refill_period=30"}), WANTED, WARNING, "4 RPCs a minute"),
+    (
+        "rate limit",
+        site({"SlurmctldParameters": "rl_enable,rl_refill_period=30"}),
+        WANTED,
+        WARNING,
+        "4 RPCs a minute",
+    ),
     ("job purge", site(), WANTED, OK, "MinJobAge=300"),
     ("job purge", site({"MinJobAge": "10 sec"}), WANTED, WARNING, "not seen"),
     ("mpi", site(), WANTED, OK, "pmix"),
-    ("mpi", site(answers={"mpi": Answer("MPI plugin types are...\n\tnone\n\tpmi2\n")}), WANTED, WARNING, "mpirun"),
+    (
+        "mpi",
+        site(answers={"mpi": CommandOutput("MPI plugin types are...\n\tnone\n\tpmi2\n")}),
+        WANTED,
+        WARNING,
+        "mpirun",
+    ),
     ("compute node", site(), WANTED, UNKNOWN, "not tried"),
-    ("compute node", site(probe=Answer(error="job 7 was PENDING")), WANTED, PROBLEM, "job 7 was PENDING"),
-    ("compute node", site(probe=Answer(error="job 7 was PENDING", remedy="ask again")), WANTED, UNKNOWN, "job 7 was PENDING"),
-    ("compute node", site(probe=Answer(SEEN + "port=ok\nrequeue=ok\n")), WANTED, OK, "on n1"),
-    ("compute node", site(probe=Answer(SEEN + "port=h:1 cannot be reached\n")), WANTED, PROBLEM, "port: h:1"),
-]  # fmt: skip
+    (
+        "compute node",
+        site(probe=CommandOutput(error="job 7 was PENDING")),
+        WANTED,
+        PROBLEM,
+        "job 7 was PENDING",
+    ),
+    (
+        "compute node",
+        site(probe=CommandOutput(error="job 7 was PENDING", remedy="ask again")),
+        WANTED,
+        UNKNOWN,
+        "job 7 was PENDING",
+    ),
+    ("compute node", site(probe=CommandOutput(SEEN + "port=ok\nrequeue=ok\n")), WANTED, OK, "on n1"),
+    (
+        "compute node",
+        site(probe=CommandOutput(SEEN + "port=h:1 cannot be reached\n")),
+        WANTED,
+        PROBLEM,
+        "port: h:1",
+    ),
+]
 
 IDS = [f"{case[0]}-{case[3]}-{number}" for number, case in enumerate(CASES)]
 
@@ -139,54 +335,68 @@ IDS = [f"{case[0]}-{case[3]}-{number}" for number, case in enumerate(CASES)]
 def test_a_check_s_outcome(name: str, facts: Facts, wanted: Wanted, level: Level, text: str) -> None:
     one = found(name, facts, wanted)
     assert one.level is level, one
-    assert text in one.said, one
+    assert text in one.observed, one
     assert one.remedy or level is OK, "what is not well has a remedy"
 
 
 def test_preemption_by_partition_is_well_where_ours_is_below_all_others() -> None:
-    alone = site(replace={"partitions": ("PartitionName=scavenge0 AllowGroups", "PartitionName=scavenge0 PriorityTier=2 AllowGroups")})
+    alone = site(
+        replace={
+            "partitions": (
+                "PartitionName=scavenge0 AllowGroups",
+                "PartitionName=scavenge0 PriorityTier=2 AllowGroups",
+            )
+        }
+    )
     assert found("preemption", alone).level is OK
 
 
 def test_every_check_has_at_least_two_outcomes_here_and_its_own_name() -> None:
-    for name, rule in rules.RULES:
+    for name, rule in run.RULES:
         assert len({case[3] for case in CASES if case[0] == name}) >= 2, name
-        assert rule in vars(rules_site).values() or rule in vars(rules_limits).values() or rule in vars(rules_preempt).values()
-    assert {case[0] for case in CASES} == {name for name, _ in rules.RULES}
+        assert (
+            rule in vars(rules_site).values()
+            or rule in vars(limits).values()
+            or rule in vars(preemption).values()
+        )
+    assert {case[0] for case in CASES} == {name for name, _ in run.RULES}
 
 
 def test_a_site_that_answers_nothing_is_unknown_in_every_line_and_never_well() -> None:
-    silent = Facts({name: Answer(error="scontrol gave no answer within 20 s") for name in NAMES})
-    assert {one.level for one in rules.judge(silent, WANTED)} == {UNKNOWN}
-    assert findings.exit_code(rules.judge(silent, WANTED)) == 1
+    silent = Facts({name: CommandOutput(error="scontrol gave no answer within 20 s") for name in NAMES})
+    assert {one.level for one in run.judge(silent, WANTED)} == {UNKNOWN}
+    assert findings.exit_code(run.judge(silent, WANTED)) == 1
 
 
 def test_a_setting_that_this_slurm_does_not_have_is_unknown_and_not_its_default() -> None:
     one = found("requeue", site({"JobRequeue": None}))
-    assert (one.level, "no JobRequeue" in one.said) == (UNKNOWN, True)
+    assert (one.level, "no JobRequeue" in one.observed) == (UNKNOWN, True)
 
 
 def test_exit_codes_are_the_worst_finding_s() -> None:
     def code(*levels: Level) -> int:
         return findings.exit_code([Finding("x", level, "y") for level in levels])
 
-    assert [code(OK), code(OK, WARNING), code(OK, UNKNOWN), code(WARNING, PROBLEM, OK), code()] == [0, 1, 1, 2, 0]
+    assert [code(OK), code(OK, WARNING), code(OK, UNKNOWN), code(WARNING, PROBLEM, OK), code()] == [
+        0,
+        1,
+        1,
+        2,
+        0,
+    ]
 
 
 def test_json_has_what_the_lines_have() -> None:
-    told = rules.judge(site(), WANTED)
+    told = run.judge(site(), WANTED)
     read = msgspec.json.decode(findings.as_json(told))
     assert read["exit_code"] == findings.exit_code(told)
-    assert [one["check"] for one in read["findings"]] == [name for name, _ in rules.RULES]
+    assert [one["check"] for one in read["findings"]] == [name for name, _ in run.RULES]
     text = "\n".join(findings.lines(told))
     assert all(one["check"] in text for one in read["findings"])
     assert all(len(line) <= 120 for line in findings.lines(told))
 
 
-@pytest.mark.parametrize(
-    ("grace_s", "least_s", "most_s"),
-    [(0, 30, 40), (10, 40, 100), (60, 60, 120)],
-)
+@pytest.mark.parametrize(("grace_s", "least_s", "most_s"), [(0, 30, 40), (10, 40, 100), (60, 60, 120)])
 def test_the_notice_with_slurm_s_defaults(grace_s: float, least_s: float, most_s: float) -> None:
     """KillWait=30, MessageTimeout=10: without grace KILL comes after KillWait, with it after the longer of both and a check of limits."""
     got = notice(grace_s, 30, 10)

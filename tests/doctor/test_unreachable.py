@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import cli, toml
-from scavenger.cluster.local import LocalServer
-from scavenger.doctor import findings, rules
+from scavenger import toml
+from scavenger.cli import main
+from scavenger.cluster.local.client import LocalServer
+from scavenger.doctor import findings
+from scavenger.doctor.rules import run
 from tests.doctor.site import WANTED, site
 
 #: Whatever the terminal: nothing of a failure is told more often.
@@ -20,7 +22,7 @@ ONCE = 1
 
 
 def doctor(path: Path, *more: str) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["doctor", "--config", str(path), *more])
+    done = CliRunner().invoke(main.app, ["doctor", "--config", str(path), *more])
     return done.exit_code, done.output
 
 
@@ -46,29 +48,35 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "asked"
 
 
-def test_a_slurm_that_does_not_answer_is_one_line_with_a_remedy_and_is_asked_once(broken: Path, tmp_path: Path) -> None:
-    code, said = doctor(written(tmp_path), "--submit")
+def test_a_slurm_that_does_not_answer_is_one_line_with_a_remedy_and_is_asked_once(
+    broken: Path, tmp_path: Path
+) -> None:
+    code, observed = doctor(written(tmp_path), "--submit")
     assert code == 1
-    assert said.count("Unable to contact") == ONCE, said
-    assert said.count("scontrol ping") == ONCE
-    flat = " ".join(said.split())
-    assert f"not checked: {', '.join(name for name, _ in rules.RULES)}" in flat
-    assert len(said.splitlines()) <= 10
-    assert broken.read_text().splitlines() == ["scontrol show config"], "each further command would take its deadline, too"
-    code, said = doctor(written(tmp_path), "--format", "json")
-    told = json.loads(said)["findings"]
-    assert [one["check"] for one in told] == [name for name, _ in rules.RULES], "programs get every check"
+    assert observed.count("Unable to contact") == ONCE, observed
+    assert observed.count("scontrol ping") == ONCE
+    flat = " ".join(observed.split())
+    assert f"not checked: {', '.join(name for name, _ in run.RULES)}" in flat
+    assert len(observed.splitlines()) <= 10
+    assert broken.read_text().splitlines() == ["scontrol show config"], (
+        "each further command would take its deadline, too"
+    )
+    code, observed = doctor(written(tmp_path), "--format", "json")
+    told = json.loads(observed)["findings"]
+    assert [one["check"] for one in told] == [name for name, _ in run.RULES], "programs get every check"
     assert len({one["missing"] for one in told}) == 1
 
 
-def test_a_host_without_slurm_s_commands_is_told_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_slurm_s_commands_is_told_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, said = doctor(written(tmp_path))
-    assert (code, said.count("PATH"), said.count("no scontrol")) == (1, 1, 1), said
+    code, observed = doctor(written(tmp_path))
+    assert (code, observed.count("PATH"), observed.count("no scontrol")) == (1, 1, 1), observed
 
 
 def test_checks_that_lack_different_things_are_told_apart() -> None:
-    told = findings.lines(rules.judge(site({"JobRequeue": None, "MinJobAge": None}), WANTED))
+    told = findings.lines(run.judge(site({"JobRequeue": None, "MinJobAge": None}), WANTED))
     assert not any("not checked" in line for line in told if "compute" not in line), told
     assert sum("no JobRequeue" in line for line in told) == sum("no MinJobAge" in line for line in told) == 1
 
@@ -80,19 +88,28 @@ def local_server(tmp_path: Path) -> Iterator[LocalServer]:
         yield server
 
 
-def test_the_local_backend_is_asked_what_it_can_answer_and_slurm_nothing(broken: Path, tmp_path: Path, local_server: LocalServer) -> None:
+def test_the_local_backend_is_asked_what_it_can_answer_and_slurm_nothing(
+    broken: Path, tmp_path: Path, local_server: LocalServer
+) -> None:
     path = written(tmp_path, backend="local", local_dir=local_server.dir)
-    code, said = doctor(path, "--format", "json")
-    told = json.loads(said)["findings"]
-    assert (code, [one["check"] for one in told]) == (0, ["local backend", "preemption", "gpus", "partition limits"]), told
+    code, observed = doctor(path, "--format", "json")
+    told = json.loads(observed)["findings"]
+    assert (code, [one["check"] for one in told]) == (
+        0,
+        ["local backend", "preemption", "gpus", "partition limits"],
+    ), told
     assert not broken.exists(), "no Slurm command was run"
-    code, said = doctor(written(tmp_path, "reserved", local_dir=local_server.dir))
-    assert (code, "problem  preemption" in said) == (2, True), said
-    code, said = doctor(written(tmp_path, "scavengers", local_dir=local_server.dir))
-    assert (code, "no such partition" in " ".join(said.split())) == (2, True), said
-    assert "leave --submit out" in str(CliRunner().invoke(cli.app, ["doctor", "--config", str(path), "--submit"]).exception)
+    code, observed = doctor(written(tmp_path, "reserved", local_dir=local_server.dir))
+    assert (code, "problem  preemption" in observed) == (2, True), observed
+    code, observed = doctor(written(tmp_path, "scavengers", local_dir=local_server.dir))
+    assert (code, "no such partition" in " ".join(observed.split())) == (2, True), observed
+    assert "leave --submit out" in str(
+        CliRunner().invoke(main.app, ["doctor", "--config", str(path), "--submit"]).exception
+    )
 
 
 def test_a_local_backend_that_nobody_serves_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
-    code, said = doctor(written(tmp_path, backend="local", local_dir=tmp_path / "nobody"))
-    assert (code, said.startswith("problem  local backend"), "->" in said) == (2, True, True), said
+    code, observed = doctor(written(tmp_path, backend="local", local_dir=tmp_path / "nobody"))
+    assert (code, observed.startswith("problem  local backend"), "->" in observed) == (2, True, True), (
+        observed
+    )

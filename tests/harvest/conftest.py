@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.local import LocalServer
+from scavenger.cluster.local.client import LocalServer
 from tests.harvest.world import World, layout
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.harvest.autoscale import Rules, State, break_even, restarted, start_with, step_ended, worth
-from scavenger.harvest.survival import Life, estimate, prior
+from scavenger.policy.fleet_size import Rules, State, break_even, restarted, start_with, step_ended, worth
+from scavenger.policy.forecast.survival import Life, estimate, prior
 
 RULES = Rules(low=0.05, high=0.15, shrink=0.125, patience=2, weight=1.0)
 
@@ -87,7 +87,9 @@ def test_a_useful_number_that_wavers_by_less_than_the_share_moves_nothing() -> N
     waits=st.lists(st.floats(0, 1), min_size=1, max_size=40),
     useful=st.lists(st.integers(0, 50), min_size=1, max_size=40),
 )
-def test_the_target_grows_to_what_is_useful_at_most_and_falls_by_a_share_at_most(waits: list[float], useful: list[int]) -> None:
+def test_the_target_grows_to_what_is_useful_at_most_and_falls_by_a_share_at_most(
+    waits: list[float], useful: list[int]
+) -> None:
     state = State(target=20)
     for wait, most in zip(waits, useful, strict=False):
         after = step_ended(state, wait, most, Rules())
@@ -124,7 +126,7 @@ def test_an_engine_that_is_most_likely_lost_before_it_serves_is_not_asked_for() 
 
 
 def test_a_longer_hold_between_steps_costs() -> None:
-    cheap, dear = (worth(0.001, 8, 1, 60.0, prior(), hold_s=hold) for hold in (0.0, 600.0))
+    cheap, dear = (worth(0.001, 8, 1, 60.0, prior(), hold_s=allocation) for allocation in (0.0, 600.0))
     assert dear.cost_gpu_s == pytest.approx(cheap.cost_gpu_s + 600.0)
 
 

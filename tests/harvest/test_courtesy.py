@@ -12,14 +12,34 @@ from hypothesis import strategies as st
 
 from scavenger.cluster.model import ClusterView, JobFlag, JobState, Reservation
 from scavenger.config import DaemonConfig
-from scavenger.harvest.health import HealthRules
-from scavenger.harvest.policy import Action, Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Limits, OurJob, Submit, decide
-from scavenger.harvest.standing import Standing
-from scavenger.harvest.tracker import Rules, Tracker
-from scavenger.router.machine import Demand
+from scavenger.harvest.decide.decide import (
+    Action,
+    Cancel,
+    CancelPending,
+    Code,
+    Decision,
+    DrainAllocated,
+    DrainKind,
+    Limits,
+    OurJob,
+    Submit,
+    decide,
+)
+from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.track.node_health import HealthRules
+from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.policy.demand import Demand
 from tests.harvest.views import INFO, SHARED, job, node, ours, view
 
-LIMITS = Limits("scavenge", max_engines=30, max_pending=30, pin=True, courtesy_window_s=60.0, drain_before_s=30.0, user="scavenger")
+LIMITS = Limits(
+    "scavenge",
+    max_engines=30,
+    max_pending=30,
+    pin=True,
+    other_users_window_s=60.0,
+    drain_before_s=30.0,
+    user="scavenger",
+)
 NOW = 1000.0
 
 
@@ -29,11 +49,18 @@ def want(engines: int, gpus: int = 1) -> list[Demand]:
 
 def engine(n: int, where: str = "node1", **more: Any) -> OurJob:
     fields: dict[str, Any] = {"connected": True, "leases": 1, "since": NOW - 500, **more}
-    return OurJob(f"scv-{n:016x}", 1, 100 + n, fields.pop("gpus", 1), fields.pop("waits", False), where, **fields)
+    return OurJob(
+        f"scv-{n:016x}", 1, 100 + n, fields.pop("gpus", 1), fields.pop("waits", False), where, **fields
+    )
 
 
 def listed(one: OurJob, **more: Any) -> Any:
-    fields: dict[str, Any] = {"nodes": (one.node,), "gpus": one.gpus, "gpus_by_node": ((one.node, one.gpus),), **more}
+    fields: dict[str, Any] = {
+        "nodes": (one.node,),
+        "gpus": one.gpus,
+        "gpus_by_node": ((one.node, one.gpus),),
+        **more,
+    }
     return ours(one.intent_id, one.job_id, JobState.RUNNING, **fields)
 
 
@@ -46,7 +73,9 @@ def full(*busy: str) -> list[Any]:
     return [node("node0"), *(node(name, 4 if name in busy else 0) for name in SHARED)]
 
 
-def played(engines: list[OurJob], others: list[Any], nodes: list[Any] | None = None, **more: Any) -> tuple[ClusterView, list[OurJob]]:
+def played(
+    engines: list[OurJob], others: list[Any], nodes: list[Any] | None = None, **more: Any
+) -> tuple[ClusterView, list[OurJob]]:
     jobs = [*(listed(one) for one in engines if not one.waits), *others]
     made = view(NOW, jobs) if nodes is None else view(NOW, jobs, nodes)
     return replace(made, **more), engines
@@ -69,7 +98,10 @@ def left(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
         ([], 12),
         ([job(1, gpus=4, reason="BeginTime", eligible_time=NOW + 59)], 8),
         ([job(1, gpus=4, reason="BeginTime", eligible_time=NOW + 61)], 12),
-        ([job(1, gpus=20, n_nodes=5, start_time=NOW + 59)], 0),  # others will have ended by then, says the backfill plan
+        (
+            [job(1, gpus=20, n_nodes=5, start_time=NOW + 59)],
+            0,
+        ),  # others will have ended by then, says the backfill plan
         ([job(1, gpus=20, n_nodes=5, start_time=NOW + 61)], 12),
         ([job(1, gpus=20, n_nodes=5)], 12),  # nobody knows when
         ([job(1, gpus=4, reason="Dependency", start_time=NOW + 10)], 12),
@@ -84,7 +116,9 @@ def test_what_others_need_within_the_window_is_not_idle(others: list[Any], room:
 
 def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_what_runs_goes_on() -> None:
     limits = replace(LIMITS, max_preemptions_per_hour=2)
-    cluster, ours_ = played([engine(1), engine(2, waits=True)], [waiting(engine(2), restart_count=1, reason="BeginTime")])
+    cluster, ours_ = played(
+        [engine(1), engine(2, waits=True)], [waiting(engine(2), restart_count=1, reason="BeginTime")]
+    )
     assert left(decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=1), NOW).actions) == []
     decision = decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=2), NOW)
     assert (left(decision.actions), decision.code) == ([("CancelPending", "preemptions")], Code.PREEMPTIONS)
@@ -99,17 +133,17 @@ def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_wh
         ({"headroom_by_type": (("h100", 5),)}, 7, Code.HEADROOM),
         ({"headroom_by_type": (("a100", 5),)}, 12, Code.HEADROOM),
         ({"headroom_by_partition": (("normal", 4), ("reserved", 2))}, 8, Code.HEADROOM),
-        ({"max_gpus_per_node": 1}, 3, Code.NO_ROOM),
+        ({"max_gpus_per_node": 1}, 3, Code.NO_CAPACITY),
         ({"max_gpus": 5}, 5, Code.MAX_GPUS),
         ({"max_gpus_per_user": 5}, 5, Code.MAX_PER_USER),
         ({"max_engines": 5}, 5, Code.MAX_ENGINES),
         ({"max_pending": 5}, 5, Code.MAX_PENDING),
         ({"max_preemptions_per_hour": 3, "preempted_last_hour": 3}, 0, Code.PREEMPTIONS),
-        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 2}, 12, Code.NO_ROOM),
-        ({"hidden": "PrivateData hides jobs"}, 12, Code.NO_ROOM),
+        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 2}, 12, Code.NO_CAPACITY),
+        ({"hidden": "PrivateData hides jobs"}, 12, Code.NO_CAPACITY),
         ({"hidden": "PrivateData hides jobs", "blind": True}, 0, Code.HIDDEN),
         ({"stop": "the stop file"}, 0, Code.STOPPED),
-        ({"memory_mb_per_engine": 250_001}, 0, Code.NO_ROOM),
+        ({"memory_mb_per_engine": 250_001}, 0, Code.NO_CAPACITY),
     ],
 )
 def test_each_limit_stops_submissions_and_says_so(limits: dict[str, Any], room: int, code: Code) -> None:
@@ -120,7 +154,7 @@ def test_each_limit_stops_submissions_and_says_so(limits: dict[str, Any], room: 
 
 def test_courtesy_that_is_off_is_said_in_every_decision() -> None:
     decision = decide(view(NOW), want(1), [], replace(LIMITS, hidden="PrivateData hides jobs: 3 GPUs"), NOW)
-    assert "no courtesy: PrivateData hides jobs: 3 GPUs" in decision.reason
+    assert "no voluntary preemption: PrivateData hides jobs: 3 GPUs" in decision.reason
 
 
 def test_a_job_that_slurm_holds_back_for_a_limit_of_ours_stops_more() -> None:
@@ -139,14 +173,28 @@ def test_an_engine_asks_for_its_gpus_share_of_the_node_at_most() -> None:
 
 def test_fragments_are_filled_first_and_each_job_names_its_node() -> None:
     cluster = view(NOW, [], [node("node0"), node("node1", 1), node("node2", 3), node("node3")])
-    nodes = [action.nodelist for action in decide(cluster, want(5), [], LIMITS, NOW).actions if isinstance(action, Submit)]
+    nodes = [
+        action.nodelist
+        for action in decide(cluster, want(5), [], LIMITS, NOW).actions
+        if isinstance(action, Submit)
+    ]
     assert nodes == [("node2",), ("node1",), ("node1",), ("node1",), ("node3",)]
 
 
 def test_of_equal_gaps_those_are_taken_that_nobody_reclaims_together_with_ours() -> None:
-    cluster = view(NOW, [], [replace(node(name), partitions=frozenset({"scavenge", where})) for name, where in
-                             (("node1", "a"), ("node2", "a"), ("node3", "b"))])  # fmt: skip
-    first, second = [action.nodelist for action in decide(cluster, want(2, gpus=4), [], LIMITS, NOW).actions if isinstance(action, Submit)]
+    cluster = view(
+        NOW,
+        [],
+        [
+            replace(node(name), partitions=frozenset({"scavenge", where}))
+            for name, where in (("node1", "a"), ("node2", "a"), ("node3", "b"))
+        ],
+    )
+    first, second = [
+        action.nodelist
+        for action in decide(cluster, want(2, gpus=4), [], LIMITS, NOW).actions
+        if isinstance(action, Submit)
+    ]
     assert {first, second} == {("node1",), ("node3",)}
 
 
@@ -171,11 +219,17 @@ def test_an_engine_leaves_before_its_end_a_reservation_and_a_drained_node() -> N
     nodes = [node("node0"), node("node1", 1), node("node2", 1), node("node3", 2, states=("mixed", "drain"))]
     cluster = replace(view(NOW, jobs, nodes), reservations=(booked,))
     engines[3] = replace(engines[3], connected=False)
-    gone = {a.intent_id: (type(a), a.code) for a in decide(cluster, want(4), engines, LIMITS, NOW).actions if not isinstance(a, Submit)}
+    gone = {
+        a.intent_id: (type(a), a.code)
+        for a in decide(cluster, want(4), engines, LIMITS, NOW).actions
+        if not isinstance(a, Submit)
+    }
     assert gone == {
-        engines[0].intent_id: (GiveBack, Code.ENDING), engines[1].intent_id: (GiveBack, Code.RESERVED),
-        engines[2].intent_id: (GiveBack, Code.DRAINED), engines[3].intent_id: (Cancel, Code.DRAINED),
-    }  # fmt: skip
+        engines[0].intent_id: (DrainAllocated, Code.ENDING),
+        engines[1].intent_id: (DrainAllocated, Code.RESERVED),
+        engines[2].intent_id: (DrainAllocated, Code.NODE_DRAINED),
+        engines[3].intent_id: (Cancel, Code.NODE_DRAINED),
+    }
 
 
 # ---------------------------------------------------------------- who leaves for whom
@@ -184,25 +238,48 @@ def test_an_engine_leaves_before_its_end_a_reservation_and_a_drained_node() -> N
 @pytest.mark.parametrize(
     ("waits", "gone"),
     [
-        ({"partition": "scavenge"}, [("GiveBack", "peer")]),  # at once: Slurm will never take it from us
-        ({"partition": "scavenge", "gpus": 2}, [("GiveBack", "peer")] * 2),
+        (
+            {"partition": "scavenge"},
+            [("DrainAllocated", "same_tier_job")],
+        ),  # at once: Slurm will never take it from us
+        ({"partition": "scavenge", "gpus": 2}, [("DrainAllocated", "same_tier_job")] * 2),
         ({"partition": "scavenge", "gpus": 5, "n_nodes": 1}, []),  # no node has five
         ({"partition": "scavenge", "reason": "Dependency"}, []),
-        ({"partition": "scavenge", "name": "scv-00000000000000ff"}, []),  # another harvester's: a guest like us
+        (
+            {"partition": "scavenge", "name": "scv-00000000000000ff"},
+            [],
+        ),  # another harvester's: a guest like us
         ({"partition": "normal"}, []),  # Slurm preempts us for it
-        ({"partition": "normal", "job_id": 2}, [("GiveBack", "courtesy")]),  # and did not for ten seconds
-        ({"partition": "normal", "job_id": 3, "submit_time": NOW - 99}, []),  # it could start for nine seconds only
+        (
+            {"partition": "normal", "job_id": 2},
+            [("DrainAllocated", "voluntary_preemption")],
+        ),  # and did not for ten seconds
+        (
+            {"partition": "normal", "job_id": 3, "submit_time": NOW - 99},
+            [],
+        ),  # it could start for nine seconds only
         ({"partition": "normal", "submit_time": NOW - 99}, []),  # it could not start at the last look
         ({"partition": "reserved", "submit_time": NOW - 99}, []),  # not on our nodes
-        ({"partition": "normal", "reason": "BeginTime", "eligible_time": NOW + 19}, [("GiveBack", "courtesy")]),
-        ({"partition": "normal", "reason": "BeginTime", "eligible_time": NOW + 21}, []),  # the next look is early enough
-        ({"partition": "scavenge", "gpus": 1, "cpus": 61}, [("GiveBack", "peer")]),  # it is the CPUs that it lacks
+        (
+            {"partition": "normal", "reason": "BeginTime", "eligible_time": NOW + 19},
+            [("DrainAllocated", "voluntary_preemption")],
+        ),
+        (
+            {"partition": "normal", "reason": "BeginTime", "eligible_time": NOW + 21},
+            [],
+        ),  # the next look is early enough
+        (
+            {"partition": "scavenge", "gpus": 1, "cpus": 61},
+            [("DrainAllocated", "same_tier_job")],
+        ),  # it is the CPUs that it lacks
     ],
 )
 def test_who_leaves_for_a_waiting_job(waits: dict[str, Any], gone: list[tuple[str, str]]) -> None:
     engines = [engine(n) for n in range(4)]
     other = replace(job(1, submit_time=NOW), **waits)
-    cluster, _ = played(engines, [other], [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)])
+    cluster, _ = played(
+        engines, [other], [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)]
+    )
     limits = replace(LIMITS, horizon_s=20.0, could_start_since=((2, NOW - 10), (3, NOW - 9)))
     decision = decide(cluster, want(4), engines, limits, NOW)
     assert left(decision.actions) == gone
@@ -212,29 +289,39 @@ def test_who_leaves_for_a_waiting_job(waits: dict[str, Any], gone: list[tuple[st
 
 
 @pytest.mark.parametrize("partition", ["normal", "scavenge"])
-def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_for_at_once(partition: str) -> None:
+def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_for_at_once(
+    partition: str,
+) -> None:
     """Tiers say nothing there, and whether the one who waits may preempt us is not seen."""
     engines = [engine(n) for n in range(4)]
-    cluster, _ = played(engines, [job(1, partition=partition, submit_time=NOW)], [node("node0"), *(node(name, 4) for name in SHARED)])
+    cluster, _ = played(
+        engines,
+        [job(1, partition=partition, submit_time=NOW)],
+        [node("node0"), *(node(name, 4) for name in SHARED)],
+    )
     decision = decide(cluster, want(4), engines, replace(LIMITS, by_qos=True), NOW)
-    assert left(decision.actions) == [("GiveBack", "qos")]
+    assert left(decision.actions) == [("DrainAllocated", "qos")]
     assert "preempts by QOS" in decision.actions[0].reason
-    slow = engine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 5, why_leaving=Code.QOS)
-    bound = replace(LIMITS, by_qos=True, peer_yield_s=5.0, leave_s=30.0)
+    slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=Code.QOS)
+    bound = replace(LIMITS, by_qos=True, same_tier_yield_s=5.0, drain_notice_s=30.0)
     assert left(decide(played([slow], [])[0], [], [slow], bound, NOW).actions) == [("Cancel", "overdue")]
     info = replace(INFO, preempt_type="preempt/qos")
-    standing = Standing(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
+    stop_state = StopState(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
     tracker = Tracker(Rules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
-    assert standing.limits(cluster, info, tracker, 30.0, NOW).by_qos
-    assert not standing.limits(cluster, INFO, tracker, 30.0, NOW).by_qos
+    assert stop_state.limits(cluster, info, tracker, 30.0, NOW).by_qos
+    assert not stop_state.limits(cluster, INFO, tracker, 30.0, NOW).by_qos
 
 
 def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() -> None:
-    engines = [engine(1, "node1", leases=3), engine(2, "node1", leases=0, idle_since=5.0), engine(3, "node2", leases=2)]
+    engines = [
+        engine(1, "node1", leases=3),
+        engine(2, "node1", leases=0, idle_since=5.0),
+        engine(3, "node2", leases=2),
+    ]
     nodes = [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)]
     cluster, _ = played(engines, [job(1, partition="scavenge", submit_time=NOW)], nodes)
     (only,) = decide(cluster, want(3), engines, LIMITS, NOW).actions
-    assert isinstance(only, GiveBack)
+    assert isinstance(only, DrainAllocated)
     assert only.intent_id == engines[1].intent_id
     assert "job 1 of alice would start here on 1 x 1 GPUs" in only.reason
 
@@ -242,10 +329,16 @@ def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() 
 def test_what_is_on_its_way_out_counts_as_free_for_the_one_who_waits() -> None:
     nodes = [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)]
     peer = job(1, partition="scavenge", submit_time=NOW)
-    leaving = [engine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 1), engine(2)]
+    leaving = [engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 1), engine(2)]
     cluster, _ = played(leaving, [peer], nodes)
     assert decide(cluster, want(2), leaving, LIMITS, NOW).actions == ()
-    completing = job(9, JobState.RUNNING, nodes=("node2",), gpus_by_node=(("node2", 1),), flags=frozenset({JobFlag.COMPLETING}))
+    completing = job(
+        9,
+        JobState.RUNNING,
+        nodes=("node2",),
+        gpus_by_node=(("node2", 1),),
+        flags=frozenset({JobFlag.COMPLETING}),
+    )
     cluster, engines = played([engine(2)], [peer, completing], nodes)
     assert decide(cluster, want(1), engines, LIMITS, NOW).actions == ()
 
@@ -254,22 +347,27 @@ def test_an_engine_in_slurm_s_grace_is_left_alone_and_counts_as_leaving() -> Non
     """22.05 shows the end of the grace as EndTime. Asked to leave, it would be cancelled when it comes back to the queue."""
     engines = [engine(1), engine(2)]
     ends_at = (NOW + 10, NOW + 3500)
-    jobs = [listed(one, start_time=NOW - 100, time_limit_s=3600.0, end_time=end) for one, end in zip(engines, ends_at, strict=True)]
+    jobs = [
+        listed(one, start_time=NOW - 100, time_limit_s=3600.0, end_time=end)
+        for one, end in zip(engines, ends_at, strict=True)
+    ]
     late, limits = job(1), replace(LIMITS, could_start_since=((1, NOW - 60),))
     cluster = view(NOW, [*jobs, late], [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)])
     assert decide(cluster, want(2), engines, limits, NOW).actions == ()
     ends = [replace(jobs[0], time_limit_s=110.0), jobs[1]]
     at_its_limit = replace(cluster, jobs=tuple(ends))
-    assert left(decide(at_its_limit, want(2), engines, limits, NOW).actions) == [("GiveBack", "ending")]
+    assert left(decide(at_its_limit, want(2), engines, limits, NOW).actions) == [("DrainAllocated", "ending")]
 
 
 def test_a_peer_gets_the_gpus_within_its_time_even_from_an_engine_that_does_not_drain() -> None:
-    limits = replace(LIMITS, peer_yield_s=5.0, leave_s=30.0)
-    slow = engine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 5)
+    limits = replace(LIMITS, same_tier_yield_s=5.0, drain_notice_s=30.0)
+    slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5)
     cluster, _ = played([slow], [], full())
-    assert decide(cluster, want(1), [slow], limits, NOW).actions[:1] != (Cancel(slow.intent_id, "", Code.OVERDUE),)
+    assert decide(cluster, want(1), [slow], limits, NOW).actions[:1] != (
+        Cancel(slow.intent_id, "", Code.OVERDUE),
+    )
     assert left(decide(cluster, [], [slow], limits, NOW).actions) == []
-    for_peer = replace(slow, why_leaving=Code.PEER)
+    for_peer = replace(slow, why_draining=Code.SAME_TIER_JOB)
     assert left(decide(cluster, [], [for_peer], limits, NOW).actions) == [("Cancel", "overdue")]
 
 
@@ -278,15 +376,21 @@ def test_where_slurm_chooses_a_job_of_before_a_restart_waits_for_no_node() -> No
     one = engine(1, "", waits=True, pinned="node1", since=NOW - 500)
     cluster = view(NOW, [waiting(one, reason="Resources")], full("node1"))
     for pin, moves in ((False, 0), (True, 1)):
-        decision = decide(cluster, want(1), [one], replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1, pin=pin), NOW)
+        decision = decide(
+            cluster,
+            want(1),
+            [one],
+            replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1, pin=pin),
+            NOW,
+        )
         assert sum(isinstance(action, CancelPending) for action in decision.actions) == moves
 
 
 def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
-    engines = [engine(1), engine(2, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 1), engine(3, "", waits=True)]
+    engines = [engine(1), engine(2, leaving=DrainKind.DRAINING, asked_at=NOW - 1), engine(3, "", waits=True)]
     cluster, _ = played(engines, [waiting(engines[2])])
     soft = decide(cluster, want(9), engines, replace(LIMITS, stop="drain"), NOW)
-    assert left(soft.actions) == [("CancelPending", "stopped"), ("GiveBack", "stopped")]
+    assert left(soft.actions) == [("CancelPending", "stopped"), ("DrainAllocated", "stopped")]
     hard = decide(cluster, want(9), engines, replace(LIMITS, stop="drain", stop_now=True), NOW)
     assert left(hard.actions) == [("Cancel", "stopped"), ("CancelPending", "stopped"), ("Cancel", "stopped")]
 
@@ -298,15 +402,40 @@ def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
     ("mine", "in_queue", "busy", "moves"),
     [
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, (), True),
-        ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, SHARED, False),  # nowhere to go: it keeps its place
+        (
+            {},
+            {"reason": "BeginTime", "eligible_time": NOW + 121},
+            SHARED,
+            False,
+        ),  # nowhere to go: it keeps its place
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 6}, (), False),  # as soon as a fresh one
-        ({"since": NOW - 1}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted; our clock is behind Slurm's
+        (
+            {"since": NOW - 1},
+            {"reason": "None", "eligible_time": NOW + 600},
+            (),
+            False,
+        ),  # just submitted; our clock is behind Slurm's
         ({"pinned": "node1", "since": NOW - 31}, {"reason": "Resources"}, ("node1",), True),
         ({"pinned": "node1", "since": NOW - 29}, {"reason": "Resources"}, ("node1",), False),
-        ({"pinned": "node1", "since": NOW - 99}, {"reason": "Resources"}, (), False),  # its node is free: it will start
-        ({"pinned": "node1", "since": NOW - 121}, {"reason": "Resources"}, (), True),  # it looks free, and Slurm does not start it
+        (
+            {"pinned": "node1", "since": NOW - 99},
+            {"reason": "Resources"},
+            (),
+            False,
+        ),  # its node is free: it will start
+        (
+            {"pinned": "node1", "since": NOW - 121},
+            {"reason": "Resources"},
+            (),
+            True,
+        ),  # it looks free, and Slurm does not start it
         ({"since": NOW - 99}, {"reason": "Resources"}, ("node1",), False),
-        ({"since": NOW - 121}, {"reason": "Resources"}, ("node1",), True),  # a daemon before this one chose its node; which?
+        (
+            {"since": NOW - 121},
+            {"reason": "Resources"},
+            ("node1",),
+            True,
+        ),  # a daemon before this one chose its node; which?
     ],
 )
 def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(
@@ -314,7 +443,9 @@ def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(
 ) -> None:
     one = engine(1, "", waits=True, **mine)
     cluster = view(NOW, [waiting(one, **in_queue)], full(*busy))
-    decision = decide(cluster, want(1), [one], replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1), NOW)
+    decision = decide(
+        cluster, want(1), [one], replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1), NOW
+    )
     kinds = [type(action) for action in decision.actions]
     assert kinds == ([CancelPending, Submit] if moves else [])
     assert not moves or decision.actions[0].code is Code.FRESH
@@ -326,47 +457,95 @@ place_st = st.sampled_from(SHARED)
 others_st = st.lists(
     st.builds(
         lambda n, gpus, nodes, partition, reason, later, start, since: job(
-            500 + n, gpus=gpus * nodes, n_nodes=nodes, partition=partition, reason=reason, eligible_time=NOW + later,
-            start_time=NOW + start, submit_time=NOW - since,
+            500 + n,
+            gpus=gpus * nodes,
+            n_nodes=nodes,
+            partition=partition,
+            reason=reason,
+            eligible_time=NOW + later,
+            start_time=NOW + start,
+            submit_time=NOW - since,
         ),
-        st.integers(0, 30), st.integers(1, 4), st.integers(1, 3), st.sampled_from(["normal", "scavenge", "normal,scavenge", "reserved"]),
-        st.sampled_from(["Resources", "Priority", "BeginTime", "Dependency"]), st.integers(-50, 200), st.integers(-50, 200),
+        st.integers(0, 30),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.sampled_from(["normal", "scavenge", "normal,scavenge", "reserved"]),
+        st.sampled_from(["Resources", "Priority", "BeginTime", "Dependency"]),
+        st.integers(-50, 200),
+        st.integers(-50, 200),
         st.integers(0, 100),
     ),
-    max_size=6, unique_by=lambda one: one.job_id,
-)  # fmt: skip
+    max_size=6,
+    unique_by=lambda one: one.job_id,
+)
 fleet_st = st.lists(
     st.builds(
         lambda n, where, leases, connected, waits, pinned, leaving: engine(
-            n, "" if waits else where, leases=leases, connected=connected and not waits, waits=waits, pinned=where if pinned else "",
-            leaving=leaving, asked_at=NOW - 3,
+            n,
+            "" if waits else where,
+            leases=leases,
+            connected=connected and not waits,
+            waits=waits,
+            pinned=where if pinned else "",
+            leaving=leaving,
+            asked_at=NOW - 3,
         ),
-        st.integers(0, 40), place_st, st.integers(0, 3), st.booleans(), st.booleans(), st.booleans(),
-        st.sampled_from([Leaving.NO, Leaving.NO, Leaving.NO, Leaving.GIVEN_BACK]),
+        st.integers(0, 40),
+        place_st,
+        st.integers(0, 3),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([DrainKind.NO, DrainKind.NO, DrainKind.NO, DrainKind.DRAINING]),
     ),
-    max_size=6, unique_by=lambda one: one.intent_id,
-)  # fmt: skip
+    max_size=6,
+    unique_by=lambda one: one.intent_id,
+)
 limits_st = st.builds(
     lambda engines, gpus, pending, per_node, per_user, room, node_room, kind_room, part_room, fresh: replace(
-        LIMITS, max_engines=engines, max_gpus=gpus, max_pending=pending, max_gpus_per_node=per_node, max_gpus_per_user=per_user,
-        headroom_gpus=room, headroom_per_node=node_room, headroom_by_type=(("h100", kind_room),),
-        headroom_by_partition=(("normal", part_room),), fresh_after_s=fresh, min_life_s=100.0,
+        LIMITS,
+        max_engines=engines,
+        max_gpus=gpus,
+        max_pending=pending,
+        max_gpus_per_node=per_node,
+        max_gpus_per_user=per_user,
+        headroom_gpus=room,
+        headroom_per_node=node_room,
+        headroom_by_type=(("h100", kind_room),),
+        headroom_by_partition=(("normal", part_room),),
+        fresh_after_s=fresh,
+        min_life_s=100.0,
     ),
-    st.integers(0, 10), st.none() | st.integers(0, 10), st.integers(1, 6), st.none() | st.integers(0, 4), st.none() | st.integers(0, 8),
-    st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.integers(0, 4), st.sampled_from([30.0, float("inf")]),
-)  # fmt: skip
+    st.integers(0, 10),
+    st.none() | st.integers(0, 10),
+    st.integers(1, 6),
+    st.none() | st.integers(0, 4),
+    st.none() | st.integers(0, 8),
+    st.integers(0, 4),
+    st.integers(0, 2),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.sampled_from([30.0, float("inf")]),
+)
 booked_st = st.lists(
     st.builds(
         lambda names, start, long: Reservation("r", frozenset(names), NOW + start, NOW + start + long),
-        st.sets(place_st, min_size=1), st.integers(-50, 300), st.integers(1, 100),
+        st.sets(place_st, min_size=1),
+        st.integers(-50, 300),
+        st.integers(1, 100),
     ),
     max_size=2,
-)  # fmt: skip
+)
 
 
-def cluster_of(taken: tuple[int, ...], others: list[Any], fleet: list[OurJob], booked: list[Reservation]) -> ClusterView:
+def cluster_of(
+    taken: tuple[int, ...], others: list[Any], fleet: list[OurJob], booked: list[Reservation]
+) -> ClusterView:
     held = {name: sum(one.gpus for one in fleet if one.node == name and not one.waits) for name in SHARED}
-    nodes = [node("node0"), *(node(name, min(4, n + held[name])) for name, n in zip(SHARED, taken, strict=True))]
+    nodes = [
+        node("node0"),
+        *(node(name, min(4, n + held[name])) for name, n in zip(SHARED, taken, strict=True)),
+    ]
     jobs = [listed(one) if not one.waits else waiting(one, reason="Resources") for one in fleet]
     return replace(view(NOW, [*jobs, *others], nodes), reservations=tuple(booked))
 
@@ -377,12 +556,22 @@ taken_st = st.tuples(*(st.integers(0, 3) for _ in SHARED))
 @settings(max_examples=400, deadline=None)
 @given(taken_st, others_st, fleet_st, booked_st, st.integers(0, 8), st.integers(1, 2), limits_st)
 def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
-    taken: tuple[int, ...], others: list[Any], fleet: list[OurJob], booked: list[Reservation], engines: int, gpus: int, limits: Limits
+    taken: tuple[int, ...],
+    others: list[Any],
+    fleet: list[OurJob],
+    booked: list[Reservation],
+    engines: int,
+    gpus: int,
+    limits: Limits,
 ) -> None:
     cluster = cluster_of(taken, others, fleet, booked)
     decision = decide(cluster, want(engines, gpus), fleet, limits, NOW)
     new = [action for action in decision.actions if isinstance(action, Submit)]
-    fresh = {action.intent_id for action in decision.actions if action.code is Code.FRESH and isinstance(action, CancelPending)}
+    fresh = {
+        action.intent_id
+        for action in decision.actions
+        if action.code is Code.FRESH and isinstance(action, CancelPending)
+    }
     rest = [one for one in fleet if one.intent_id not in fresh]
     if new:
         assert len(new) + len(rest) <= limits.max_engines
@@ -391,7 +580,9 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
         assert limits.max_gpus is None or total <= limits.max_gpus
         assert limits.max_gpus_per_user is None or total <= limits.max_gpus_per_user
         idle = sum(one.idle_gpus for one in cluster.nodes if one.name in SHARED)
-        assert asked(decision) <= idle - max(limits.headroom_gpus, limits.headroom_by_type[0][1], limits.headroom_by_partition[0][1])
+        assert asked(decision) <= idle - max(
+            limits.headroom_gpus, limits.headroom_by_type[0][1], limits.headroom_by_partition[0][1]
+        )
     for name in SHARED:
         here = sum(action.gpus for action in new if action.nodelist == (name,))
         held = sum(one.gpus for one in fleet if one.node == name and not one.waits)
@@ -409,12 +600,20 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
 
 
 @settings(max_examples=400, deadline=None)
-@given(taken_st, others_st, fleet_st, st.floats(0, 300), st.floats(0, 300), st.integers(0, 4), st.integers(1, 2))
+@given(
+    taken_st, others_st, fleet_st, st.floats(0, 300), st.floats(0, 300), st.integers(0, 4), st.integers(1, 2)
+)
 def test_more_courtesy_never_takes_more(
-    taken: tuple[int, ...], others: list[Any], fleet: list[OurJob], one: float, other: float, headroom: int, gpus: int
+    taken: tuple[int, ...],
+    others: list[Any],
+    fleet: list[OurJob],
+    one: float,
+    other: float,
+    headroom: int,
+    gpus: int,
 ) -> None:
     cluster, limits = cluster_of(taken, others, fleet, []), replace(LIMITS, headroom_gpus=headroom)
-    short, long = (replace(limits, courtesy_window_s=window) for window in sorted((one, other)))
+    short, long = (replace(limits, other_users_window_s=window) for window in sorted((one, other)))
     less = decide(cluster, want(30, gpus), fleet, long, NOW)
     assert asked(less) <= asked(decide(cluster, want(30, gpus), fleet, short, NOW))
     kinder = decide(cluster, want(30, gpus), fleet, replace(long, headroom_gpus=headroom + 1), NOW)
@@ -426,12 +625,26 @@ def test_more_courtesy_never_takes_more(
 
 @settings(max_examples=200, deadline=None)
 @given(taken_st, others_st, fleet_st)
-def test_nobody_leaves_for_a_job_that_could_start_without_that(taken: tuple[int, ...], others: list[Any], fleet: list[OurJob]) -> None:
+def test_nobody_leaves_for_a_job_that_could_start_without_that(
+    taken: tuple[int, ...], others: list[Any], fleet: list[OurJob]
+) -> None:
     cluster = cluster_of(taken, others, fleet, [])
-    decision = decide(cluster, want(30), fleet, replace(LIMITS, could_start_since=tuple((one.job_id, NOW - 99) for one in others)), NOW)
-    gone = [action for action in decision.actions if action.code in (Code.PEER, Code.COURTESY)]
+    decision = decide(
+        cluster,
+        want(30),
+        fleet,
+        replace(LIMITS, could_start_since=tuple((one.job_id, NOW - 99) for one in others)),
+        NOW,
+    )
+    gone = [
+        action
+        for action in decision.actions
+        if action.code in (Code.SAME_TIER_JOB, Code.VOLUNTARY_PREEMPTION)
+    ]
     needed = sum(one.gpus for one in others if "scavenge" in one.partition or "normal" in one.partition)
-    freed = sum(one.gpus for one in fleet if one.intent_id in {getattr(action, "intent_id", "") for action in gone})
+    freed = sum(
+        one.gpus for one in fleet if one.intent_id in {getattr(action, "intent_id", "") for action in gone}
+    )
     assert freed <= needed
     for name in SHARED:
         idle = next(one.idle_gpus for one in cluster.nodes if one.name == name)

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger import keys
-from scavenger.cluster.model import ClusterView, JobState, PreemptMode
-from scavenger.errors import ClusterError, ConfigError
-from scavenger.harvest import looks
-from scavenger.harvest.autoscale import Benefit
-from scavenger.harvest.idling import Idle, Idling, node_class
-from scavenger.harvest.sights import comment_of
-from scavenger.harvest.survival import prior
+from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
+from scavenger.harvest.observe import polls
+from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.ledger import records as rec
-from scavenger.router.events import Identity, IntentRevoked, JobGone
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.forecast.survival import prior
+from scavenger.policy.idle_gpus import Idle, Idling, node_class
+from scavenger.protocol import keys
+from scavenger.router.core.events import Identity, IntentRevoked, JobGone
 from tests.harvest.world import UID, World, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
@@ -31,13 +31,17 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
         world.want(3)
         async with running(world.harvester()):
             await until("three engines run", lambda: len(world.jobs(JobState.RUNNING)) == 3)
-            await until("the ledger has their holds", lambda: len(world.of(rec.HoldStarted)) == 3)
+            await until("the ledger has their holds", lambda: len(world.of(rec.AllocationStarted)) == 3)
             assert len(world.of(rec.JobIntended)) == 3
 
     asyncio.run(play())
     for intended in world.of(rec.JobIntended):
         order = [
-            next(n for n, one in enumerate(world.said) if isinstance(one, kind) and one.intent_id == intended.intent_id)
+            next(
+                n
+                for n, one in enumerate(world.said)
+                if isinstance(one, kind) and one.intent_id == intended.intent_id
+            )
             for kind in (rec.JobIntended, rec.JobSubmitted, rec.JobObserved)
         ]
         submit = world.said.index(("submit", intended.intent_id))
@@ -45,38 +49,52 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
         path = keys.worker_key_path(world.state_dir, intended.intent_id)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert keys.read_keypair(path).public == intended.worker_key
-        assert world.allowed[intended.worker_key] == Identity("worker", intended.worker_key, "run", intended.intent_id)
+        assert world.allowed[intended.worker_key] == Identity(
+            "worker", intended.worker_key, "run", intended.intent_id
+        )
     pinned = {intended.intent_id: (intended.pinned,) for intended in world.of(rec.JobIntended)}
-    assert {job.name: job.nodes for job in world.jobs()} == pinned, "the node that was chosen is in the ledger"
+    assert {job.name: job.nodes for job in world.jobs()} == pinned, (
+        "the node that was chosen is in the ledger"
+    )
     assert len(world.jobs()) == 3, "without cancel the jobs stay for the next daemon"
     assert all(job.comment == comment_of(UID, job.name) for job in world.jobs())
-    sample = world.of(rec.ClusterSampled)[-1]
-    assert (sample.harvested, sample.idle, sample.others, sample.reserved, sample.unusable) == (3, 1, 0, 0, 0)
+    polled = world.of(rec.ClusterPolled)[-1]
+    assert (polled.gpus_harvested, polled.gpus_idle, polled.gpus_other_users) == (3, 1, 0)
+    assert (polled.gpus_reserved, polled.gpus_unusable) == (0, 0)
 
 
 @pytest.mark.parametrize("ahead_s", [600.0, -600.0], ids=["ahead", "behind"])
-def test_a_clock_that_is_ten_minutes_off_ends_no_engine_and_dates_no_hold_wrongly(world: World, ahead_s: float) -> None:
+def test_a_clock_that_is_ten_minutes_off_ends_no_engine_and_dates_no_hold_wrongly(
+    world: World, ahead_s: float
+) -> None:
     """Slurm's times are then in our past or future: an engine would look overdue, or its hold ten minutes long."""
     world.ahead_s = ahead_s
 
     async def play() -> None:
         world.want(4)
-        async with running(world.harvester(leave_s=0.5)):
-            await until("four engines hold GPUs", lambda: len(world.of(rec.HoldStarted)) == 4)
-            n = len(world.of(rec.ClusterSampled))
-            await until("and are looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 3)
-            assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"], "nothing happened but time"
-            assert (world.of(IntentRevoked), world.of(rec.HoldEnded)) == ([], [])
+        async with running(world.harvester(drain_notice_s=0.5)):
+            await until("four engines hold GPUs", lambda: len(world.of(rec.AllocationStarted)) == 4)
+            n = len(world.of(rec.ClusterPolled))
+            await until("and are looked at", lambda: len(world.of(rec.ClusterPolled)) > n + 3)
+            assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"], (
+                "nothing happened but time"
+            )
+            assert (world.of(IntentRevoked), world.of(rec.AllocationEnded)) == ([], [])
             theirs = world.site.submit(spec())
-            await until("they get their GPUs", lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)])
-            await until("two engines were preempted", lambda: len(world.of(rec.HoldEnded)) == 2)
+            await until(
+                "they get their GPUs", lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)]
+            )
+            await until("two engines were preempted", lambda: len(world.of(rec.AllocationEnded)) == 2)
             world.want(0)
             await until("the others leave when nobody wants them", lambda: len(world.of(rec.JobEnded)) >= 4)
 
     asyncio.run(play())
-    assert [end.reason for end in world.of(rec.HoldEnded)][:2] == ["preempted"] * 2
-    began = {(hold.intent_id, hold.restart_count): hold.at for hold in world.of(rec.HoldStarted)}
-    for end in world.of(rec.HoldEnded):
+    assert [end.reason for end in world.of(rec.AllocationEnded)][:2] == ["preempted"] * 2
+    began = {
+        (allocation.intent_id, allocation.restart_count): allocation.at
+        for allocation in world.of(rec.AllocationStarted)
+    }
+    for end in world.of(rec.AllocationEnded):
         assert 0 <= end.at - began[end.intent_id, end.restart_count] < 120
         assert abs(end.at - time.time() - ahead_s) < 120, "in our clock"
 
@@ -94,24 +112,30 @@ def test_a_preempted_engine_is_told_to_the_router_and_comes_back_under_the_same_
         async with running(world.harvester()):
             await until("an engine runs", lambda: world.jobs(JobState.RUNNING))
             [mine] = world.jobs()
-            await until("it is observed", lambda: world.of(rec.HoldStarted))
+            await until("it is observed", lambda: world.of(rec.AllocationStarted))
             theirs = [world.site.submit(spec()) for _ in range(2)]
             await until("the router knows", lambda: world.of(JobGone))
-            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id])
+            await until(
+                "it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id]
+            )
             world.site.cancel(tuple(theirs))
-            await until("it holds again", lambda: [h.restart_count for h in world.of(rec.HoldStarted)] == [0, 1])
+            await until(
+                "it holds again", lambda: [h.restart_count for h in world.of(rec.AllocationStarted)] == [0, 1]
+            )
             assert [job.job_id for job in world.jobs(JobState.RUNNING)] == [mine.job_id]
 
     asyncio.run(play())
     [gone] = world.of(JobGone)
     assert (gone.incarnation, gone.crashed) == (0, False)
-    assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted"]
+    assert [end.reason for end in world.of(rec.AllocationEnded)] == ["preempted"]
     assert len(world.of(rec.JobIntended)) == 1, "the requeued job serves the demand"
 
 
-def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_brings_a_whole_look_at_once(world: World) -> None:
+def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_brings_a_whole_look_at_once(
+    world: World,
+) -> None:
     # looks at the queue cost nothing here, whole ones 50: after twelve of them the 600 that are saved up at first are spent
-    world.pace |= {"observe_s": 60.0, "max_rpc_per_min": 60.0}
+    world.pace |= {"poll_interval_s": 60.0, "max_rpc_per_min": 60.0}
     world.cluster.whole_cost = 50
 
     async def play() -> None:
@@ -119,31 +143,33 @@ def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_bri
         world.site.submit(spec(gpus=1, nodelist=("node2",)))
         world.want(1)
         async with running(world.harvester()):
-            await until("an engine runs", lambda: world.of(rec.HoldStarted))
+            await until("an engine runs", lambda: world.of(rec.AllocationStarted))
             world.want(0)  # it does not listen, so that its leave is expected from now on
             await until("it is asked to leave", lambda: world.of(IntentRevoked))
             await until("only the queue is looked at", lambda: world.cluster.looks[-5:] == ["jobs"] * 5)
-            whole, samples = world.cluster.looks.count("full"), len(world.of(rec.ClusterSampled))
+            whole, samples = world.cluster.looks.count("full"), len(world.of(rec.ClusterPolled))
             assert whole == samples <= 12
             world.site.submit(spec(gpus=1, nodelist=("node2",)))
-            await until("the router knows, long before observe_s", lambda: world.of(JobGone))
+            await until("the router knows, long before poll_interval_s", lambda: world.of(JobGone))
             assert world.cluster.looks.count("full") == whole + 1
-            await until("it was seen completing, or gone", lambda: world.of(rec.HoldEnded))
+            await until("it was seen completing, or gone", lambda: world.of(rec.AllocationEnded))
 
     asyncio.run(play())
-    assert [end.reason for end in world.of(rec.HoldEnded)] == ["requeued"], "we had asked it to leave"
+    assert [end.reason for end in world.of(rec.AllocationEnded)] == ["requeued"], "we had asked it to leave"
 
 
 def test_with_demand_gone_pending_jobs_are_cancelled_and_engines_drained(world: World) -> None:
     async def play() -> None:
         world.site.submit(spec(gpus=2, nodelist=("node1",)))
         world.want(2)
-        async with running(world.harvester(leave_s=0.5)):
-            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+        async with running(world.harvester(drain_notice_s=0.5)):
+            await until("two engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
             world.want(0)
             await until("both are drained", lambda: len(world.of(IntentRevoked)) == 2)
             # these engines do not listen: after the grace they are cancelled
-            await until("both have left", lambda: not [job for job in world.jobs() if job.partition == "scavenge"])
+            await until(
+                "both have left", lambda: not [job for job in world.jobs() if job.partition == "scavenge"]
+            )
             await until("both are closed", lambda: len(world.of(rec.JobEnded)) == 2)
 
     asyncio.run(play())
@@ -151,7 +177,7 @@ def test_with_demand_gone_pending_jobs_are_cancelled_and_engines_drained(world: 
     assert len(world.acted("cancel")) == 2
     assert world.allowed == {}
     assert not list((world.state_dir / "workers").glob("*.key"))
-    assert {end.reason for end in world.of(rec.HoldEnded)} == {"cancelled"}
+    assert {end.reason for end in world.of(rec.AllocationEnded)} == {"cancelled"}
 
 
 def test_an_engine_that_never_connected_is_cancelled_at_once_when_nobody_wants_it(world: World) -> None:
@@ -159,7 +185,7 @@ def test_an_engine_that_never_connected_is_cancelled_at_once_when_nobody_wants_i
         world.connected = False
         world.want(1)
         async with running(world.harvester()):
-            await until("it runs", lambda: world.of(rec.HoldStarted))
+            await until("it runs", lambda: world.of(rec.AllocationStarted))
             world.want(0)
             await until("it is gone", lambda: not world.jobs())
 
@@ -171,15 +197,17 @@ def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no
     async def play() -> None:
         world.want(2)
         async with running(world.harvester()):
-            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            await until("two engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
             world.cluster.fail_view = True
-            await until("a failure", lambda: world.events("cluster_unavailable"))  # a look that had begun before may still decide
+            await until(
+                "a failure", lambda: world.events("cluster_unavailable")
+            )  # a look that had begun before may still decide
             world.want(0)  # nothing is decided on a cluster that is not seen
             await until("three failures", lambda: len(world.events("cluster_unavailable")) == 3)
-            before = len(world.of(rec.ClusterSampled))
+            before = len(world.of(rec.ClusterPolled))
             world.want(2)
             world.cluster.fail_view = False
-            await until("it is seen again", lambda: len(world.of(rec.ClusterSampled)) > before)
+            await until("it is seen again", lambda: len(world.of(rec.ClusterPolled)) > before)
 
     asyncio.run(play())
     events = world.events("cluster_unavailable")
@@ -195,17 +223,23 @@ def test_a_job_script_that_dies_at_once_backs_off_then_its_node_is_quarantined(w
     async def play() -> None:
         world.want(1)
         async with running(world.harvester(template=DIES, quarantine_after=2, max_engines=1)):
-            await until("both nodes are quarantined", lambda: len(world.events("node_quarantined")) == 2, 30.0)
+            await until(
+                "both nodes are quarantined", lambda: len(world.events("node_quarantined")) == 2, 30.0
+            )
             n = len(world.of(rec.JobIntended))
-            await until("it says so", lambda: any("quarantined: node1, node2" in d.reason for d in world.acted("none")), 30.0)
+            await until(
+                "it says so",
+                lambda: any("quarantined: node1, node2" in d.reason for d in world.acted("none")),
+                30.0,
+            )
             assert len(world.of(rec.JobIntended)) == n
 
     asyncio.run(play())
     assert "exit code 3" in world.events("node_quarantined")[0].reason
     assert any("died at once" in decision.reason for decision in world.acted("none"))
     assert all(event.crashed for event in world.of(JobGone))
-    holds = len(world.of(rec.HoldStarted))
-    assert holds == len(world.of(rec.HoldEnded)) == len(world.of(rec.JobIntended))
+    holds = len(world.of(rec.AllocationStarted))
+    assert holds == len(world.of(rec.AllocationEnded)) == len(world.of(rec.JobIntended))
 
 
 def test_a_submission_without_an_answer_is_found_by_its_comment_and_not_repeated(world: World) -> None:
@@ -214,7 +248,7 @@ def test_a_submission_without_an_answer_is_found_by_its_comment_and_not_repeated
         world.want(1)
         async with running(world.harvester()):
             await until("it is adopted", lambda: world.of(rec.JobSubmitted))
-            await until("it holds", lambda: world.of(rec.HoldStarted))
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
 
     asyncio.run(play())
     assert len(world.of(rec.JobIntended)) == 1
@@ -240,27 +274,36 @@ def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_
     async def play() -> None:
         world.want(1)
         async with running(world.harvester()):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
         [intended] = world.of(rec.JobIntended)
         [submitted] = world.of(rec.JobSubmitted)
         stranger = "scv-00000000ffffffff"
         port = world.site
         lost = port.submit(spec("scavenge", 1, name=stranger, comment=comment_of(UID, stranger)))
-        other = port.submit(spec("scavenge", 1, name="scv-00000000eeeeeeee", comment=comment_of("00000000", "scv-00000000eeeeeeee")))
+        other = port.submit(
+            spec(
+                "scavenge",
+                1,
+                name="scv-00000000eeeeeeee",
+                comment=comment_of("00000000", "scv-00000000eeeeeeee"),
+            )
+        )
         keys.write_keypair(keys.worker_key_path(world.state_dir, "scv-00000000dddddddd"), keys.generate())
 
         world.said.clear()
         world.allowed.clear()
         second = world.harvester()
-        second.restore([rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True)])
+        second.restore(
+            [rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
+        )
         assert world.allowed[intended.worker_key].run == "run"
         assert not keys.worker_key_path(world.state_dir, "scv-00000000dddddddd").exists()
         async with running(second):
             await until("the stranger is cancelled", lambda: lost not in {job.job_id for job in world.jobs()})
-            n = len(world.of(rec.ClusterSampled))
-            await until("two more looks", lambda: len(world.of(rec.ClusterSampled)) > n + 1)
+            n = len(world.of(rec.ClusterPolled))
+            await until("two more looks", lambda: len(world.of(rec.ClusterPolled)) > n + 1)
         assert {job.job_id for job in world.jobs()} == {submitted.job_id, other}
-        assert world.of(rec.JobIntended) == world.of(rec.HoldStarted) == world.of(JobGone) == []
+        assert world.of(rec.JobIntended) == world.of(rec.AllocationStarted) == world.of(JobGone) == []
         assert [event.subject for event in world.events("stranger_cancelled")] == [f"job {lost}"]
 
     asyncio.run(play())
@@ -276,8 +319,12 @@ def test_a_shutdown_with_cancel_leaves_no_job(world: World) -> None:
     assert world.jobs() == []
 
 
-@pytest.mark.parametrize(("partition", "said"), [("nowhere", "no such partition"), ("normal", "not preemptible")])
-def test_a_partition_that_may_not_be_harvested_stops_the_daemon_with_the_reason(world: World, partition: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("partition", "said"), [("nowhere", "no such partition"), ("normal", "not preemptible")]
+)
+def test_a_partition_that_may_not_be_harvested_stops_the_daemon_with_the_reason(
+    world: World, partition: str, said: str
+) -> None:
     async def play() -> None:
         world.want(1)
         await world.harvester(partition=partition).run(asyncio.Event())
@@ -290,7 +337,7 @@ def test_a_partition_that_may_not_be_harvested_stops_the_daemon_with_the_reason(
 def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
     async def play() -> None:
         async with running(world.harvester()):
-            await until("ten looks", lambda: len(world.of(rec.ClusterSampled)) >= 10)
+            await until("ten looks", lambda: len(world.of(rec.ClusterPolled)) >= 10)
 
     asyncio.run(play())
     assert len(world.of(rec.Decision)) == 1
@@ -298,7 +345,9 @@ def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
     assert world.of(rec.Decision)[0].code == "no_run"
 
 
-def test_a_gpu_that_is_not_worth_a_start_is_left_idle_and_the_record_says_by_which_figures(world: World) -> None:
+def test_a_gpu_that_is_not_worth_a_start_is_left_idle_and_the_record_says_by_which_figures(
+    world: World,
+) -> None:
     """Ages come from the looks of this very daemon; the curve is given: to learn one takes a hundred lives."""
     worth = Benefit(1e-9, 8.0, 1, 60.0)
     harvester = world.harvester()
@@ -331,7 +380,7 @@ def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(wor
     async def play() -> None:
         world.want(2)
         async with running(world.harvester()):
-            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            await until("two engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
             seen = world.cluster.view
 
             def changed() -> ClusterView:
@@ -348,14 +397,16 @@ def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(wor
     assert "not preemptible" in world.acted("give_back")[0].inputs
 
 
-def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The partition still says PreemptMode=REQUEUE; the site's PreemptType was changed (scontrol reconfigure does that)."""
-    monkeypatch.setattr(looks, "INFO_S", 0.3)
+    monkeypatch.setattr(polls, "INFO_S", 0.3)
 
     async def play() -> None:
         world.want(2)
         async with running(world.harvester()):
-            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            await until("two engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
             none = replace(world.cluster.info(), preempt_type="preempt/none")
             monkeypatch.setattr(world.cluster, "info", lambda: none)
             await until("both are drained", lambda: len(world.of(IntentRevoked)) == 2)
@@ -369,7 +420,7 @@ def test_files_of_a_closed_job_that_cannot_be_removed_end_nothing(world: World) 
     async def play() -> None:
         world.want(1)
         async with running(world.harvester()):
-            await until("an engine runs", lambda: world.of(rec.HoldStarted))
+            await until("an engine runs", lambda: world.of(rec.AllocationStarted))
             workers = world.state_dir / "workers"
             workers.rename(world.state_dir / "elsewhere")
             workers.write_text("the file system answers with errors")
@@ -377,8 +428,8 @@ def test_files_of_a_closed_job_that_cannot_be_removed_end_nothing(world: World) 
             world.site.cancel(tuple(job.job_id for job in world.jobs()))
             await until("it is closed", lambda: world.of(rec.JobEnded))
             assert world.allowed == {}, "its key opens nothing"
-            n = len(world.of(rec.ClusterSampled))
-            await until("looks go on", lambda: len(world.of(rec.ClusterSampled)) > n)
+            n = len(world.of(rec.ClusterPolled))
+            await until("looks go on", lambda: len(world.of(rec.ClusterPolled)) > n)
 
     asyncio.run(play())
 
@@ -387,22 +438,26 @@ def test_a_worker_whose_key_is_lost_is_withdrawn_after_a_restart(world: World) -
     async def play() -> None:
         world.want(1)
         async with running(world.harvester()):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
         [intended], [submitted] = world.of(rec.JobIntended), world.of(rec.JobSubmitted)
         keys.worker_key_path(world.state_dir, intended.intent_id).unlink()
         world.said.clear()
-        second = world.harvester(leave_s=0.2)
-        second.restore([rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True)])
+        second = world.harvester(drain_notice_s=0.2)
+        second.restore(
+            [rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
+        )
         async with running(second):
             await until("it is cancelled", lambda: world.acted("cancel"))
-            await until("another one runs", lambda: world.of(rec.HoldStarted))
+            await until("another one runs", lambda: world.of(rec.AllocationStarted))
 
     asyncio.run(play())
     assert len(world.events("worker_key_missing")) == 1
 
 
-def test_a_job_that_slurm_does_not_release_is_cancelled_and_a_fresh_one_goes_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there are no spares from then on."""
+def test_a_job_that_slurm_does_not_release_is_cancelled_and_a_fresh_one_goes_there(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And there are no standby jobs from then on."""
 
     def refuses(job_id: int, node: str) -> None:
         raise ClusterError(f"Access/permission denied for job {job_id}")
@@ -411,17 +466,77 @@ def test_a_job_that_slurm_does_not_release_is_cancelled_and_a_fresh_one_goes_the
 
     async def play() -> None:
         theirs = [world.site.submit(spec(gpus=1, nodelist=("node1",), workdir="/tmp")) for _ in range(2)]
-        await until("others hold node1", lambda: sum("node1" in job.nodes for job in world.jobs(JobState.RUNNING)) == 2)
+        await until(
+            "others hold node1",
+            lambda: sum("node1" in job.nodes for job in world.jobs(JobState.RUNNING)) == 2,
+        )
         world.want(3)
-        async with running(world.harvester(spares=1, max_pending=4), cancel=True):
-            await until("node2 is ours", lambda: len(world.of(rec.HoldStarted)) == 2)
+        async with running(world.harvester(standby_jobs=1, max_pending=4), cancel=True):
+            await until("node2 is ours", lambda: len(world.of(rec.AllocationStarted)) == 2)
             world.site.cancel((theirs[0],))
-            await until("and what one of them left", lambda: len(world.of(rec.HoldStarted)) == 3)
+            await until("and what one of them left", lambda: len(world.of(rec.AllocationStarted)) == 3)
             await until("the spare is closed", lambda: world.of(rec.JobEnded))
         world.site.cancel((theirs[1],))
 
     asyncio.run(play())
     [refused] = world.events("release_refused")
     assert "Access/permission denied" in refused.reason
-    assert [decision.code for decision in world.acted("cancel_pending")] == ["spare"]
-    assert [decision.code for decision in world.acted("submit")].count("spare") == 1
+    assert [decision.code for decision in world.acted("cancel_pending")] == ["standby"]
+    assert [decision.code for decision in world.acted("submit")].count("standby") == 1
+
+
+def test_accounting_that_fails_is_an_event_and_stops_neither_looks_nor_submissions(world: World) -> None:
+    """An engine came and went between two looks, and slurmdbd does not answer; then it does."""
+    asked: list[tuple[int, ...]] = []
+    down, info = [True], world.cluster.info
+
+    def accounting(job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
+        asked.append(job_ids)
+        if down:
+            raise ClusterUnavailable("sacct: slurmdbd is down")
+        [intended], [start], [end] = (
+            world.of(rec.JobIntended),
+            world.of(rec.AllocationStarted)[:1],
+            world.of(rec.AllocationEnded)[:1],
+        )
+        return (
+            JobLife(
+                job_ids[0], intended.intent_id, "PREEMPTED", intended.at, start.at, end.at, ("node9",), 1
+            ),
+            JobLife(job_ids[0], intended.intent_id, "RUNNING", end.at, end.at + 0.5, 0.0, ("node1",), 1),
+        )
+
+    world.cluster.info = lambda: replace(info(), accounting=True)  # type: ignore[method-assign]
+    world.cluster.accounting = accounting  # type: ignore[method-assign]
+
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("it is submitted", lambda: world.of(rec.JobSubmitted))
+        [submitted], [intended] = world.of(rec.JobSubmitted), world.of(rec.JobIntended)
+        await until("it runs", lambda: world.jobs(JobState.RUNNING))
+        world.cluster.requeue(submitted.job_id)
+        await until(
+            "it was put back and runs again",
+            lambda: [job.restart_count for job in world.jobs(JobState.RUNNING)] == [1],
+        )
+        world.said[:] = [
+            one for one in world.said if not isinstance(one, rec.AllocationStarted | rec.AllocationEnded)
+        ]
+        second = world.harvester()
+        second.restore(
+            [rec.JobState(intended, submitted.job_id, "PENDING", 0, "", False, free_since=intended.at)]
+        )
+        async with running(second, cancel=True):
+            await until("it says so", lambda: world.events("accounting_unavailable"))
+            n = len(world.of(rec.ClusterPolled))
+            await until("looks go on", lambda: len(world.of(rec.ClusterPolled)) > n + 2)
+            assert len(asked) == 1, "what does not answer is left alone for a while"
+            down.clear()
+            second._account_at = 0.0
+            await until("it is corrected", lambda: world.of(rec.AllocationCorrected))
+            assert second.tracker.to_account() == ()
+
+    asyncio.run(play())
+    [corrected] = world.of(rec.AllocationCorrected)
+    assert (corrected.restart_count, corrected.node) == (0, "node9")

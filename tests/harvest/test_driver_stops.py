@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from scavenger import asyncio_helpers
 from scavenger.cluster.model import JobSpec, JobState
 from scavenger.errors import Fenced
-from scavenger.harvest import waiting
-from scavenger.harvest.pace import Look
-from scavenger.harvest.standing import drain, resume
+from scavenger.harvest import stop_files
+from scavenger.harvest.observe.pace import Poll
+from scavenger.harvest.stop_state import drain, resume
 from scavenger.ledger import records as rec
-from scavenger.router.events import IntentRevoked
+from scavenger.router.core.events import IntentRevoked
 from tests.harvest.world import World, running, until
 
 
@@ -29,7 +30,9 @@ def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitt
         submit = world.cluster.submit
 
         def slow(spec: JobSpec) -> int:
-            drain(world.state_dir, "three at night", at_once=False)  # somebody stops harvesting during the first sbatch
+            drain(
+                world.state_dir, "three at night", at_once=False
+            )  # somebody stops harvesting during the first sbatch
             return submit(spec)
 
         monkeypatch.setattr(world.cluster, "submit", slow)
@@ -43,7 +46,9 @@ def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitt
     asyncio.run(play())
 
 
-def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_seen_too_long_ago_is_not_submitted_on_further(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.pace |= {"command_timeout_s": 0.4}
 
     async def play() -> None:
@@ -59,31 +64,33 @@ def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World, mo
             await until("all four are submitted", lambda: len(world.of(rec.JobSubmitted)) == 4)
 
     asyncio.run(play())
-    said = [type(one) for one in world.said if isinstance(one, rec.ClusterSampled | rec.JobIntended)]
+    said = [type(one) for one in world.said if isinstance(one, rec.ClusterPolled | rec.JobIntended)]
     assert (rec.JobIntended, rec.JobIntended) not in itertools.pairwise(said), "a look before each"
 
 
 def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_for_the_budget(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.pace |= {"observe_s": 600.0, "max_rpc_per_min": 10.0}
+    world.pace |= {"poll_interval_s": 600.0, "max_rpc_per_min": 10.0}
     world.cluster.whole_cost = 150  # the first look spends what was saved up
 
     async def play() -> None:
         harvester = world.harvester()
         due, bys = harvester._pace.next, []
 
-        def asked(now: float, *, by: float, **more: bool) -> tuple[float, Look]:
-            bys.append((harvester.standing.seen is not None, by <= now))
+        def asked(now: float, *, by: float, **more: bool) -> tuple[float, Poll]:
+            bys.append((harvester.stop_state.seen is not None, by <= now))
             return due(now, by=by, **more)
 
         monkeypatch.setattr(harvester._pace, "next", asked)
         async with running(harvester):
-            await until("it looks", lambda: world.of(rec.ClusterSampled))
+            await until("it looks", lambda: world.of(rec.ClusterPolled))
             drain(world.state_dir, "three at night", at_once=False)
             await until("it stops, whatever that costs", lambda: world.events("harvest_stopped"))
             resume(world.state_dir)
-            await until("it knows", lambda: harvester.standing.seen is None and harvester.standing.changed)
+            await until(
+                "it knows", lambda: harvester.stop_state.seen is None and harvester.stop_state.changed
+            )
             n = len(bys)
             await until("and waits", lambda: len(bys) > n + 1)
         assert (True, True) in bys
@@ -93,13 +100,15 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
     asyncio.run(play())
 
 
-def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def play() -> float:
         world.want(1)
         harvester = world.harvester()
         stop, hung = asyncio.Event(), threading.Event()
         task = asyncio.create_task(harvester.run(stop))
-        await until("it looks", lambda: world.of(rec.ClusterSampled))
+        await until("it looks", lambda: world.of(rec.ClusterPolled))
         seen = world.cluster.view
         monkeypatch.setattr(world.cluster, "view", lambda: (hung.wait(30.0), seen())[1])
         harvester.poke()
@@ -115,13 +124,15 @@ def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: 
     assert asyncio.run(play()) < 6.0
 
 
-def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
+def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio_helpers, "LEAST_S", 0.2)
 
     async def play() -> None:
         world.want(1)
-        async with running(world.harvester(leave_s=0.3)):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
+        async with running(world.harvester(drain_notice_s=0.3)):
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
             world.stalled = True
             world.want(2)
             await until("a second one is refused", lambda: world.events("submit_refused"))
@@ -135,19 +146,23 @@ def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(wo
     refused = {event.subject for event in world.events("submit_refused")}
     submitted = {one[1] for one in world.said if isinstance(one, tuple) and one[0] == "submit"}
     assert not refused & submitted
-    assert refused <= {ended.intent_id for ended in world.of(rec.JobEnded)}, "an intent that becomes durable after all is closed"
+    assert refused <= {ended.intent_id for ended in world.of(rec.JobEnded)}, (
+        "an intent that becomes durable after all is closed"
+    )
     assert len(world.events("ledger_stalled")) == len(world.events("ledger_back")) == 1
 
 
-def test_a_daemon_that_was_fenced_while_its_ledger_stalled_cancels_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
+def test_a_daemon_that_was_fenced_while_its_ledger_stalled_cancels_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio_helpers, "LEAST_S", 0.2)
 
     async def play() -> None:
         world.connected = False  # so that it is cancelled at once
         world.want(1)
         harvester = world.harvester()
         task = asyncio.create_task(harvester.run(asyncio.Event()))
-        await until("it holds", lambda: world.of(rec.HoldStarted))
+        await until("it holds", lambda: world.of(rec.AllocationStarted))
         world.stalled = True
         world.want(0)
         await until("it is to be cancelled", lambda: world.acted("cancel"))
@@ -162,14 +177,17 @@ def test_a_daemon_that_was_fenced_while_its_ledger_stalled_cancels_nothing(world
     assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
 
 
-def test_stop_files_that_give_no_answer_stop_harvesting_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.3)
+def test_stop_files_that_give_no_answer_stop_no_engine_and_after_a_while_none_is_submitted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio_helpers, "LEAST_S", 0.3)
+    monkeypatch.setattr(stop_files, "KEEP_S", 1.0)
     hung, looks = threading.Event(), []
 
     async def play() -> None:
         world.want(1)
-        harvester = world.harvester(leave_s=0.2)
-        reads = harvester.standing.look
+        harvester = world.harvester(drain_notice_s=0.2)
+        reads = harvester.stop_state.poll
 
         def hangs() -> None:
             looks.append(1)
@@ -177,26 +195,34 @@ def test_stop_files_that_give_no_answer_stop_harvesting_and_nothing_else(world: 
             reads()
 
         async with running(harvester):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
-            monkeypatch.setattr(harvester.standing, "look", hangs)
-            await until("harvesting stops", lambda: world.events("harvest_stopped"))
-            await until("it is gone", lambda: not world.jobs())
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
+            monkeypatch.setattr(harvester.stop_state, "poll", hangs)
+            await until("it is known that nothing is known", lambda: harvester.stop_state.files.hold)
+            assert "no answer" in harvester.stop_state.files.unread
+            world.want(2)
+            await until(
+                "nothing is submitted for that", lambda: "no answer" in harvester.stop_state.concluded
+            )
+            assert len(world.jobs(JobState.RUNNING)) == 1, "the engine stays"
             assert len(looks) == 1, "one thread waits, not one for each look"
             hung.set()
-            await until("one runs again", lambda: world.jobs(JobState.RUNNING))
+            await until("the second runs", lambda: len(world.jobs(JobState.RUNNING)) == 2)
+            assert not harvester.stop_state.files.unread
 
     try:
         asyncio.run(play())
     finally:
         hung.set()
-    assert [event.reason for event in world.events("harvest_stopped")] == ["the stop files cannot be read: no answer"]
+    assert not world.events("harvest_stopped")
 
 
-def test_a_stop_file_acts_on_connected_engines_while_slurm_does_not_answer(world: World, tmp_path: Path) -> None:
+def test_a_stop_file_acts_on_connected_engines_while_slurm_does_not_answer(
+    world: World, tmp_path: Path
+) -> None:
     async def play() -> None:
         world.want(1)
         async with running(world.harvester(stop_file=tmp_path / "stop")):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
             world.cluster.fail_view = True
             await until("it is not seen", lambda: world.events("cluster_unavailable"))
             (tmp_path / "stop").write_text("drain power cut")

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from scavenger import keys
-from scavenger.cli import app
+from scavenger.cli.main import app
 from scavenger.cluster.model import JobState
-from scavenger.harvest import standing
+from scavenger.harvest import stop_state
 from scavenger.ledger import records as rec
-from scavenger.observe import guest, status
-from scavenger.router.events import IntentRevoked
+from scavenger.observe import status
+from scavenger.observe import status as harvested
+from scavenger.protocol import keys
+from scavenger.router.core.events import IntentRevoked
 from tests.harvest.world import World, running, spec, until
 
 
@@ -28,21 +29,28 @@ def test_a_peer_who_cannot_preempt_us_runs_within_his_time_and_nobody_takes_his_
 
     async def play() -> None:
         world.want(4)
-        async with running(world.harvester(leave_s=60.0, peer_yield_s=0.5), cancel=True):
-            await until("all GPUs are ours", lambda: len(world.of(rec.HoldStarted)) == 4)
+        async with running(world.harvester(drain_notice_s=60.0, same_tier_yield_s=0.5), cancel=True):
+            await until("all GPUs are ours", lambda: len(world.of(rec.AllocationStarted)) == 4)
             asked_at = time.monotonic()
             theirs = await asyncio.to_thread(world.site.submit, spec("scavenge", gpus=2))
-            await until("the peer runs", lambda: theirs in {job.job_id for job in world.jobs(JobState.RUNNING)})
+            await until(
+                "the peer runs", lambda: theirs in {job.job_id for job in world.jobs(JobState.RUNNING)}
+            )
             took_s.append(time.monotonic() - asked_at)
             await until("both are closed", lambda: len(world.of(rec.JobEnded)) == 2)
             assert theirs in {job.job_id for job in world.jobs(JobState.RUNNING)}
 
     asyncio.run(play())
-    assert [decision.code for decision in world.acted("give_back")] == ["peer", "peer"]
-    assert [decision.code for decision in world.acted("cancel") if decision.code != "shutdown"] == ["overdue", "overdue"]
+    assert [decision.code for decision in world.acted("give_back")] == ["same_tier_job", "same_tier_job"]
+    assert [decision.code for decision in world.acted("cancel") if decision.code != "shutdown"] == [
+        "overdue",
+        "overdue",
+    ]
     assert len(world.of(IntentRevoked)) == 2
-    nodes = {hold.intent_id: hold.node for hold in world.of(rec.HoldStarted)}
-    assert len({nodes[decision.subject] for decision in world.acted("give_back")}) == 1, "two GPUs of one node, as it asked for"
+    nodes = {allocation.intent_id: allocation.node for allocation in world.of(rec.AllocationStarted)}
+    assert len({nodes[decision.subject] for decision in world.acted("give_back")}) == 1, (
+        "two GPUs of one node, as it asked for"
+    )
     assert took_s[0] < 8.0, "0.5 s, a look and the end of two processes"
 
 
@@ -65,44 +73,70 @@ def test_a_drain_gives_everything_back_and_off_takes_it_again(world: World, now:
     async def play() -> None:
         world.want(2)
         status.write(world.state_dir, serving())
-        harvester = world.harvester(leave_s=0.5)
+        harvester = world.harvester(drain_notice_s=0.5)
         async with running(harvester, cancel=True):
-            await until("engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
-            had = guest.take(harvester, time.time())
+            await until("engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
+            had = harvested.take(harvester, time.time())
             assert had is not None
-            assert (had.partition, had.engines, had.gpus, had.waiting, had.leaving, had.stopped) == ("scavenge", 2, 2, 0, 0, "")
-            assert "none is submitted until" in await asyncio.to_thread(command, "--reason", "a talk", *(["--now"] if now else []))
+            assert (had.partition, had.engines, had.gpus, had.waiting, had.leaving, had.stopped) == (
+                "scavenge",
+                2,
+                2,
+                0,
+                0,
+                "",
+            )
+            assert "none is submitted until" in await asyncio.to_thread(
+                command, "--reason", "a talk", *(["--now"] if now else [])
+            )
             await until("everything has left", lambda: not world.jobs())
             await until("the harvester has seen it", lambda: not harvester.tracker.jobs({}))
-            told = guest.take(harvester, time.time())
+            told = harvested.take(harvester, time.time())
             assert told is not None
             assert (told.engines, told.gpus, told.waiting) == (0, 0, 0)
             assert told.stopped.endswith(": a talk")
             assert world.events("harvest_stopped")[0].reason.endswith(": a talk")
             assert "harvests again" in await asyncio.to_thread(command, "--off")
-            await until("engines run again", lambda: len(world.of(rec.HoldStarted)) == 4)
+            await until("engines run again", lambda: len(world.of(rec.AllocationStarted)) == 4)
 
     asyncio.run(play())
     assert {decision.code for decision in world.acted("give_back" if not now else "cancel")} >= {"stopped"}
     assert bool(world.acted("give_back")) != now
-    assert [event.kind for event in world.of(rec.Event) if event.kind.startswith("harvest_")] == ["harvest_stopped", "harvest_resumed"]
+    assert [event.kind for event in world.of(rec.Event) if event.kind.startswith("harvest_")] == [
+        "harvest_stopped",
+        "harvest_resumed",
+    ]
 
 
 @pytest.mark.parametrize("ended", ["never", "died", "closed"])
-def test_a_drain_without_a_daemon_says_that_nothing_leaves_now_and_how_to_end_the_jobs(tmp_path: Path, ended: str) -> None:
+def test_a_drain_without_a_daemon_says_that_nothing_leaves_now_and_how_to_end_the_jobs(
+    tmp_path: Path, ended: str
+) -> None:
     path, state_dir = tmp_path / "scavenger.toml", tmp_path / "state"
-    path.write_text(f'[daemon]\nstate_dir = "{state_dir}"\n[harvest]\npartition = "idle"\nstop_file = "{tmp_path / "STOP"}"\n')
+    path.write_text(
+        f'[daemon]\nstate_dir = "{state_dir}"\n[harvest]\npartition = "idle"\nstop_file = "{tmp_path / "STOP"}"\n'
+    )
     keys.init_state(state_dir, "ada")
     if ended != "never":
-        gone: dict[str, dict[str, Any]] = {"died": {"pid": 2**30}, "closed": {"state": "CLOSED", "stopped_at": time.time()}}
+        gone: dict[str, dict[str, Any]] = {
+            "died": {"pid": 2**30},
+            "closed": {"state": "CLOSED", "stopped_at": time.time()},
+        }
         status.write(state_dir, msgspec.structs.replace(serving(), **gone[ended]))
     done = CliRunner().invoke(app, ["drain", "--now", "--config", str(path)])
     assert done.exit_code == 1
-    why = {"never": "no daemon has run", "died": f"DIED: no process {2**30}", "closed": "CLOSED, stopped at"}[ended]
+    why = {"never": "no daemon has run", "died": f"DIED: no process {2**30}", "closed": "CLOSED, stopped at"}[
+        ended
+    ]
     assert f"NOTHING IS CANCELLED NOW, because no daemon serves: {why}" in done.output
     assert "scancel -u $USER -p idle" in done.output
-    assert standing.read_stop(standing.drain_path(state_dir), "drain") is not None, "the next daemon obeys"
+    assert stop_state.read_stop(stop_state.drain_path(state_dir), "drain") is not None, (
+        "the next daemon obeys"
+    )
     (tmp_path / "STOP").write_text("")
     off = CliRunner().invoke(app, ["drain", "--off", "--config", str(path)])
     assert off.exit_code == 0
-    assert off.output == f"a daemon harvests again once one serves; but {tmp_path / 'STOP'} is there, and stops it all the same\n"
+    assert (
+        off.output
+        == f"a daemon harvests again once one serves; but {tmp_path / 'STOP'} is there, and stops it all the same\n"
+    )

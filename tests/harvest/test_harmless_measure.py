@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harmless_measure import Stay, bounded, levels, long_slices, percentile, use
 from benchmarks.harmless_neighbour import Round, report, slower
 from benchmarks.scale import DEMAND, LIMITS, NOW, busy_site
-from scavenger.harvest.policy import decide
+from scavenger.harvest.decide.decide import decide
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
@@ -27,7 +27,9 @@ def test_a_job_that_never_begins_counts_with_what_it_has_waited_where_it_began_w
 
 
 def test_slices_are_stays_of_idle_slots_that_outlast_a_cold_start() -> None:
-    busy = levels([Stay("a", 1, 10.0, 20.0), Stay("a", 2, 15.0, 40.0), Stay("b", 2, 0.0, 50.0)], "a", 0.0, 50.0)
+    busy = levels(
+        [Stay("a", 1, 10.0, 20.0), Stay("a", 2, 15.0, 40.0), Stay("b", 2, 0.0, 50.0)], "a", 0.0, 50.0
+    )
     assert busy == [(0.0, 10.0, 0), (10.0, 15.0, 1), (15.0, 20.0, 3), (20.0, 40.0, 2), (40.0, 50.0, 0)]
     assert sorted(long_slices(busy, 2, 5.0)) == [(0.0, 10.0), (0.0, 15.0), (40.0, 50.0), (40.0, 50.0)]
     assert sorted(long_slices(busy, 2, 10.0)) == [(0.0, 15.0)]
@@ -44,24 +46,38 @@ def test_slices_are_stays_of_idle_slots_that_outlast_a_cold_start() -> None:
     ],
 )
 def test_what_is_harvested_counts_up_to_the_long_slices(ours: list[Stay], share: float) -> None:
-    others = [Stay("a", 2, 10.0, 11.0), Stay("a", 1, 11.0, 13.0), Stay("a", 2, 13.0, 20.0)]
-    found = use(others, ours, ["a"], 2, 0.0, 20.0, cold_s=5.0)
-    assert (found.total, found.others, found.idle_long) == (40.0, 18.0, 20.0)
+    other_users = [Stay("a", 2, 10.0, 11.0), Stay("a", 1, 11.0, 13.0), Stay("a", 2, 13.0, 20.0)]
+    found = use(other_users, ours, ["a"], 2, 0.0, 20.0, cold_s=5.0)
+    assert (found.total, found.other_users, found.idle_long) == (40.0, 18.0, 20.0)
     assert found.share == share
 
 
 def test_a_large_site_is_decided_on_and_its_queue_claims_what_is_idle() -> None:
     view, ours = busy_site(200, 2000, seed=3)
     first = decide(view, DEMAND, ours, LIMITS, NOW)
-    assert (first.actions, first.code) == ((), "others_pending")
-    later = decide(view, DEMAND, ours, replace(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)), NOW)
-    assert {str(action.code) for action in later.actions} == {"courtesy"}
+    assert (first.actions, first.code) == ((), "other_users_pending")
+    later = decide(
+        view,
+        DEMAND,
+        ours,
+        replace(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)),
+        NOW,
+    )
+    assert {str(action.code) for action in later.actions} == {"voluntary_preemption"}
 
 
 def test_a_neighbour_is_as_much_slower_as_its_median_round_beside_an_engine_in_each_turn() -> None:
     turns = [(0.0, 10.0, 14.0), (100.0, 110.0, 114.0), (200.0, 210.0, 214.0)]
-    alone = [Round("cpu", at, took, 0.5) for at, took in ((0.0, 1.0), (1.0, 1.0), (2.0, 9.0), (100.0, 2.0), (103.5, 1.0))]
-    beside = [Round("cpu", at, took, 0.5) for at, took in ((9.5, 9.0), (10.0, 1.1), (12.0, 1.1), (13.5, 1.0), (110.0, 3.0))]
+    alone = [
+        Round("cpu", at, took, 0.5)
+        for at, took in ((0.0, 1.0), (1.0, 1.0), (2.0, 9.0), (100.0, 2.0), (103.5, 1.0))
+    ]
+    beside = [
+        Round("cpu", at, took, 0.5)
+        for at, took in ((9.5, 9.0), (10.0, 1.1), (12.0, 1.1), (13.5, 1.0), (110.0, 3.0))
+    ]
     found = slower([*alone, *beside], turns, 4.0, lambda one: one.took_s)
-    assert found == pytest.approx([0.1, 0.5]), "rounds over a turn's edge, and a turn without any, say nothing"
+    assert found == pytest.approx([0.1, 0.5]), (
+        "rounds over a turn's edge, and a turn without any, say nothing"
+    )
     assert "| CPU, CPU time | 10 | +0.0% | +0.0% | +0.0% |" in report([*alone, *beside], turns, 4.0)

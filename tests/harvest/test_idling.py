@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import Node
-from scavenger.harvest.autoscale import Benefit, gate
-from scavenger.harvest.idling import GAP_S, LEAST_LOST, PIECE_S, Idle, Idling, node_class
-from scavenger.harvest.policy import Code, Decision, Limits, Submit, decide
-from scavenger.harvest.survival import Curve, Life, estimate, prior
-from scavenger.router.machine import Demand
+from scavenger.harvest.decide.decide import Code, Decision, Limits, Submit, decide
+from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Benefit, start_benefit
+from scavenger.policy.forecast.survival import Curve, Life, estimate, prior
+from scavenger.policy.idle_gpus import GAP_S, LEAST_LOST, PIECE_S, Idle, Idling, node_class
 from tests.harvest.views import SHARED, node, view
 
 NOW = 10_000.0
@@ -24,14 +24,21 @@ KIND = node_class(node("node1"))
 LIMITS = Limits("scavenge", max_engines=12, max_pending=12, pin=True)
 BENEFIT = Benefit(0.05, 8.0, 1, 100.0)
 #: Half of the slices end within two minutes, the others last for hours.
-MIXED = estimate([Life(20.0 + i % 100, True) for i in range(300)] + [Life(30_000.0, False) for _ in range(300)], prior())
+MIXED = estimate(
+    [Life(20.0 + i % 100, True) for i in range(300)] + [Life(30_000.0, False) for _ in range(300)], prior()
+)
 #: None outlasts a start.
 SHORT = estimate([Life(20.0 + i % 30, True) for i in range(3000)], prior())
 
 
-def looked(idling: Idling, at: float, *allocated: int, held: dict[str, int] | None = None) -> None:
+def polled(idling: Idling, at: float, *allocated: int, held: dict[str, int] | None = None) -> None:
     """A look at nodes of four GPUs, of which so many are allocated, ours included."""
-    idling.observe(view(at, nodes=[node(name, n) for name, n in zip(SHARED, allocated, strict=True)]), "scavenge", held or {}, at)
+    idling.observe(
+        view(at, nodes=[node(name, n) for name, n in zip(SHARED, allocated, strict=True)]),
+        "scavenge",
+        held or {},
+        at,
+    )
 
 
 def ages(idling: Idling, now: float) -> dict[str, list[float]]:
@@ -43,39 +50,39 @@ def ages(idling: Idling, now: float) -> dict[str, list[float]]:
 
 def test_what_was_free_at_the_first_look_has_an_age_that_nobody_knows() -> None:
     idling = Idling()
-    looked(idling, 0.0, 4, 2, 0)
+    polled(idling, 0.0, 4, 2, 0)
     assert ages(idling, 0.0) == {"node1": [], "node2": [math.inf] * 2, "node3": [math.inf] * 4}
 
 
 def test_the_latest_to_come_free_is_taken_first() -> None:
     idling = Idling()
-    looked(idling, 0.0, 4, 4, 4)
-    looked(idling, 60.0, 2, 4, 4)
-    looked(idling, 120.0, 1, 4, 4)
+    polled(idling, 0.0, 4, 4, 4)
+    polled(idling, 60.0, 2, 4, 4)
+    polled(idling, 120.0, 1, 4, 4)
     assert ages(idling, 200.0)["node1"] == [140.0, 140.0, 80.0]
-    looked(idling, 180.0, 2, 4, 4)
+    polled(idling, 180.0, 2, 4, 4)
     assert ages(idling, 200.0)["node1"] == [140.0, 140.0]
 
 
 def test_a_gpu_that_we_take_lives_on() -> None:
     idling = Idling()
-    looked(idling, 0.0, 4, 4, 4)
-    looked(idling, 60.0, 2, 4, 4)
-    looked(idling, 120.0, 4, 4, 4, held={"node1": 2})  # engines of ours
+    polled(idling, 0.0, 4, 4, 4)
+    polled(idling, 60.0, 2, 4, 4)
+    polled(idling, 120.0, 4, 4, 4, held={"node1": 2})  # engines of ours
     assert ages(idling, 120.0)["node1"] == [60.0, 60.0]
-    looked(idling, 180.0, 4, 4, 4, held={"node1": 1})  # others took one of them
+    polled(idling, 180.0, 4, 4, 4, held={"node1": 1})  # others took one of them
     assert ages(idling, 180.0)["node1"] == [120.0]
 
 
 def test_curves_come_of_lives_that_others_ended_and_of_those_that_go_on() -> None:
     """A quarter of what comes free is taken within two minutes; the rest idles to the end."""
     idling, now = Idling(), 0.0
-    looked(idling, now, 4, 4, 4)
-    looked(idling, now := now + 60, 4, 4, 1)  # three that nobody takes
+    polled(idling, now, 4, 4, 4)
+    polled(idling, now := now + 60, 4, 4, 1)  # three that nobody takes
     for _ in range(LEAST_LOST):
         assert not idling.known(0.985, now).curves, "too little is known"
-        looked(idling, now := now + 60, 3, 4, 1)
-        looked(idling, now := now + 60, 4, 4, 1)
+        polled(idling, now := now + 60, 3, 4, 1)
+        polled(idling, now := now + 60, 4, 4, 1)
     curve = idling.known(0.985, now).curves[KIND]
     assert curve.survives(50.0) > 0.95
     assert curve.survives(200.0) < 0.3
@@ -84,30 +91,32 @@ def test_curves_come_of_lives_that_others_ended_and_of_those_that_go_on() -> Non
 
 def test_nodes_that_go_down_lost_nothing_to_others() -> None:
     idling, now = Idling(), 0.0
-    looked(idling, now, 4, 4, 4)
+    polled(idling, now, 4, 4, 4)
     for _ in range(2 * LEAST_LOST):
-        looked(idling, now := now + 60, 0, 4, 4)
+        polled(idling, now := now + 60, 0, 4, 4)
         down = [node("node1", 0, states=["down"]), node("node2", 4), node("node3", 4)]
         idling.observe(view(now := now + 60, nodes=down), "scavenge", {}, now)
-        looked(idling, now := now + 60, 4, 4, 4)
+        polled(idling, now := now + 60, 4, 4, 4)
     assert not idling.known(0.985, now).curves
 
 
 def test_ages_end_with_a_gap_in_which_nobody_looked() -> None:
     idling = Idling()
-    looked(idling, 0.0, 4, 4, 4)
-    looked(idling, 60.0, 0, 4, 4)
-    looked(idling, 60.0 + GAP_S + 1, 0, 4, 4)
+    polled(idling, 0.0, 4, 4, 4)
+    polled(idling, 60.0, 0, 4, 4)
+    polled(idling, 60.0 + GAP_S + 1, 0, 4, 4)
     assert ages(idling, 2000.0)["node1"] == [math.inf] * 4
 
 
 @settings(deadline=None)  # a busy machine is no fault of ours
 @given(st.lists(st.tuples(*(st.tuples(st.integers(0, 4), st.integers(0, 4)) for _ in SHARED)), max_size=30))
-def test_there_are_as_many_ages_as_gpus_that_others_do_not_hold(looks: Sequence[Sequence[tuple[int, int]]]) -> None:
+def test_there_are_as_many_ages_as_gpus_that_others_do_not_hold(
+    looks: Sequence[Sequence[tuple[int, int]]],
+) -> None:
     idling = Idling()
     for turn, nodes in enumerate(looks):
         held = {name: min(ours, used) for name, (used, ours) in zip(SHARED, nodes, strict=True)}
-        looked(idling, 400.0 * turn, *(used for used, _ in nodes), held=held)
+        polled(idling, 400.0 * turn, *(used for used, _ in nodes), held=held)
         known = ages(idling, 400.0 * turn)
         assert {name: len(found) for name, found in known.items()} == {
             name: 4 - used + held[name] for name, (used, _) in zip(SHARED, nodes, strict=True)
@@ -119,7 +128,13 @@ def test_there_are_as_many_ages_as_gpus_that_others_do_not_hold(looks: Sequence[
 # ---------------------------------------------------------------- the gate
 
 
-def decided(idle: Idle | None, nodes: Sequence[Node], engines: int = 12, benefit: Benefit | None = BENEFIT, **more: Any) -> Decision:
+def decided(
+    idle: Idle | None,
+    nodes: Sequence[Node],
+    engines: int = 12,
+    benefit: Benefit | None = BENEFIT,
+    **more: Any,
+) -> Decision:
     wanted = Demand(1, "r", engines, benefit.gpus if benefit else 1, f"{engines} are useful", benefit=benefit)
     return decide(view(NOW, nodes=nodes), [wanted], [], replace(LIMITS, idle=idle, **more), NOW)
 
@@ -142,20 +157,26 @@ def test_only_gpus_that_have_settled_are_taken_and_the_record_says_why() -> None
     for action in decision.actions:
         assert "outlast a start of 100 s" in action.reason
         assert "saves 5.00% of a step of 8 GPUs" in action.reason
-    assert decision.gates[0].startswith("run r on 4 x h100: from ")
-    assert where(decided(replace(idle, share=0.0), nodes)) == ["node1"] * 3 + ["node2"] * 4 + ["node3"], "harvest.outlast = 0"
+    assert decision.start_benefits[0].startswith("run r on 4 x h100: from ")
+    assert where(decided(replace(idle, share=0.0), nodes)) == ["node1"] * 3 + ["node2"] * 4 + ["node3"], (
+        "harvest.min_expected_life = 0"
+    )
 
 
 def test_no_engine_is_asked_for_whose_saving_over_its_expected_life_is_less_than_its_start() -> None:
     nodes = [node(name, 0) for name in SHARED]
     young = {name: [10.0] * 4 for name in SHARED}
-    assert where(decided(idle_for(MIXED, share=0.0, **young), nodes)) == [name for name in SHARED for _ in range(4)]
+    assert where(decided(idle_for(MIXED, share=0.0, **young), nodes)) == [
+        name for name in SHARED for _ in range(4)
+    ]
     assert where(decided(idle_for(SHORT, share=0.0, **young), nodes)) == [], "none of them outlasts a start"
-    decision = decided(idle_for(MIXED, share=0.0, node1=[math.inf] * 4), nodes, benefit=replace(BENEFIT, saving=1e-6))
+    decision = decided(
+        idle_for(MIXED, share=0.0, node1=[math.inf] * 4), nodes, benefit=replace(BENEFIT, saving=1e-6)
+    )
     assert where(decision) == []
     assert decision.code is Code.SETTLING
-    assert "never" in decision.gates[0]
-    assert "not worth its start" in decision.gates[0]
+    assert "never" in decision.start_benefits[0]
+    assert "not worth its start" in decision.start_benefits[0]
 
 
 @pytest.mark.parametrize("known", ["nobody looked", "too few lives", "no benefit", "no price"])
@@ -194,12 +215,14 @@ def test_an_engine_of_several_gpus_needs_as_many_that_have_settled() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 5000), max_size=4), st.integers(0, 4), st.floats(0, 0.98), st.floats(0, 0.2))
-def test_no_gpu_is_taken_that_is_younger_than_the_gate(young: list[float], ours: int, share: float, saving: float) -> None:
+def test_no_gpu_is_taken_that_is_younger_than_the_gate(
+    young: list[float], ours: int, share: float, saving: float
+) -> None:
     """Whatever the ages: at most as many as are old enough, and all of them where there is room."""
     free = sorted(young, reverse=True)
     held = min(ours, len(free))
     benefit = replace(BENEFIT, saving=saving)
     idle = idle_for(MIXED, share=share, node1=free)
     decision = decided(idle, [node("node1", 4 - len(free) + held)], benefit=benefit)
-    age = gate(benefit, MIXED, share).age_s
+    age = start_benefit(benefit, MIXED, share).age_s
     assert len(where(decision)) == sum(one >= age for one in free[held:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scavenger.harvest.joblogs import TAIL_BYTES, LogFile, Plan, bound, plan
+from scavenger.harvest.execute.job_logs import TAIL_BYTES, LogFile, Plan, bound, plan
 
 MB = 2**20
 
@@ -15,7 +15,10 @@ def test_what_is_within_the_bound_is_left_alone() -> None:
 
 
 def test_the_oldest_of_ended_jobs_go_first_and_one_that_may_still_write_never() -> None:
-    files = [LogFile(f"{name}.log", 2 * MB, at) for name, at in (("old", 1.0), ("mine", 0.0), ("newer", 2.0), ("newest", 3.0))]
+    files = [
+        LogFile(f"{name}.log", 2 * MB, at)
+        for name, at in (("old", 1.0), ("mine", 0.0), ("newer", 2.0), ("newest", 3.0))
+    ]
     files += [LogFile(f"x{n}.log", 2 * MB, 10.0 + n) for n in range(6)]
     assert plan(files, {"mine.log"}, 16 * MB) == Plan((), ("old.log", "newer.log"))
 
@@ -46,4 +49,6 @@ def test_ended_jobs_logs_go_until_the_rest_fits(tmp_path: Path) -> None:
         path.write_bytes(b"x" * (MB // 8))
         os.utime(path, (number, number))
     assert bound(tmp_path, {"scv-0.log"}, MB // 2).remove == ("scv-1.log", "scv-2.log")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"scv-{number}.log" for number in (0, 3, 4, 5)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"scv-{number}.log" for number in (0, 3, 4, 5)
+    ]

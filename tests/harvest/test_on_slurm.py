@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from scavenger.cluster.model import Job, JobState
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
-from scavenger.router.events import JobGone
+from scavenger.router.core.events import JobGone
 from tests.harvest.world import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
@@ -27,55 +27,74 @@ def cluster() -> Iterator[SlurmCluster]:
         yield SlurmCluster(sandbox.env)
 
 
-def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     world = World(cluster, tmp_path, tmp_path / "state")
 
     async def play() -> None:
         world.want(1)
-        async with running(world.harvester(leave_s=0.5), cancel=True):
-            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted))
+        async with running(world.harvester(drain_notice_s=0.5), cancel=True):
+            await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted))
             [mine] = world.jobs(JobState.RUNNING)
             theirs = [cluster.submit(spec(workdir="/tmp")) for _ in range(2)]
             await until("the router knows", lambda: world.of(JobGone), 90.0)
-            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id], 90.0)
+            await until(
+                "it waits",
+                lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id],
+                90.0,
+            )
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
-            await until("it holds again", lambda: len(world.of(rec.HoldStarted)) == 2, 90.0)
+            await until("it holds again", lambda: len(world.of(rec.AllocationStarted)) == 2, 90.0)
             world.want(0)
             await until("it is closed", lambda: world.of(rec.JobEnded), 90.0)
 
     asyncio.run(play())
-    assert [(h.restart_count, h.job_id) for h in world.of(rec.HoldStarted)] == [(n, world.of(rec.JobSubmitted)[0].job_id) for n in (0, 1)]
-    assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted", "cancelled"]
+    assert [(h.restart_count, h.job_id) for h in world.of(rec.AllocationStarted)] == [
+        (n, world.of(rec.JobSubmitted)[0].job_id) for n in (0, 1)
+    ]
+    assert [end.reason for end in world.of(rec.AllocationEnded)] == ["preempted", "cancelled"]
     assert [(gone.incarnation, gone.crashed) for gone in world.of(JobGone)] == [(0, False), (1, False)]
     assert len(world.of(rec.JobIntended)) == 1
 
 
-def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     """And each engine is where the policy wanted it, on its GPUs' share of the node."""
     world = World(cluster, tmp_path, tmp_path / "state")
     theirs: list[int] = []
 
     async def play() -> None:
         world.want(4)
-        async with running(world.harvester(peer_yield_s=0.5, max_pending=4, cpus_per_engine=99), cancel=True):
-            await until("all GPUs are ours", lambda: len(world.of(rec.HoldStarted)) == 4, 90.0)
+        async with running(
+            world.harvester(same_tier_yield_s=0.5, max_pending=4, cpus_per_engine=99), cancel=True
+        ):
+            await until("all GPUs are ours", lambda: len(world.of(rec.AllocationStarted)) == 4, 90.0)
             theirs.append(await asyncio.to_thread(cluster.submit, spec("scavenge", gpus=2, workdir="/tmp")))
-            await until("the peer runs", lambda: theirs[0] in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
+            await until(
+                "the peer runs",
+                lambda: theirs[0] in {job.job_id for job in world.jobs(JobState.RUNNING)},
+                90.0,
+            )
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
 
     asyncio.run(play())
-    assert {decision.code for decision in world.acted("give_back")} == {"peer"}
+    assert {decision.code for decision in world.acted("give_back")} == {"same_tier_job"}
     assert len(world.acted("give_back")) == 2
-    assert [end.reason for end in world.of(rec.HoldEnded)][:2] == ["cancelled", "cancelled"]
+    assert [end.reason for end in world.of(rec.AllocationEnded)][:2] == ["cancelled", "cancelled"]
     pinned = {decision.subject: decision.reason for decision in world.acted("submit")}
-    assert all(f"{hold.node} has the smallest gap" in pinned[hold.intent_id] for hold in world.of(rec.HoldStarted))
+    assert all(
+        f"{allocation.node} has the smallest gap" in pinned[allocation.intent_id]
+        for allocation in world.of(rec.AllocationStarted)
+    )
 
 
-@pytest.mark.parametrize(("spares", "goes_to"), [(1, "node1"), (0, "node2")])
+@pytest.mark.parametrize(("standby_jobs", "goes_to"), [(1, "node1"), (0, "node2")])
 def test_a_small_job_of_others_goes_where_others_are_too_and_not_to_a_node_that_is_idle_but_for_us(
-    cluster: SlurmCluster, tmp_path: Path, spares: int, goes_to: str
+    cluster: SlurmCluster, tmp_path: Path, standby_jobs: int, goes_to: str
 ) -> None:
-    """Slurm takes the oldest engine away. Without spares that is one of the idle node's, which were there first."""
+    """Slurm takes the oldest engine away. Without standby jobs that is one of the idle node's, which were there first."""
     world = World(cluster, tmp_path, tmp_path / "state")
     where: list[str] = []
 
@@ -83,24 +102,35 @@ def test_a_small_job_of_others_goes_where_others_are_too_and_not_to_a_node_that_
         return sum(node in job.nodes for job in world.jobs(JobState.RUNNING))
 
     async def play() -> None:
-        theirs = [await asyncio.to_thread(cluster.submit, spec(gpus=1, workdir="/tmp", nodelist=("node1",))) for _ in range(2)]
+        theirs = [
+            await asyncio.to_thread(cluster.submit, spec(gpus=1, workdir="/tmp", nodelist=("node1",)))
+            for _ in range(2)
+        ]
         await until("others hold node1", lambda: running_on("node1") == 2, 90.0)
         world.want(3)
-        async with running(world.harvester(spares=spares, max_pending=4), cancel=True):
-            await until("node2 is ours", lambda: len(world.of(rec.HoldStarted)) == 2, 90.0)
+        async with running(world.harvester(standby_jobs=standby_jobs, max_pending=4), cancel=True):
+            await until("node2 is ours", lambda: len(world.of(rec.AllocationStarted)) == 2, 90.0)
             await asyncio.to_thread(cluster.cancel, (theirs[0],))
-            await until("and what one of them left", lambda: len(world.of(rec.HoldStarted)) == 3, 90.0)
+            await until("and what one of them left", lambda: len(world.of(rec.AllocationStarted)) == 3, 90.0)
             small = await asyncio.to_thread(cluster.submit, spec(gpus=1, workdir="/tmp"))
-            await until("the small job runs", lambda: small in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
-            where.extend(node for job in world.jobs(JobState.RUNNING) if job.job_id == small for node in job.nodes)
+            await until(
+                "the small job runs",
+                lambda: small in {job.job_id for job in world.jobs(JobState.RUNNING)},
+                90.0,
+            )
+            where.extend(
+                node for job in world.jobs(JobState.RUNNING) if job.job_id == small for node in job.nodes
+            )
             await asyncio.to_thread(cluster.cancel, (theirs[1], small))
 
     asyncio.run(play())
     assert where == [goes_to]
-    assert {decision.code for decision in world.acted("release")} == ({"wanted"} if spares else set())
+    assert {decision.code for decision in world.acted("release")} == ({"wanted"} if standby_jobs else set())
 
 
-def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expected(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expected(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     """An engine that was preempted there has too long a limit to start again: a shorter one takes its place."""
     world = World(cluster, tmp_path, tmp_path / "state")
     limits: list[float] = []
@@ -115,14 +145,25 @@ def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expe
         await submitted(nodelist=("node1",), time_s=1800.0)
         await until("others hold node1", lambda: len(world.jobs(JobState.RUNNING)) == 1, 90.0)
         world.want(1)
-        async with running(world.harvester(least_life_s=120.0, drain_before_s=1.0, fresh_after_s=8.0, time_limit_s=7200.0), cancel=True):
+        async with running(
+            world.harvester(min_runtime_s=120.0, drain_before_s=1.0, fresh_after_s=8.0, time_limit_s=7200.0),
+            cancel=True,
+        ):
             await until("an engine is on node2", lambda: len(here()) == 1, 90.0)
             [first] = here()
             short = await submitted(nodelist=("node2",), time_s=600.0)
-            await until("it is preempted", lambda: not here() and short in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
+            await until(
+                "it is preempted",
+                lambda: not here() and short in {job.job_id for job in world.jobs(JobState.RUNNING)},
+                90.0,
+            )
             large = await submitted(nodes=2, tasks=2, time_s=3600.0)
             waits = JobState.PENDING
-            await until("backfill plans it", lambda: [job for job in world.jobs(waits) if job.job_id == large and job.planned], 90.0)
+            await until(
+                "backfill plans it",
+                lambda: [job for job in world.jobs(waits) if job.job_id == large and job.planned],
+                90.0,
+            )
             await asyncio.to_thread(cluster.cancel, (short,))
             await until("another engine is on node2", lambda: len(here()) == 1, 90.0)
             [second] = here()

@@ -10,36 +10,42 @@ from typing import Any
 
 import pytest
 
-from scavenger.cluster.trouble import Trouble, trouble_of
-from scavenger.harvest.pace import MAX_RETRY_S, SAVED_MIN, Look, Pace, PaceRules
+from scavenger.cluster.error_kind import ErrorKind, error_kind_of
+from scavenger.harvest.observe.pace import MAX_RETRY_S, SAVED_MIN, Pace, PaceRules, Poll
 
-RULES = PaceRules(observe_s=60.0, quick_s=15.0, floor_s=5.0, max_rpc_per_min=4.0)
-COST = {Look.FULL: 4, Look.JOBS: 1}
+RULES = PaceRules(poll_interval_s=60.0, fast_poll_interval_s=15.0, floor_s=5.0, max_rpc_per_min=4.0)
+COST = {Poll.FULL: 4, Poll.JOBS: 1}
 EVEN = lambda: 0.5  # noqa: E731  intervals as they are written
 
 
 def play(
-    seconds: float, rules: PaceRules = RULES, *, expecting: bool = False, moved: bool = False, rests: bool = False,
-    draw: Callable[[], float] = EVEN, extra: int = 0,
-) -> list[tuple[float, Look]]:  # fmt: skip
+    seconds: float,
+    rules: PaceRules = RULES,
+    *,
+    expecting: bool = False,
+    moved: bool = False,
+    rests: bool = False,
+    draw: Callable[[], float] = EVEN,
+    extra: int = 0,
+) -> list[tuple[float, Poll]]:
     """The looks of `seconds`, the first at 0; `extra` requests follow each whole one."""
     pace = Pace(rules, draw, 0.0)
-    now, look, looks = 0.0, Look.FULL, []
+    now, poll, looks = 0.0, Poll.FULL, []
     while now <= seconds:
-        looks.append((now, look))
-        pace.looked(look, COST[look], now)
-        pace.spent(extra if look is Look.FULL else 0, now)
-        now, look = pace.next(now, expecting=expecting, moved=moved, rests=rests)
+        looks.append((now, poll))
+        pace.polled(poll, COST[poll], now)
+        pace.spent(extra if poll is Poll.FULL else 0, now)
+        now, poll = pace.next(now, expecting=expecting, moved=moved, rests=rests)
     return looks
 
 
-def rpcs(looks: Sequence[tuple[float, Look]]) -> int:
-    return sum(COST[look] for _, look in looks)
+def rpcs(looks: Sequence[tuple[float, Poll]]) -> int:
+    return sum(COST[poll] for _, poll in looks)
 
 
 def test_quiet_looks_come_every_observe_s_and_at_rest_a_third_as_often() -> None:
-    assert play(300) == [(60.0 * n, Look.FULL) for n in range(6)]
-    assert play(400, rests=True) == [(180.0 * n, Look.FULL) for n in range(3)]
+    assert play(300) == [(60.0 * n, Poll.FULL) for n in range(6)]
+    assert play(400, rests=True) == [(180.0 * n, Poll.FULL) for n in range(3)]
     hour = play(3600, rests=True)
     seldom = 3600 / 300 + 3600 / 300 + 3600 / 900  # partitions, reservations, configuration
     assert (rpcs(hour) + seldom) / 60 < 2.0, "at rest less than two requests a minute"
@@ -50,28 +56,36 @@ def test_what_is_expected_is_looked_for_quickly_while_rpcs_are_saved_up() -> Non
     assert [at for at, _ in looks[:5]] == [0, 15, 30, 45, 60]
 
 
-@pytest.mark.parametrize("mood", [{"expecting": True}, {"moved": True}, {"expecting": True, "moved": True}, {}])
+@pytest.mark.parametrize(
+    "mood", [{"expecting": True}, {"moved": True}, {"expecting": True, "moved": True}, {}]
+)
 @pytest.mark.parametrize("most", [2.0, 4.0, 30.0])
-def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_happens(mood: dict[str, Any], most: float) -> None:
+def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_happens(
+    mood: dict[str, Any], most: float
+) -> None:
     looks = play(4 * 3600, replace(RULES, max_rpc_per_min=most), **mood)
     for start in range(0, 3 * 3600, 300):
-        spent = rpcs([(at, look) for at, look in looks if start <= at < start + 600 * 2])
+        spent = rpcs([(at, poll) for at, poll in looks if start <= at < start + 600 * 2])
         # what was saved beforehand, what was earned meanwhile, and the look that began before
-        assert spent <= most * SAVED_MIN + most * 20 + COST[Look.FULL]
-    hour = rpcs([(at, look) for at, look in looks if at >= 3 * 3600])
+        assert spent <= most * SAVED_MIN + most * 20 + COST[Poll.FULL]
+    hour = rpcs([(at, poll) for at, poll in looks if at >= 3 * 3600])
     regular = rpcs(play(3600, replace(RULES, max_rpc_per_min=1e9)))
-    assert hour <= max(most * 60, regular / 2) + COST[Look.FULL]
+    assert hour <= max(most * 60, regular / 2) + COST[Poll.FULL]
 
 
 def test_a_look_at_the_queue_alone_is_taken_where_a_whole_one_is_too_dear() -> None:
     looks = play(3600, replace(RULES, max_rpc_per_min=6.0), expecting=True)
-    kinds = [look for at, look in looks if at > 1800]
-    assert kinds.count(Look.JOBS) > kinds.count(Look.FULL) > 0
+    kinds = [poll for at, poll in looks if at > 1800]
+    assert kinds.count(Poll.JOBS) > kinds.count(Poll.FULL) > 0
 
 
 @pytest.mark.parametrize("most", [4.0, 5.0, 6.0, 12.0])
 def test_looks_at_the_queue_are_never_at_the_expense_of_the_regular_ones_which_decide(most: float) -> None:
-    whole = [at for at, look in play(3600, replace(RULES, max_rpc_per_min=most), expecting=True) if look is Look.FULL]
+    whole = [
+        at
+        for at, poll in play(3600, replace(RULES, max_rpc_per_min=most), expecting=True)
+        if poll is Poll.FULL
+    ]
     assert max(later - before for before, later in itertools.pairwise(whole)) <= 60.0 + 1e-6
 
 
@@ -79,7 +93,7 @@ def test_other_rules_hold_at_once() -> None:
     pace = Pace(replace(RULES, max_rpc_per_min=60.0), EVEN, 0.0)
     pace.obey(RULES, 0.0)
     pace.spent(int(RULES.max_rpc_per_min * SAVED_MIN), 0.0)
-    pace.looked(Look.FULL, 4, 0.0)
+    pace.polled(Poll.FULL, 4, 0.0)
     due, _ = pace.next(0.0, expecting=False, moved=True, rests=False)
     assert due >= 60.0, "what was saved up under the larger limit is gone"
 
@@ -92,9 +106,11 @@ def test_the_budget_puts_the_regular_look_off_by_one_interval_at_most() -> None:
 
 def test_a_promise_is_kept_whatever_it_costs() -> None:
     pace = Pace(replace(RULES, max_rpc_per_min=0.1), EVEN, 0.0)
-    pace.looked(Look.FULL, 4, 0.0)
-    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=20.0) == (20.0, Look.FULL)
-    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=1.0) == (5.0, Look.FULL), "the site's floor holds"
+    pace.polled(Poll.FULL, 4, 0.0)
+    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=20.0) == (20.0, Poll.FULL)
+    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=1.0) == (5.0, Poll.FULL), (
+        "the site's floor holds"
+    )
 
 
 def test_submissions_are_counted_and_put_quick_looks_off() -> None:
@@ -103,7 +119,7 @@ def test_submissions_are_counted_and_put_quick_looks_off() -> None:
 
 
 def test_no_two_looks_are_closer_than_the_floor() -> None:
-    eager = PaceRules(observe_s=1.0, quick_s=0.1, floor_s=10.0, max_rpc_per_min=1e6)
+    eager = PaceRules(poll_interval_s=1.0, fast_poll_interval_s=0.1, floor_s=10.0, max_rpc_per_min=1e6)
     moods: list[dict[str, Any]] = [{"expecting": True}, {"moved": True}, {}]
     for mood in moods:
         gaps = [b - a for (a, _), (b, _) in itertools.pairwise(play(200, eager, **mood))]
@@ -121,42 +137,50 @@ def test_failures_double_the_wait_to_a_bound_and_one_success_ends_that() -> None
     pace = Pace(RULES, EVEN, 0.0)
     waits, now = [], 0.0
     for _ in range(7):
-        waits.append(pace.failed(Trouble.NO_ANSWER, 1, now))
-        due, look = pace.next(now, expecting=True, moved=True, rests=False)
-        assert (due, look) == (now + waits[-1], Look.FULL), "neither demand nor expectation asks sooner"
+        waits.append(pace.failed(ErrorKind.NO_REPLY, 1, now))
+        due, poll = pace.next(now, expecting=True, moved=True, rests=False)
+        assert (due, poll) == (now + waits[-1], Poll.FULL), "neither demand nor expectation asks sooner"
         now = due
     assert waits == [15, 30, 60, 120, 240, MAX_RETRY_S, MAX_RETRY_S]
-    pace.looked(Look.FULL, 4, now)
+    pace.polled(Poll.FULL, 4, now)
     assert pace.failures == 0
     assert pace.next(now, expecting=False, moved=False, rests=False)[0] <= now + 2 * 60
 
 
 def test_where_slurm_asks_for_fewer_requests_the_first_wait_is_a_whole_interval() -> None:
     pace = Pace(RULES, EVEN, 0.0)
-    assert [pace.failed(Trouble.RATE_LIMITED, 1, 0.0) for _ in range(3)] == [60, 120, 240]
+    assert [pace.failed(ErrorKind.RATE_LIMITED, 1, 0.0) for _ in range(3)] == [60, 120, 240]
 
 
 def test_a_clock_that_was_set_back_saves_nothing_up() -> None:
     pace = Pace(RULES, EVEN, 1000.0)
-    pace.looked(Look.FULL, 200, 1000.0)
+    pace.polled(Poll.FULL, 200, 1000.0)
     due, _ = pace.next(0.0, expecting=True, moved=False, rests=False)
     assert math.isfinite(due)
     assert due > 0
 
 
 @pytest.mark.parametrize(
-    ("words", "trouble"),
+    ("words", "error_kind"),
     [
-        ("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", Trouble.RATE_LIMITED),
-        ("error: If munged is up, restart with --num-threads=10 ... Protocol authentication error", Trouble.AUTH),
-        ("slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER),
-        ("slurm_load_jobs error: Socket timed out on send/recv operation", Trouble.NO_ANSWER),
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Trouble.DOWN),
-        ("Zero Bytes were transmitted or received", Trouble.NO_ANSWER),
-        ("Header lengths are longer than data received", Trouble.PARTIAL),
-        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", None),
+        ("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", ErrorKind.RATE_LIMITED),
+        (
+            "error: If munged is up, restart with --num-threads=10 ... Protocol authentication error",
+            ErrorKind.AUTH,
+        ),
+        ("slurm_load_jobs error: Slurm backup controller in standby mode", ErrorKind.FAILING_OVER),
+        ("slurm_load_jobs error: Socket timed out on send/recv operation", ErrorKind.NO_REPLY),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", ErrorKind.DOWN),
+        ("Zero Bytes were transmitted or received", ErrorKind.NO_REPLY),
+        ("Header lengths are longer than data received", ErrorKind.PARTIAL),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            None,
+        ),
         ("scontrol: error: Access/permission denied", None),
     ],
 )
-def test_slurms_complaints_have_names_and_refusals_have_none(words: str, trouble: Trouble | None) -> None:
-    assert trouble_of(words) is trouble
+def test_slurms_complaints_have_names_and_refusals_have_none(
+    words: str, error_kind: ErrorKind | None
+) -> None:
+    assert error_kind_of(words) is error_kind

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, JobState
-from scavenger.harvest.plans import KEPT_S, Plans
-from scavenger.harvest.policy import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
-from scavenger.router.machine import Demand
+from scavenger.harvest.decide.decide import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
+from scavenger.harvest.observe.polls import KEPT_S, Plans
+from scavenger.policy.demand import Demand
 from tests.harvest.views import job, node, ours, view
 
 NOW = 10_000.0
-LIMITS = Limits("scavenge", max_engines=4, max_pending=4, pin=True, fresh_after_s=30.0, drain_before_s=30.0, min_life_s=630.0)
+LIMITS = Limits(
+    "scavenge",
+    max_engines=4,
+    max_pending=4,
+    pin=True,
+    fresh_after_s=30.0,
+    drain_before_s=30.0,
+    min_life_s=630.0,
+)
 NODES = (node("node1", 4), node("node2"), node("node3", 4))  # node2 is idle
 
 
@@ -24,7 +32,9 @@ def planned(in_s: float, *nodes: str) -> Job:
 
 
 def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits: Any) -> Decision:
-    return decide(view(NOW, queue, NODES), [Demand(1, "r", wants, 1, "useful")], jobs, replace(LIMITS, **limits), NOW)
+    return decide(
+        view(NOW, queue, NODES), [Demand(1, "r", wants, 1, "useful")], jobs, replace(LIMITS, **limits), NOW
+    )
 
 
 def submitted(decision: Decision) -> list[tuple[tuple[str, ...], float]]:
@@ -45,7 +55,11 @@ def test_where_they_are_expected_too_soon_none_is_submitted() -> None:
     assert submitted(decided(planned(691, "node1", "node2")))
 
 
-@pytest.mark.parametrize("more", [{"start_time": NOW - 1}, {"start_time": 0.0}, {"reason": "JobHeldUser"}], ids=["over", "none", "held"])
+@pytest.mark.parametrize(
+    "more",
+    [{"start_time": NOW - 1}, {"start_time": 0.0}, {"reason": "JobHeldUser"}],
+    ids=["over", "none", "held"],
+)
 def test_a_plan_that_no_longer_holds_keeps_nothing(more: dict[str, Any]) -> None:
     assert submitted(decided(replace(planned(1800, "node1", "node2"), **more))) == [(("node2",), 0.0)]
 
@@ -57,7 +71,9 @@ def test_our_own_jobs_are_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "waited_s", "exchanged"), [(3600, 31, True), (3600, 29, False), (1700, 31, False)], ids=["too long", "just now", "it fits"]
+    ("limit_s", "waited_s", "exchanged"),
+    [(3600, 31, True), (3600, 29, False), (1700, 31, False)],
+    ids=["too long", "just now", "it fits"],
 )
 def test_a_job_of_ours_whose_limit_is_too_long_for_the_kept_node_is_exchanged_for_a_shorter_one(
     limit_s: float, waited_s: float, exchanged: bool
@@ -98,8 +114,12 @@ def test_what_replaces_one_that_slurm_did_not_start_in_time_leaves_it_more_time(
     assert limit_after(900, 700) == [(("node2",), 600)], "not less than it is worth a start for"
 
 
-@pytest.mark.parametrize(("every_s", "takes_s", "step_s"), [(30, 5, 60), (60, 30, 60), (120, 60, 60), (300, 240, 60), (30, 5, 600)])
-def test_an_engine_starts_before_the_others_however_slow_backfill_is(every_s: int, takes_s: int, step_s: int) -> None:
+@pytest.mark.parametrize(
+    ("every_s", "takes_s", "step_s"), [(30, 5, 60), (60, 30, 60), (120, 60, 60), (300, 240, 60), (30, 5, 600)]
+)
+def test_an_engine_starts_before_the_others_however_slow_backfill_is(
+    every_s: int, takes_s: int, step_s: int
+) -> None:
     """It tests a job `takes_s` after it listed the queue, and holds a plan to begin at a whole `step_s`."""
     for phase in range(0, 600, 97):
         began = 1_000_000 + phase
@@ -117,9 +137,17 @@ def test_an_engine_starts_before_the_others_however_slow_backfill_is(every_s: in
             if (at - began) % 10:
                 continue
             large = job(7, gpus=8, n_nodes=2, start_time=plan, planned=("node1", "node2"), priority=9)
-            queue = [ours(name, int(name[4:]), reason="Priority", time_limit_s=limit_s) for name, (_, limit_s) in waits.items()]
-            jobs = [OurJob(name, 1, int(name[4:]), 1, True, pinned="node2", since=since) for name, (since, _) in waits.items()]
-            decision = decide(view(at, (large, *queue), NODES), [Demand(1, "r", 1, 1, "useful")], jobs, LIMITS, at)
+            queue = [
+                ours(name, int(name[4:]), reason="Priority", time_limit_s=limit_s)
+                for name, (_, limit_s) in waits.items()
+            ]
+            jobs = [
+                OurJob(name, 1, int(name[4:]), 1, True, pinned="node2", since=since)
+                for name, (since, _) in waits.items()
+            ]
+            decision = decide(
+                view(at, (large, *queue), NODES), [Demand(1, "r", 1, 1, "useful")], jobs, LIMITS, at
+            )
             for action in decision.actions:
                 if isinstance(action, CancelPending):
                     del waits[action.intent_id]
@@ -135,16 +163,26 @@ def test_a_job_for_whichever_node_may_still_go_where_others_are_expected_now() -
     """It waits with the nodes that it was submitted without, and plans move."""
     idle = (node("node1", 2), node("node2"), node("node3", 4))
     decision = decide(
-        view(NOW, (planned(400, "node2", "node3"),), idle), [Demand(1, "r", 1, 1, "useful")], (), replace(LIMITS, pin=False), NOW
+        view(NOW, (planned(400, "node2", "node3"),), idle),
+        [Demand(1, "r", 1, 1, "useful")],
+        (),
+        replace(LIMITS, pin=False),
+        NOW,
     )
     [fresh] = [one for one in decision.actions if isinstance(one, Submit)]
     assert (fresh.nodelist, fresh.exclude) == ((), ())
 
 
-def test_where_backfill_counts_in_long_steps_an_engine_ends_before_the_step_in_which_others_are_expected() -> None:
+def test_where_backfill_counts_in_long_steps_an_engine_ends_before_the_step_in_which_others_are_expected() -> (
+    None
+):
     """Measured with 22.05 and bf_resolution=1200: one that ends within that step is not started."""
-    assert submitted(decided(planned(3500, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 13_200 - NOW - 30)]
-    assert submitted(decided(planned(3100, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 12_000 - NOW - 30)]
+    assert submitted(decided(planned(3500, "node1", "node2"), plan_step_s=1200.0)) == [
+        (("node2",), 13_200 - NOW - 30)
+    ]
+    assert submitted(decided(planned(3100, "node1", "node2"), plan_step_s=1200.0)) == [
+        (("node2",), 12_000 - NOW - 30)
+    ]
 
 
 def test_a_plan_that_backfill_is_making_anew_still_holds() -> None:
@@ -153,7 +191,9 @@ def test_a_plan_that_backfill_is_making_anew_still_holds() -> None:
     assert plans.complete([cleared], NOW) == (cleared,), "none was seen yet"
     assert plans.complete([whole], NOW) == (whole,)
     assert plans.complete([cleared], NOW + 60) == (whole,)
-    assert plans.complete([cleared], NOW + KEPT_S) == (whole,), "since it was seen, not since it was asked for"
+    assert plans.complete([cleared], NOW + KEPT_S) == (whole,), (
+        "since it was seen, not since it was asked for"
+    )
     assert plans.complete([cleared], NOW + KEPT_S + 1) == (cleared,)
     later = replace(whole, start_time=NOW + 4000)
     assert plans.complete([later], NOW + 400) == (later,), "what Slurm says now counts"

@@ -12,8 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import ClusterView, JobState
-from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Limits, OurJob, Submit, allot, decide
-from scavenger.router.machine import Demand
+from scavenger.harvest.decide.decide import (
+    Cancel,
+    CancelPending,
+    Code,
+    Decision,
+    DrainAllocated,
+    DrainKind,
+    Limits,
+    OurJob,
+    Submit,
+    allot,
+    decide,
+)
+from scavenger.policy.demand import Demand
 from tests.harvest.views import SHARED, job, node, view
 
 LIMITS = Limits("scavenge", max_engines=8, max_pending=4)
@@ -25,8 +37,15 @@ def demand(engines: int, run_id: int = 1, gpus: int = 1) -> Demand:
 
 
 def mine(n: int, *, waits: bool = False, **more: Any) -> OurJob:
-    return OurJob(f"scv-{n:016x}", more.pop("run_id", 1), more.pop("job_id", 100 + n), more.pop("gpus", 1), waits,
-                  connected=more.pop("connected", not waits), **more)  # fmt: skip
+    return OurJob(
+        f"scv-{n:016x}",
+        more.pop("run_id", 1),
+        more.pop("job_id", 100 + n),
+        more.pop("gpus", 1),
+        waits,
+        connected=more.pop("connected", not waits),
+        **more,
+    )
 
 
 def submits(decision: Decision) -> list[Submit]:
@@ -38,28 +57,54 @@ def submits(decision: Decision) -> list[Submit]:
 nodes_st = st.tuples(*(st.integers(0, 4) for _ in SHARED))
 others_st = st.lists(
     st.builds(
-        lambda n, gpus, partition, reason, nodes: job(500 + n, gpus=gpus * nodes, n_nodes=nodes, partition=partition, reason=reason),
-        st.integers(0, 30), st.integers(1, 4), st.sampled_from(["normal", "reserved", "scavenge"]),
-        st.sampled_from(["Resources", "Priority", "", "Dependency", "JobHeldUser"]), st.integers(1, 3),
+        lambda n, gpus, partition, reason, nodes: job(
+            500 + n, gpus=gpus * nodes, n_nodes=nodes, partition=partition, reason=reason
+        ),
+        st.integers(0, 30),
+        st.integers(1, 4),
+        st.sampled_from(["normal", "reserved", "scavenge"]),
+        st.sampled_from(["Resources", "Priority", "", "Dependency", "JobHeldUser"]),
+        st.integers(1, 3),
     ),
-    max_size=4, unique_by=lambda one: one.job_id,
-)  # fmt: skip
+    max_size=4,
+    unique_by=lambda one: one.job_id,
+)
 ours_st = st.lists(
     st.builds(
         lambda n, waits, leases, idle, leaving, run_id, connected: mine(
-            n, waits=waits, leases=leases, idle_since=idle, leaving=leaving, run_id=run_id, connected=connected, asked_at=NOW - 5
+            n,
+            waits=waits,
+            leases=leases,
+            idle_since=idle,
+            leaving=leaving,
+            run_id=run_id,
+            connected=connected,
+            asked_at=NOW - 5,
         ),
-        st.integers(0, 50), st.booleans(), st.integers(0, 3), st.floats(0, 100), st.sampled_from(Leaving), st.integers(1, 2), st.booleans(),
+        st.integers(0, 50),
+        st.booleans(),
+        st.integers(0, 3),
+        st.floats(0, 100),
+        st.sampled_from(DrainKind),
+        st.integers(1, 2),
+        st.booleans(),
     ),
-    max_size=8, unique_by=lambda one: one.intent_id,
-)  # fmt: skip
+    max_size=8,
+    unique_by=lambda one: one.intent_id,
+)
 demand_st = st.lists(
-    st.builds(demand, st.integers(0, 6), st.integers(1, 3), st.integers(1, 2)), max_size=3, unique_by=lambda one: one.run_id
+    st.builds(demand, st.integers(0, 6), st.integers(1, 3), st.integers(1, 2)),
+    max_size=3,
+    unique_by=lambda one: one.run_id,
 )
 limits_st = st.builds(
-    lambda most, pending, headroom: replace(LIMITS, max_engines=most, max_pending=pending, headroom_gpus=headroom),
-    st.integers(0, 8), st.integers(1, 4), st.integers(0, 4),
-)  # fmt: skip
+    lambda most, pending, headroom: replace(
+        LIMITS, max_engines=most, max_pending=pending, headroom_gpus=headroom
+    ),
+    st.integers(0, 8),
+    st.integers(1, 4),
+    st.integers(0, 4),
+)
 
 
 def could_be_taken(cluster: ClusterView) -> int:
@@ -78,9 +123,16 @@ def could_be_taken(cluster: ClusterView) -> int:
 @settings(max_examples=300, deadline=None)
 @given(nodes_st, others_st, ours_st, demand_st, limits_st, st.randoms(use_true_random=False))
 def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
-    allocated: tuple[int, ...], others: list[Any], jobs: list[OurJob], wanted: list[Demand], limits: Limits, rng: random.Random
+    allocated: tuple[int, ...],
+    others: list[Any],
+    jobs: list[OurJob],
+    wanted: list[Demand],
+    limits: Limits,
+    rng: random.Random,
 ) -> None:
-    cluster = view(NOW, others, [node("node0"), *(node(name, n) for name, n in zip(SHARED, allocated, strict=True))])
+    cluster = view(
+        NOW, others, [node("node0"), *(node(name, n) for name, n in zip(SHARED, allocated, strict=True))]
+    )
     decision = decide(cluster, wanted, jobs, limits, NOW)
     new = submits(decision)
     idle = sum(n.idle_gpus for n in cluster.nodes if n.name in SHARED)
@@ -99,15 +151,19 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
     assert len(new) + len(waiting) <= limits.max_pending or not new
     # demand
     told = {action.intent_id for action in decision.actions if not isinstance(action, Submit)}
-    serving = Counter(one.run_id for one in jobs if one.leaving is Leaving.NO and one.intent_id not in told)
+    serving = Counter(one.run_id for one in jobs if one.leaving is DrainKind.NO and one.intent_id not in told)
     serving.update(one.run_id for one in new)
     for run_id, have in serving.items():
         assert have <= sum(d.engines for d in wanted if d.run_id == run_id)
     # an engine goes only when no pending job of its run is left to cancel
     for action in decision.actions:
-        if isinstance(action, GiveBack):
+        if isinstance(action, DrainAllocated):
             run_id = next(one.run_id for one in jobs if one.intent_id == action.intent_id)
-            left = [one for one in waiting if one.run_id == run_id and one.leaving is Leaving.NO and one.intent_id not in told]
+            left = [
+                one
+                for one in waiting
+                if one.run_id == run_id and one.leaving is DrainKind.NO and one.intent_id not in told
+            ]
             assert not left
     # reasons, and each job is told one thing
     assert decision.reason
@@ -115,7 +171,12 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
     assert len(told) == sum(not isinstance(action, Submit) for action in decision.actions)
     # the same facts in another order decide the same
     shuffled = [rng.sample(list(items), len(items)) for items in (cluster.nodes, others, jobs, wanted)]
-    again = replace(cluster, nodes=tuple(shuffled[0]), jobs=tuple(shuffled[1]), partitions=tuple(reversed(cluster.partitions)))
+    again = replace(
+        cluster,
+        nodes=tuple(shuffled[0]),
+        jobs=tuple(shuffled[1]),
+        partitions=tuple(reversed(cluster.partitions)),
+    )
     assert decide(again, shuffled[3], shuffled[2], limits, NOW) == decision
 
 
@@ -173,17 +234,27 @@ def test_a_gpu_that_a_pending_job_of_another_could_take_is_not_idle(other: Any, 
 
 def test_a_job_that_would_start_if_our_engines_left_claims_the_idle_gpus_too() -> None:
     running = [mine(1, job_id=7), mine(2, job_id=8)]
-    held = [job(one.job_id, JobState.RUNNING, partition="scavenge", nodes=("node1",), gpus_by_node=(("node1", 1),)) for one in running]
-    cluster = view(NOW, [*held, job(1, gpus=4)], [node("node0"), node("node1", 2), node("node2", 4), node("node3", 4)])
+    held = [
+        job(
+            one.job_id, JobState.RUNNING, partition="scavenge", nodes=("node1",), gpus_by_node=(("node1", 1),)
+        )
+        for one in running
+    ]
+    cluster = view(
+        NOW, [*held, job(1, gpus=4)], [node("node0"), node("node1", 2), node("node2", 4), node("node3", 4)]
+    )
     assert submits(decide(cluster, [demand(6)], running, LIMITS, NOW)) == []
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        node("node1", states=("down",)), node("node1", states=("idle", "drain")), node("node1", 4), node("node1", cpus_allocated=64),
+        node("node1", states=("down",)),
+        node("node1", states=("idle", "drain")),
+        node("node1", 4),
+        node("node1", cpus_allocated=64),
     ],
-)  # fmt: skip
+)
 def test_a_node_that_cannot_take_an_engine_is_no_room(bad: Any) -> None:
     cluster = view(NOW, nodes=[node("node0"), bad, node("node2", 4), node("node3", 3)])
     assert len(submits(decide(cluster, [demand(6)], [], LIMITS, NOW))) == 1
@@ -221,8 +292,9 @@ def test_surplus_goes_pending_first_then_the_idlest_engine() -> None:
     misfits = decide(view(NOW), [demand(1, gpus=2)], [mine(1)], LIMITS, NOW).actions
     assert [a.code for a in misfits] == [Code.WRONG_SIZE, Code.WANTED]
     assert [(type(a), a.intent_id) for a in two if not isinstance(a, Submit)] == [
-        (CancelPending, jobs[3].intent_id), (GiveBack, jobs[2].intent_id),
-    ]  # fmt: skip
+        (CancelPending, jobs[3].intent_id),
+        (DrainAllocated, jobs[2].intent_id),
+    ]
 
 
 def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
@@ -230,30 +302,39 @@ def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
     decision = decide(view(NOW), [Demand(1, "run1", 0, 1, "the run is over")], jobs, LIMITS, NOW)
     assert {a.code for a in decision.actions} == {decision.code} == {Code.NO_DEMAND}
     assert {type(a): a.intent_id for a in decision.actions if not isinstance(a, Submit)} == {
-        CancelPending: jobs[1].intent_id, GiveBack: jobs[0].intent_id, Cancel: jobs[2].intent_id,
-    }  # fmt: skip
+        CancelPending: jobs[1].intent_id,
+        DrainAllocated: jobs[0].intent_id,
+        Cancel: jobs[2].intent_id,
+    }
     assert "the run is over" in decision.reason
 
 
 def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:
-    given_back = mine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW)
+    given_back = mine(1, leaving=DrainKind.DRAINING, asked_at=NOW)
     assert decide(view(NOW + 29), [], [given_back], LIMITS, NOW + 29).actions == ()
     (late,) = decide(view(NOW + 30), [], [given_back], LIMITS, NOW + 30).actions
     assert (type(late), late.code) == (Cancel, Code.OVERDUE)
-    back = mine(1, waits=True, leaving=Leaving.GIVEN_BACK, asked_at=NOW)
+    back = mine(1, waits=True, leaving=DrainKind.DRAINING, asked_at=NOW)
     first, *_ = decide(view(NOW), [demand(1)], [back], LIMITS, NOW).actions
     assert (type(first), first.code) == (CancelPending, Code.REQUEUED)
 
 
 def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
-    decision = decide(view(NOW), [demand(1)], [mine(1, waits=True, held="launch failed requeued held")], LIMITS, NOW)
-    assert [(type(a), a.code) for a in decision.actions] == [(CancelPending, Code.HELD), (Submit, Code.WANTED)]
+    decision = decide(
+        view(NOW), [demand(1)], [mine(1, waits=True, held="launch failed requeued held")], LIMITS, NOW
+    )
+    assert [(type(a), a.code) for a in decision.actions] == [
+        (CancelPending, Code.HELD),
+        (Submit, Code.WANTED),
+    ]
     assert "launch failed" in decision.actions[0].reason
 
 
 def test_a_leaving_engine_still_counts_against_max_engines() -> None:
     limits = replace(LIMITS, max_engines=1)
-    decision = decide(view(NOW), [demand(1)], [mine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW)], limits, NOW)
+    decision = decide(
+        view(NOW), [demand(1)], [mine(1, leaving=DrainKind.DRAINING, asked_at=NOW)], limits, NOW
+    )
     assert decision.actions == ()
     assert "max_engines = 1" in decision.reason
 

@@ -15,7 +15,7 @@ from tests.harvest.world import World, running, until
 def test_a_lower_limit_takes_effect_without_a_restart(world: World) -> None:
     async def play() -> None:
         world.want(2)
-        harvester = world.harvester(leave_s=0.5)
+        harvester = world.harvester(drain_notice_s=0.5)
         async with running(harvester, cancel=True):
             await until("two engines run", lambda: len(world.jobs(JobState.RUNNING)) == 2)
             lower = harvester.config.harvest.model_copy(update={"max_engines": 0})

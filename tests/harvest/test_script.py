@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import __version__, keys
+from scavenger import __version__
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ConfigError
-from scavenger.harvest.policy import Submit
-from scavenger.harvest.script import job_spec, read_template
+from scavenger.harvest.decide.decide import Submit
+from scavenger.harvest.execute.job_script import job_spec, read_template
+from scavenger.protocol import keys
 
 INTENT = "scv-000000000000000a"
 SUBMIT = Submit(1, "my run; touch oops", "scavenge", 2, "because", exclude=("node3",))
@@ -20,7 +21,11 @@ SUBMIT = Submit(1, "my run; touch oops", "scavenge", 2, "because", exclude=("nod
 
 def config(state_dir: Path) -> DaemonConfig:
     harvest = HarvestSection(cpus_per_engine=3, account="guests", qos="scavenger", time_limit_s=600)
-    return DaemonConfig(daemon=DaemonSection(state_dir=state_dir), cluster=ClusterSection(local_dir=state_dir / "c"), harvest=harvest)
+    return DaemonConfig(
+        daemon=DaemonSection(state_dir=state_dir),
+        cluster=ClusterSection(local_dir=state_dir / "c"),
+        harvest=harvest,
+    )
 
 
 @pytest.mark.parametrize("backend", ["slurm", "local"])
@@ -48,7 +53,9 @@ def test_the_intent_is_in_name_and_comment_and_the_limits_are_the_configured_one
 @pytest.mark.parametrize("backend", ["slurm", "local"])
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 def test_the_job_imports_the_run_s_engine(tmp_path: Path, backend: str, engine: str) -> None:
-    spec = job_spec(config(tmp_path), read_template(None), backend, "feedbeef", INTENT, replace(SUBMIT, engine=engine))
+    spec = job_spec(
+        config(tmp_path), read_template(None), backend, "feedbeef", INTENT, replace(SUBMIT, engine=engine)
+    )
     (worker,) = [line for line in spec.script.splitlines() if line.startswith("worker=")]
     assert worker.removesuffix(")").split()[-4:-1] == ["--engine", engine, "--code"]
 
@@ -65,20 +72,37 @@ def with_harvest(state_dir: Path, **harvest: object) -> DaemonConfig:
 def test_a_job_names_the_release_that_it_was_submitted_for_and_what_a_node_may_fetch(tmp_path: Path) -> None:
     plain = job_spec(with_harvest(tmp_path), read_template(None), "slurm", "u", INTENT, SUBMIT).script
     assert f" --code {__version__})" in plain
-    capped = job_spec(with_harvest(tmp_path, pull_mb_per_s=250), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    capped = job_spec(
+        with_harvest(tmp_path, pull_mb_per_s=250), read_template(None), "slurm", "u", INTENT, SUBMIT
+    ).script
     assert f" --code {__version__} --pull-mb-per-s 250.0)" in capped
 
 
 def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(tmp_path: Path) -> None:
     settings = with_harvest(tmp_path, time_limit_s=3600, time_min_s=900, time_stagger=0.5, wckey="rl", nice=7)
-    specs = [job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT) for n in range(40)]
+    specs = [
+        job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT)
+        for n in range(40)
+    ]
     limits = [spec.time_s for spec in specs]
     assert min(limits) < 2200
     assert max(limits) > 3200
     assert all(1800 <= limit <= 3600 for limit in limits)
-    assert limits == [job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT).time_s for n in range(40)]
-    assert {(round(spec.time_min_s / spec.time_s, 6), spec.wckey, spec.nice) for spec in specs} == {(0.25, "rl", 7)}
-    booked = job_spec(settings, read_template(None), "slurm", "feedbeef", INTENT, replace(SUBMIT, most_s=1199.0, cpus=2, memory_mb=5))
+    assert limits == [
+        job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT).time_s
+        for n in range(40)
+    ]
+    assert {(round(spec.time_min_s / spec.time_s, 6), spec.wckey, spec.nice) for spec in specs} == {
+        (0.25, "rl", 7)
+    }
+    booked = job_spec(
+        settings,
+        read_template(None),
+        "slurm",
+        "feedbeef",
+        INTENT,
+        replace(SUBMIT, most_s=1199.0, cpus=2, memory_mb=5),
+    )
     assert (booked.time_s, booked.cpus_per_task, booked.memory_mb) == (1140.0, 2, 5)
     no_less = with_harvest(tmp_path, time_limit_s=3600, time_min_s=3600)
     assert job_spec(no_less, read_template(None), "slurm", "feedbeef", INTENT, SUBMIT).time_min_s == 0.0
@@ -87,26 +111,48 @@ def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(t
 @pytest.mark.parametrize(
     ("container", "words"),
     [
-        ("--container-image='my image.sqsh' --container-mounts=/shared", ["--container-image=my image.sqsh", "--container-mounts=/shared"]),
+        (
+            "--container-image='my image.sqsh' --container-mounts=/shared",
+            ["--container-image=my image.sqsh", "--container-mounts=/shared"],
+        ),
         ("apptainer exec --nv $HOME/x.sif", ["apptainer", "exec", "--nv", "$HOME/x.sif"]),
         ("", []),
     ],
 )
-def test_a_container_stands_before_the_engine_and_nothing_in_it_is_expanded(tmp_path: Path, container: str, words: list[str]) -> None:
-    script = job_spec(with_harvest(tmp_path, container=container), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+def test_a_container_stands_before_the_engine_and_nothing_in_it_is_expanded(
+    tmp_path: Path, container: str, words: list[str]
+) -> None:
+    script = job_spec(
+        with_harvest(tmp_path, container=container), read_template(None), "slurm", "u", INTENT, SUBMIT
+    ).script
     line = next(line.strip() for line in script.splitlines() if line.strip().startswith("srun "))
     show = f"set -f; worker=(W); printf '%s\\0' {line.removeprefix('srun ')}"
-    said = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
-    assert [word for word in said if word not in ("--ntasks=1", "--kill-on-bad-exit=1", "--mpi=none", "--input=none")] == [*words, "W"]
+    said = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.split(
+        "\0"
+    )[:-1]
+    assert [
+        word
+        for word in said
+        if word not in ("--ntasks=1", "--kill-on-bad-exit=1", "--mpi=none", "--input=none")
+    ] == [*words, "W"]
 
 
 def test_a_container_line_with_an_open_quote_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="words"):
-        job_spec(with_harvest(tmp_path, container="apptainer exec 'x"), read_template(None), "slurm", "u", INTENT, SUBMIT)
+        job_spec(
+            with_harvest(tmp_path, container="apptainer exec 'x"),
+            read_template(None),
+            "slurm",
+            "u",
+            INTENT,
+            SUBMIT,
+        )
 
 
-@pytest.mark.parametrize(("leave", "requeues"), [("requeue", ["requeue"]), ("wait", [])])
-def test_on_notice_the_job_requeues_itself_or_waits_for_slurm_to_do_it(tmp_path: Path, leave: str, requeues: list[str]) -> None:
+@pytest.mark.parametrize(("after_drain", "requeues"), [("requeue", ["requeue"]), ("wait", [])])
+def test_on_notice_the_job_requeues_itself_or_waits_for_slurm_to_do_it(
+    tmp_path: Path, after_drain: str, requeues: list[str]
+) -> None:
     """The script with Slurm's commands played: the engine leaves on notice; the job runs for two more looks, then Slurm takes it."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
@@ -116,8 +162,12 @@ def test_on_notice_the_job_requeues_itself_or_waits_for_slurm_to_do_it(tmp_path:
     for name, line in plays.items():
         (bin_dir / name).write_text(f"#!/bin/bash\n{line}\n")
         (bin_dir / name).chmod(0o755)
-    script = job_spec(with_harvest(tmp_path, leave=leave), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    script = job_spec(
+        with_harvest(tmp_path, after_drain=after_drain), read_template(None), "slurm", "u", INTENT, SUBMIT
+    ).script
     env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-s"], input=script, text=True, capture_output=True, env=env, timeout=20, check=False)
+    done = subprocess.run(
+        ["bash", "-s"], input=script, text=True, capture_output=True, env=env, timeout=20, check=False
+    )
     assert done.returncode == 75
     assert (said.read_text().split() if said.exists() else []) == requeues

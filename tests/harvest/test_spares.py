@@ -7,18 +7,27 @@ from dataclasses import replace
 from typing import Any
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Reservation
-from scavenger.harvest.policy import CancelPending, Code, Decision, Limits, OurJob, Release, Submit, decide
-from scavenger.harvest.spares import BEGIN_S, is_spare
-from scavenger.router.machine import Demand
+from scavenger.harvest.decide.decide import (
+    CancelPending,
+    Code,
+    Decision,
+    Limits,
+    OurJob,
+    Release,
+    Submit,
+    decide,
+)
+from scavenger.harvest.decide.standby import BEGIN_S, is_standby
+from scavenger.policy.demand import Demand
 from tests.harvest.views import job, node, ours, view
 
 NOW = 1_000_000.0
-LIMITS = Limits("scavenge", max_engines=8, max_pending=8, pin=True, spares=2, fresh_after_s=60.0)
+LIMITS = Limits("scavenge", max_engines=8, max_pending=8, pin=True, standby_jobs=2, fresh_after_s=60.0)
 TAKEN = job(900, JobState.RUNNING, nodes=("node1",), gpus=3, gpus_by_node=(("node1", 3),))
 
 
-def spare(number: int, **more: Any) -> OurJob:
-    return OurJob(f"scv-{number:016x}", 1, number, 1, True, spare=True, **more)
+def standby(number: int, **more: Any) -> OurJob:
+    return OurJob(f"scv-{number:016x}", 1, number, 1, True, standby=True, **more)
 
 
 def listed(number: int) -> Job:
@@ -39,11 +48,13 @@ def decided(
 
 
 def new_spares(decision: Decision) -> list[Submit]:
-    return [action for action in decision.actions if isinstance(action, Submit) and action.spare]
+    return [action for action in decision.actions if isinstance(action, Submit) and action.standby]
 
 
 def fresh(decision: Decision) -> list[tuple[str, ...]]:
-    return [action.nodelist for action in decision.actions if isinstance(action, Submit) and not action.spare]
+    return [
+        action.nodelist for action in decision.actions if isinstance(action, Submit) and not action.standby
+    ]
 
 
 def released(decision: Decision) -> list[tuple[str, str]]:
@@ -52,7 +63,7 @@ def released(decision: Decision) -> list[tuple[str, str]]:
 
 def test_the_first_decision_submits_them_before_any_engine_so_that_they_are_the_oldest() -> None:
     decision = decided((), [node("node1"), node("node2")])
-    kinds = [isinstance(action, Submit) and action.spare for action in decision.actions]
+    kinds = [isinstance(action, Submit) and action.standby for action in decision.actions]
     assert kinds == [True, True, False, False]
     assert {action.nodelist for action in new_spares(decision)} == {()}
     assert {action.code for action in new_spares(decision)} == {Code.SPARE}
@@ -60,30 +71,38 @@ def test_the_first_decision_submits_them_before_any_engine_so_that_they_are_the_
 
 def test_the_oldest_goes_where_others_are_too_and_an_idle_node_gets_a_fresh_job() -> None:
     decision = decided(
-        [spare(8), spare(7)], [node("node1", 3), node("node2")], TAKEN, listed(7), listed(8), engines=2
-    )  # fmt: skip
+        [standby(8), standby(7)], [node("node1", 3), node("node2")], TAKEN, listed(7), listed(8), engines=2
+    )
     assert released(decision) == [("scv-0000000000000007", "node1")]
     assert fresh(decision) == [("node2",)]
     assert new_spares(decision) == []  # the next decision sees that one is missing
 
 
 def test_without_a_gap_beside_others_none_is_released() -> None:
-    decision = decided([spare(7), spare(8)], [node("node1"), node("node2")], listed(7), listed(8))
+    decision = decided([standby(7), standby(8)], [node("node1"), node("node2")], listed(7), listed(8))
     assert released(decision) == []
     assert len(fresh(decision)) == 2
 
 
 def test_they_are_no_engines_and_no_pending_jobs() -> None:
-    """Two spares wait, and max_engines, max_pending and max_gpus of one are for the engine."""
+    """Two standby jobs wait, and max_engines, max_pending and max_gpus of one are for the engine."""
     decision = decided(
-        [spare(7), spare(8)], [node("node1")], listed(7), listed(8), engines=1, max_engines=1, max_pending=1, max_gpus=1,
-        max_gpus_per_user=1, user="scavenger",
-    )  # fmt: skip
+        [standby(7), standby(8)],
+        [node("node1")],
+        listed(7),
+        listed(8),
+        engines=1,
+        max_engines=1,
+        max_pending=1,
+        max_gpus=1,
+        max_gpus_per_user=1,
+        user="scavenger",
+    )
     assert fresh(decision) == [("node1",)]
 
 
 def test_one_that_is_not_in_the_queue_yet_or_leaves_is_not_released() -> None:
-    for held in (replace(spare(7), job_id=0), replace(spare(7), held="JobHeldAdmin")):
+    for held in (replace(standby(7), job_id=0), replace(standby(7), held="JobHeldAdmin")):
         decision = decided([held], [node("node1", 3)], TAKEN, listed(7), engines=1)
         assert released(decision) == []
         assert fresh(decision) == [("node1",)]
@@ -91,31 +110,39 @@ def test_one_that_is_not_in_the_queue_yet_or_leaves_is_not_released() -> None:
 
 def test_a_gap_that_a_reservation_cuts_short_gets_a_fresh_job_with_that_limit() -> None:
     soon = Reservation("maint", frozenset({"node1"}), NOW + 7200, NOW + 9000)
-    decision = decided([spare(7), spare(8)], [node("node1", 3)], TAKEN, listed(7), listed(8), engines=1, reserved=[soon])
+    decision = decided(
+        [standby(7), standby(8)], [node("node1", 3)], TAKEN, listed(7), listed(8), engines=1, reserved=[soon]
+    )
     assert released(decision) == []
     [action] = [action for action in decision.actions if isinstance(action, Submit)]
     assert 0 < action.most_s <= 7200
 
 
-def test_a_job_that_waits_for_a_node_that_others_took_keeps_its_age_beside_others_and_not_on_an_idle_node() -> None:
+def test_a_job_that_waits_for_a_node_that_others_took_keeps_its_age_beside_others_and_not_on_an_idle_node() -> (
+    None
+):
     mine = OurJob("scv-0000000000000003", 1, 3, 1, True, pinned="node3", since=NOW - 100)
     queue = (ours(mine.intent_id, 3, reason="Resources"), TAKEN)
     nodes = [node("node1", 3), node("node3", 4)]
     decision = decided([mine], nodes, *queue, engines=1)
     assert released(decision) == [(mine.intent_id, "node1")]
-    steered_by_nobody = decided([mine], nodes, *queue, engines=1, spares=0)
+    steered_by_nobody = decided([mine], nodes, *queue, engines=1, standby_jobs=0)
     assert released(steered_by_nobody) == [], "Slurm refused to release one, or orders by start"
     assert fresh(steered_by_nobody) == [("node1",)]
     decision = decided([mine], [node("node2"), node("node3", 4)], *queue, engines=1)
     assert released(decision) == []
-    assert [action.intent_id for action in decision.actions if isinstance(action, CancelPending)] == [mine.intent_id]
+    assert [action.intent_id for action in decision.actions if isinstance(action, CancelPending)] == [
+        mine.intent_id
+    ]
     assert fresh(decision) == [("node2",)]
 
 
 def test_what_nobody_needs_is_cancelled_the_youngest_first() -> None:
-    jobs, queue = [spare(number) for number in (7, 8, 9)], [listed(number) for number in (7, 8, 9)]
+    jobs, queue = [standby(number) for number in (7, 8, 9)], [listed(number) for number in (7, 8, 9)]
     too_many = decided(jobs, [node("node1", 4)], *queue)
-    assert [action.intent_id for action in too_many.actions if isinstance(action, CancelPending)] == ["scv-0000000000000009"]
+    assert [action.intent_id for action in too_many.actions if isinstance(action, CancelPending)] == [
+        "scv-0000000000000009"
+    ]
     nobody = decided(jobs, [node("node1", 4)], *queue, engines=0)
     assert len(nobody.actions) == 3
     assert {action.code for action in nobody.actions if isinstance(action, CancelPending)} == {Code.NO_DEMAND}
@@ -126,12 +153,14 @@ def test_what_nobody_needs_is_cancelled_the_youngest_first() -> None:
 
 
 def test_there_are_no_more_of_them_than_engines() -> None:
-    assert len(new_spares(decided((), [node("node1")], engines=1, spares=4))) == 1
-    assert new_spares(decided((), [node("node1")], spares=0)) == []
+    assert len(new_spares(decided((), [node("node1")], engines=1, standby_jobs=4))) == 1
+    assert new_spares(decided((), [node("node1")], standby_jobs=0)) == []
 
 
 def test_the_queue_alone_tells_a_spare() -> None:
-    assert is_spare(listed(7), NOW)
-    assert is_spare(listed(7), NOW + 28 * 86_400), "a run may take weeks"
-    assert not is_spare(ours("scv-0000000000000007", 7, reason="BeginTime", eligible_time=NOW + 121), NOW)  # requeued
-    assert not is_spare(ours("scv-0000000000000007", 7, JobState.RUNNING, eligible_time=NOW + BEGIN_S), NOW)
+    assert is_standby(listed(7), NOW)
+    assert is_standby(listed(7), NOW + 28 * 86_400), "a run may take weeks"
+    assert not is_standby(
+        ours("scv-0000000000000007", 7, reason="BeginTime", eligible_time=NOW + 121), NOW
+    )  # requeued
+    assert not is_standby(ours("scv-0000000000000007", 7, JobState.RUNNING, eligible_time=NOW + BEGIN_S), NOW)

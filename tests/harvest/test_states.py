@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import Job, JobFlag, JobState, Node
-from scavenger.cluster.slurm_text import parse_state
-from scavenger.cluster.trouble import Trouble
-from scavenger.harvest import policy, sights
-from scavenger.harvest.policy import Cancel, Code
-from scavenger.harvest.states import STATES, TROUBLES, State, state_rows, trouble_rows
+from scavenger.cluster.slurm.text import parse_state
+from scavenger.harvest.decide import decide
+from scavenger.harvest.decide.decide import Cancel, Code
+from scavenger.harvest.track import observed_jobs
 from scavenger.ledger import records as rec
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
+from tests.harvest.states import STATES, TROUBLES, State, state_rows, trouble_rows
 from tests.harvest.test_tracker import A, Watch, running
 from tests.harvest.views import PARTITIONS, SHARED, node, ours, view
 
@@ -73,7 +74,10 @@ SCENES: dict[str, Scene] = {
     "gone from the queue": always(),
     "purged": Scene([seen("FAILED", exit_code=1, **OVER)], []),
     "id given out again": always(THEIRS),
-    "node drained": always(running(), nodes=[node("node1", 1, states=("mixed", "drain")), *(n for n in NODES if n.name != "node1")]),
+    "node drained": always(
+        running(),
+        nodes=[node("node1", 1, states=("mixed", "drain")), *(n for n in NODES if n.name != "node1")],
+    ),
     "node not responding": always(running(), nodes=[node("node1", 1, states=("down", "not_responding"))]),
     "reservation ahead": always(running()),
     "partition down": always(running()),
@@ -97,24 +101,31 @@ def play(scene: Scene) -> tuple[Watch, bool]:
 def test_what_slurm_shows_leads_to_what_the_table_says(row: State) -> None:
     scene = SCENES[row.name]
     mine = [job for job in scene.first if job.name == A]
-    shown = scene.later if row.sight is sights.Sight.ABSENT else mine
+    shown = scene.later if row.observed is observed_jobs.ObservedState.ABSENT else mine
     listed = [job for job in shown if job.name == A]
-    assert (sights.sight_of(listed[0]) if listed else sights.Sight.ABSENT) is row.sight
+    assert (
+        observed_jobs.observed_state_of(listed[0]) if listed else observed_jobs.ObservedState.ABSENT
+    ) is row.observed
     w, told = play(scene)
-    assert [reason for _, reason in w.ends] == ([row.hold] if row.hold else [])
+    assert [reason for _, reason in w.ends] == ([row.allocation] if row.allocation else [])
     assert told == row.told
     assert (A in w.tracker.intents) == row.stays
     assert len(w.of(rec.JobEnded)) == (not row.stays)
     died = [event for event in w.of(rec.Event) if event.kind == "engine_died"]
-    assert bool(died) == (row.name in ("OUT_OF_MEMORY", "FAILED", "purged")), "only an engine that failed by itself is blamed"
+    assert bool(died) == (row.name in ("OUT_OF_MEMORY", "FAILED", "purged")), (
+        "only an engine that failed by itself is blamed"
+    )
 
 
 def test_the_table_has_every_state_that_slurm_has_and_each_row_a_scene() -> None:
     names = {row.name for row in STATES}
     assert {str(state) for state in JobState} <= names
-    assert {str(flag) for flag in (JobFlag.COMPLETING, JobFlag.REQUEUED, JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT)} <= names
+    assert {
+        str(flag)
+        for flag in (JobFlag.COMPLETING, JobFlag.REQUEUED, JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT)
+    } <= names
     assert SCENES.keys() == names
-    assert TROUBLES.keys() == set(Trouble)
+    assert TROUBLES.keys() == set(ErrorKind)
 
 
 def test_the_page_shows_these_tables() -> None:
@@ -128,14 +139,18 @@ def test_the_page_shows_these_tables() -> None:
 # ---------------------------------------------------------------- what follows, where it is more than the table's columns
 
 
-def decided(w: Watch, *jobs: Job, engines: int = 1, nodes: Sequence[Node] = tuple(NODES), down: bool = False) -> policy.Decision:
+def decided(
+    w: Watch, *jobs: Job, engines: int = 1, nodes: Sequence[Node] = tuple(NODES), down: bool = False
+) -> decide.Decision:
     """What the policy does with what the watcher knows after that view."""
     w.see(61, *jobs, nodes=nodes)
     shown = view(61, jobs, nodes)
     if down:
         shown = replace(shown, partitions=tuple(replace(p, up=p.name != "scavenge") for p in PARTITIONS))
-    limits = policy.Limits(partition="scavenge", max_engines=4, max_pending=2)
-    return policy.decide(shown, [Demand(1, "run", engines, 1, "wanted")], w.tracker.jobs({A: (1, 0.0)}), limits, 61)
+    limits = decide.Limits(partition="scavenge", max_engines=4, max_pending=2)
+    return decide.decide(
+        shown, [Demand(1, "run", engines, 1, "wanted")], w.tracker.jobs({A: (1, 0.0)}), limits, 61
+    )
 
 
 @pytest.mark.parametrize("name", ["REQUEUE_HOLD", "SPECIAL_EXIT", "launch failed"])
@@ -149,7 +164,7 @@ def test_an_id_that_is_another_jobs_now_is_never_cancelled() -> None:
     w.submit(A, 1)
     w.see(1, running(start_time=0.5))
     output = w.see(5, THEIRS)
-    assert output.strangers == ()
+    assert output.orphaned_jobs == ()
     assert w.tracker.job_ids() == frozenset()
     [event] = [event for event in w.of(rec.Event) if event.kind == "job_id_reused"]
     assert "job 1 " in event.reason
@@ -158,7 +173,11 @@ def test_an_id_that_is_another_jobs_now_is_never_cancelled() -> None:
     [job] = w.tracker.jobs({})
     assert job.job_id == 0, "nothing to name to Slurm"
     decision = decided(w, THEIRS, engines=0)
-    assert not [action for action in decision.actions if isinstance(action, Cancel) and w.tracker.intents[action.intent_id].job_id]
+    assert not [
+        action
+        for action in decision.actions
+        if isinstance(action, Cancel) and w.tracker.intents[action.intent_id].job_id
+    ]
 
 
 def test_a_job_that_a_controller_remembers_after_all_is_ours_again_under_its_intent() -> None:
@@ -177,7 +196,7 @@ def test_a_drained_node_has_no_room_for_more_of_ours() -> None:
     w, _ = play(scene)
     only = [replace(n, gpus_allocated=4) if n.name in ("node2", "node3") else n for n in scene.nodes]
     decision = decided(w, running(), engines=2, nodes=only)
-    assert decision.code is Code.NO_ROOM
+    assert decision.code is Code.NO_CAPACITY
 
 
 def test_a_node_that_was_lost_is_why_its_job_comes_back() -> None:
@@ -199,5 +218,11 @@ def test_a_look_at_the_queue_alone_is_not_enough_when_one_of_ours_left_its_gpus(
     assert not w.tracker.surprised([seen("PENDING")]), "it waits, as before"
     w.see(1, running(start_time=0.5))
     assert not w.tracker.surprised([running(start_time=0.5)])
-    for jobs in ([], [BACK], [seen("COMPLETING", nodes=("node1",))], [replace(running(), restart_count=1)], [seen("FAILED", **OVER)]):
+    for jobs in (
+        [],
+        [BACK],
+        [seen("COMPLETING", nodes=("node1",))],
+        [replace(running(), restart_count=1)],
+        [seen("FAILED", **OVER)],
+    ):
         assert w.tracker.surprised(jobs)

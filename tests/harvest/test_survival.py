@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from scavenger.harvest.survival import (
+from scavenger.policy.forecast.survival import (
     HOUR_S,
     MOST_STARTS,
     MOST_UNUSED,
@@ -34,7 +34,9 @@ def test_without_trust_in_a_prior_the_curve_is_kaplan_and_meiers() -> None:
 def test_without_lives_the_prior_holds() -> None:
     curve = Survival().curve("8 GPUs", 0.0)
     assert curve.survives(HOUR_S) == pytest.approx(math.exp(-0.63), rel=1e-6)
-    assert curve.expected_s(60.0) == pytest.approx(math.exp(-PRIOR_HAZARD_PER_S * 60) / PRIOR_HAZARD_PER_S, rel=1e-4)
+    assert curve.expected_s(60.0) == pytest.approx(
+        math.exp(-PRIOR_HAZARD_PER_S * 60) / PRIOR_HAZARD_PER_S, rel=1e-4
+    )
 
 
 def test_exponential_lives_are_found_again_though_most_are_censored() -> None:
@@ -57,7 +59,11 @@ def test_lives_that_came_into_sight_late_do_not_count_before() -> None:
 
 def test_a_life_told_in_pieces_counts_as_one() -> None:
     whole = [Life(1000.0 + i, i % 2 == 0) for i in range(50)]
-    pieces = [piece for life in whole for piece in (Life(500.0, False), Life(life.seconds, life.lost, entered_s=500.0))]
+    pieces = [
+        piece
+        for life in whole
+        for piece in (Life(500.0, False), Life(life.seconds, life.lost, entered_s=500.0))
+    ]
     a, b = estimate(whole, prior()), estimate(pieces, prior())
     for seconds in (100, 700, 1040, 5000):
         assert a.survives(seconds) == pytest.approx(b.survives(seconds), rel=0.02)
@@ -112,9 +118,15 @@ def test_a_wait_is_bounded_and_comes_near_to_what_any_bounded_wait_reaches(seed:
         wait = settle_s(curve, cold, share)
         assert wait <= MOST_STARTS * cold
         assert curve.expected_s(wait) >= MOST_UNUSED * curve.expected_s()
-        bounded = [age for age in range(0, int(MOST_STARTS * cold), 5) if curve.expected_s(age) >= MOST_UNUSED * curve.expected_s()]
+        bounded = [
+            age
+            for age in range(0, int(MOST_STARTS * cold), 5)
+            if curve.expected_s(age) >= MOST_UNUSED * curve.expected_s()
+        ]
         best = max(curve.survives(cold, age_s=age) for age in bounded)
-        assert 1 - curve.survives(cold, age_s=wait) <= max(1 - share, (NEARLY + 0.5) * (1 - best)) + 1e-9, "ages in between differ a little"
+        assert 1 - curve.survives(cold, age_s=wait) <= max(1 - share, (NEARLY + 0.5) * (1 - best)) + 1e-9, (
+            "ages in between differ a little"
+        )
 
 
 def test_a_life_cannot_end_before_it_came_into_sight() -> None:

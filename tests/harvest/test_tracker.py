@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, JobFlag, JobState, Node
-from scavenger.harvest import sights
-from scavenger.harvest.health import Health, HealthRules
-from scavenger.harvest.policy import Leaving
-from scavenger.harvest.sights import Sight, Stage
-from scavenger.harvest.tracker import Output, Rules, Tracker
+from scavenger.harvest.decide.decide import DrainKind
+from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track.node_health import Health, HealthRules
+from scavenger.harvest.track.observed_jobs import ObservedState, Stage
+from scavenger.harvest.track.tracker import Output, Rules, Tracker
 from scavenger.ledger import records as rec
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
 A, B = "scv-000000000000000a", "scv-000000000000000b"
-RULES = Rules(UID, USER, absent_s=30.0, health=HealthRules(quarantine_after=3, quarantine_s=600.0, backoff_s=5.0))
+RULES = Rules(
+    UID, USER, absent_s=30.0, health=HealthRules(quarantine_after=3, quarantine_s=600.0, backoff_s=5.0)
+)
 COMPLETING = frozenset({JobFlag.COMPLETING})
 
 
@@ -49,7 +51,7 @@ class Watch:
 
     @property
     def ends(self) -> list[tuple[int, str]]:
-        return [(record.restart_count, record.reason) for record in self.of(rec.HoldEnded)]
+        return [(record.restart_count, record.reason) for record in self.of(rec.AllocationEnded)]
 
 
 def running(intent_id: str = A, job_id: int = 1, **more: Any) -> Job:
@@ -60,41 +62,56 @@ def running(intent_id: str = A, job_id: int = 1, **more: Any) -> Job:
 
 
 @pytest.mark.parametrize("stage", [s for s in Stage if s is not Stage.ENDED])
-@pytest.mark.parametrize("sight", Sight)
-def test_every_living_stage_says_what_each_sight_means(stage: Stage, sight: Sight) -> None:
-    assert sights.next_stage(stage, sight) is not Stage.ENDED
+@pytest.mark.parametrize("observed", ObservedState)
+def test_every_living_stage_says_what_each_sight_means(stage: Stage, observed: ObservedState) -> None:
+    assert observed_jobs.next_stage(stage, observed) is not Stage.ENDED
 
 
-@pytest.mark.parametrize("sight", Sight)
-def test_a_closed_intent_cannot_be_seen(sight: Sight) -> None:
-    with pytest.raises(sights.IllegalStage, match="ended"):
-        sights.next_stage(Stage.ENDED, sight)
+@pytest.mark.parametrize("observed", ObservedState)
+def test_a_closed_intent_cannot_be_seen(observed: ObservedState) -> None:
+    with pytest.raises(observed_jobs.IllegalStage, match="ended"):
+        observed_jobs.next_stage(Stage.ENDED, observed)
 
 
 @pytest.mark.parametrize("state", JobState)
 def test_every_slurm_state_is_a_sight_and_a_completing_job_still_holds(state: JobState) -> None:
-    assert sights.sight_of(ours(A, 1, state)) in Sight
-    assert sights.sight_of(replace(ours(A, 1, state), flags=COMPLETING)) is Sight.COMPLETES
+    assert observed_jobs.observed_state_of(ours(A, 1, state)) in ObservedState
+    assert (
+        observed_jobs.observed_state_of(replace(ours(A, 1, state), flags=COMPLETING))
+        is ObservedState.COMPLETES
+    )
 
 
 def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -> None:
-    assert sights.intent_in(ours(A, 1), UID) == (A, True)
-    assert sights.intent_in(ours(A, 1, comment="energy=12"), UID) == (A, False)
-    assert sights.intent_in(ours(A, 1, comment=sights.comment_of("00000000", A)), UID) == ("", False)
-    assert sights.intent_in(ours(A, 1, comment="", name="train"), UID) == ("", False)
+    assert observed_jobs.intent_in(ours(A, 1), UID) == (A, True)
+    assert observed_jobs.intent_in(ours(A, 1, comment="energy=12"), UID) == (A, False)
+    assert observed_jobs.intent_in(ours(A, 1, comment=observed_jobs.comment_of("00000000", A)), UID) == (
+        "",
+        False,
+    )
+    assert observed_jobs.intent_in(ours(A, 1, comment="", name="train"), UID) == ("", False)
 
 
 # ---------------------------------------------------------------- lives
 
 
-@pytest.mark.parametrize(("start_time", "began"), [(607.0, 607.4), (608.0, 608.0), (606.0, 621.8), (700.0, 621.8)])
-def test_a_hold_begins_when_slurm_says_that_it_did_though_sbatch_answered_later(start_time: float, began: float) -> None:
-    """Seen on Slurm: told 607, the intent durable at 607.4, sbatch answered at 608.5, first look at 621.8: 14 s were not counted."""
+@pytest.mark.parametrize(
+    ("start_time", "began"), [(607.0, 607.4), (608.0, 608.0), (606.0, 607.4), (700.0, 621.8)]
+)
+def test_a_hold_begins_when_slurm_says_that_it_did_though_sbatch_answered_later(
+    start_time: float, began: float
+) -> None:
+    """Seen on Slurm: told 607, the intent durable at 607.4, sbatch answered at 608.5, first look at 621.8: 14 s were not counted.
+
+    A clock that is not ours moves it to the nearer of the two moments that it lies between by what we saw, and not by a whole poll."""
     w = Watch()
     w.tracker.intend(intended(A, 607.4), 607.4)
     w.keep(w.tracker.submitted(A, 1, 608.5))
     w.see(621.8, running(start_time=start_time, nodes=("node1",)))
-    assert [record.started_at if hasattr(record, "started_at") else record.at for record in w.of(rec.HoldStarted)] == [began]
+    assert [
+        record.started_at if hasattr(record, "started_at") else record.at
+        for record in w.of(rec.AllocationStarted)
+    ] == [began]
 
 
 def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> None:
@@ -107,9 +124,12 @@ def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> 
     [waiting] = w.tracker.jobs({})
     assert waiting.waits
     w.see(150, running(restart_count=1, start_time=145.0))
-    assert [(r.restart_count, r.started_at if hasattr(r, "started_at") else r.at) for r in w.of(rec.HoldStarted)] == [(0, 0.5), (1, 145.0)]
+    assert [
+        (r.restart_count, r.started_at if hasattr(r, "started_at") else r.at)
+        for r in w.of(rec.AllocationStarted)
+    ] == [(0, 0.5), (1, 145.0)]
     assert w.ends == [(0, "preempted")]
-    assert w.of(rec.HoldEnded)[0].at == 12.0
+    assert w.of(rec.AllocationEnded)[0].at == 12.0
     assert w.gone == [(A, 0, False)]
     assert w.of(rec.JobEnded) == []
     assert [r.state for r in w.of(rec.JobObserved)] == ["RUNNING", "RUNNING", "PENDING", "RUNNING"]
@@ -130,7 +150,7 @@ def test_a_life_between_two_looks_is_told_by_the_restart_count() -> None:
     w.see(1, running())
     w.see(60, running(restart_count=2, start_time=50.0))
     assert w.gone == [(A, 0, False), (A, 1, False)]
-    assert w.ends == [(0, "preempted")]
+    assert w.ends == [(0, "preempted"), (1, "preempted")]
     w.submit(B, 2, 60)
     w.see(61, running(restart_count=2, start_time=50.0), ours(B, 2, restart_count=1, reason="BeginTime"))
     assert (B, 0, False) in w.gone
@@ -195,6 +215,12 @@ def test_one_empty_look_ends_nothing_even_without_a_waiting_time() -> None:
     assert len(w.of(rec.JobEnded)) == 1
 
 
+def test_a_completing_job_whose_exit_code_is_not_known_is_no_crash() -> None:
+    unknown = ours(A, 1, JobState.RUNNING, flags=COMPLETING, exit_code=None)
+    assert not observed_jobs.crashed(unknown)
+    assert observed_jobs.crashed(replace(unknown, exit_code=1))
+
+
 @pytest.mark.parametrize(
     ("state", "exit_code", "reason", "crashed"),
     [
@@ -204,11 +230,14 @@ def test_one_empty_look_ends_nothing_even_without_a_waiting_time() -> None:
         (JobState.FAILED, 137, "failed", True),
         (JobState.FAILED, 143, "cancelled", False),  # somebody's signal, to all of it
         (JobState.FAILED, 75, "preempted", False),  # left on the notice and could not put itself back
+        (JobState.FAILED, None, "failed", True),  # a release whose exit codes cannot be read
         (JobState.OUT_OF_MEMORY, 0, "failed", True),
         (JobState.TIMEOUT, 0, "timeout", False),
     ],
 )
-def test_an_end_is_told_at_once_and_closed_later(state: JobState, exit_code: int, reason: str, crashed: bool) -> None:
+def test_an_end_is_told_at_once_and_closed_later(
+    state: JobState, exit_code: int | None, reason: str, crashed: bool
+) -> None:
     w = Watch()
     w.submit(A, 1)
     w.see(1, running(start_time=0.5))
@@ -216,7 +245,7 @@ def test_an_end_is_told_at_once_and_closed_later(state: JobState, exit_code: int
     w.see(5, done)
     assert w.gone == [(A, 0, crashed)]
     assert w.ends == [(0, reason)]
-    assert w.of(rec.HoldEnded)[0].at == 4.0
+    assert w.of(rec.AllocationEnded)[0].at == 4.0
     assert w.tracker.jobs({}) == []  # it serves no demand any more
     w.see(20, done)
     assert w.of(rec.JobEnded) == []
@@ -228,11 +257,11 @@ def test_a_job_that_lived_between_two_looks_has_its_hold_in_the_ledger() -> None
     w = Watch()
     w.submit(A, 1)
     w.see(10, ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=2.0, end_time=3.0))
-    [start], [end] = w.of(rec.HoldStarted), w.of(rec.HoldEnded)
+    [start], [end] = w.of(rec.AllocationStarted), w.of(rec.AllocationEnded)
     assert (start.at, start.node, end.at, end.reason) == (2.0, "node2", 3.0, "failed")
     assert w.gone == [(A, 0, True)]
     w.see(11, ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=2.0, end_time=3.0))
-    assert len(w.of(rec.HoldStarted)) == 1
+    assert len(w.of(rec.AllocationStarted)) == 1
 
 
 def test_a_job_cancelled_in_the_queue_never_held_anything() -> None:
@@ -240,7 +269,7 @@ def test_a_job_cancelled_in_the_queue_never_held_anything() -> None:
     w.submit(A, 1)
     w.see(1, ours(A, 1))
     w.see(2, ours(A, 1, JobState.CANCELLED))
-    assert w.of(rec.HoldStarted) == []
+    assert w.of(rec.AllocationStarted) == []
     assert w.gone == []
 
 
@@ -248,7 +277,7 @@ def test_a_given_back_engine_that_ends_is_completed_and_no_failure() -> None:
     w = Watch()
     w.submit(A, 1)
     w.see(1, running())
-    w.tracker.revoke(A, Leaving.GIVEN_BACK, "no demand", 2)
+    w.tracker.revoke(A, DrainKind.DRAINING, "no demand", 2)
     w.see(3, ours(A, 1, JobState.COMPLETED, start_time=1.0, end_time=2.5))
     assert w.ends == [(0, "completed")]
     assert w.tracker.health.backoff() == (0.0, "")
@@ -289,7 +318,9 @@ def test_a_lost_submission_is_looked_up_before_it_may_be_repeated() -> None:
     w.submit(A, 0)
     w.keep(w.tracker.submit_unknown(A, "no answer", 0))
     w.see(5)
-    assert w.tracker.jobs({})[0].waits, "until it is settled it serves demand: nothing is submitted in its place"
+    assert w.tracker.jobs({})[0].waits, (
+        "until it is settled it serves demand: nothing is submitted in its place"
+    )
     w.see(6, ours(A, 77))
     assert [(r.intent_id, r.job_id) for r in w.of(rec.JobSubmitted)] == [(A, 77)]
     assert w.tracker.jobs({})[0].job_id == 77
@@ -304,7 +335,7 @@ def test_a_submission_that_never_arrived_is_given_up_after_absent_s() -> None:
     [ended] = w.of(rec.JobEnded)
     assert ended.state == "LOST"
     late = w.see(40, ours(A, 78))
-    assert late.strangers == (78,), "it turned up after it was given up: nobody waits for it"
+    assert late.orphaned_jobs == (78,), "it turned up after it was given up: nobody waits for it"
 
 
 @pytest.mark.parametrize("more", [{}, {"comment": "rewritten by a plugin"}])
@@ -318,19 +349,20 @@ def test_after_a_restart_jobs_are_adopted_by_comment_or_name(more: dict[str, str
 
 def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 1, "node1", True)], 100.0)
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 1, "node1", True, 90.0, 1)], 100.0)
     w.see(101, running(job_id=5, restart_count=1))
-    assert w.of(rec.HoldStarted) == []
+    assert w.of(rec.AllocationStarted) == []
     w.see(102, ours(A, 5, restart_count=2, reason="BeginTime"))
     assert w.ends == [(1, "preempted")]
     w.see(103, running(job_id=5, restart_count=2))
-    assert [r.restart_count for r in w.of(rec.HoldStarted)] == [2]
+    assert [r.restart_count for r in w.of(rec.AllocationStarted)] == [2]
 
 
 def test_after_a_restart_a_job_that_waits_again_waits_for_the_node_where_it_ran() -> None:
     """Else a fresh one is put there, and the other waits behind it while a node that it may not have is idle."""
     w = Watch()
-    ran, never_ran = rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True), rec.JobState(intended(B), 6, "PENDING", 0, "", False)
+    ran = rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)
+    never_ran = rec.JobState(intended(B), 6, "PENDING", 0, "", False)
     w.tracker.restore([ran, never_ran], 100.0)
     w.see(101, ours(A, 5, restart_count=1, reason="BeginTime"), ours(B, 6, reason="Resources"))
     assert [job.pinned for job in w.tracker.jobs({})] == ["node1", ""]
@@ -345,7 +377,9 @@ def test_after_a_restart_a_job_that_has_not_run_waits_for_the_node_that_was_chos
 
 def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=20.0)], 100.0)
+    w.tracker.restore(
+        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=20.0, last_allocation=0)], 100.0
+    )
     w.see(101, ours(A, 5, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=20.0, end_time=100.5))
     assert w.tracker.health.backoff() == (0.0, "")
     [died] = [event for event in w.of(rec.Event) if event.kind == "engine_died"]
@@ -354,14 +388,16 @@ def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> Non
 
 def test_after_a_restart_an_engine_that_leaves_may_have_been_asked_to() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=90.0)], 100.0)
+    w.tracker.restore(
+        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=90.0, last_allocation=0)], 100.0
+    )
     w.see(101, ours(A, 5, JobState.COMPLETED, nodes=("node1",), start_time=90.0, end_time=100.5))
     assert w.tracker.health.backoff() == (0.0, "")
 
 
 def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True)], 100.0)
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)], 100.0)
     w.see(101, running(job_id=5, restart_count=1))
     assert w.ends == [(0, "preempted")]
     assert w.gone == [(A, 0, False)]
@@ -370,19 +406,19 @@ def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.COMPLETED, JobState.PREEMPTED])
 def test_after_a_restart_a_hold_that_had_ended_is_not_recorded_again(state: JobState) -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, str(state), 0, "node1", False)], 100.0)
+    w.tracker.restore([rec.JobState(intended(A), 5, str(state), 0, "node1", False, last_allocation=0)], 100.0)
     w.see(101, ours(A, 5, state, exit_code=1, nodes=("node1",), start_time=90.0, end_time=95.0))
-    assert (w.of(rec.HoldStarted), w.of(rec.HoldEnded)) == ([], [])
+    assert (w.of(rec.AllocationStarted), w.of(rec.AllocationEnded)) == ([], [])
 
 
 def test_jobs_with_our_uid_and_no_open_intent_are_strangers_others_are_left_alone() -> None:
     w = Watch()
     unknown = ours(B, 9)
-    foreign = ours(B, 10, comment=sights.comment_of("00000000", B))
+    foreign = ours(B, 10, comment=observed_jobs.comment_of("00000000", B))
     nameless = ours(B, 11, comment="")
     forged = ours(B, 12, user="mallory")
     over = ours(B, 13, JobState.CANCELLED)
-    assert w.see(1, unknown, foreign, nameless, forged, over).strangers == (9,)
+    assert w.see(1, unknown, foreign, nameless, forged, over).orphaned_jobs == (9,)
 
 
 def test_an_id_that_was_given_out_again_is_not_our_job() -> None:
@@ -402,7 +438,18 @@ def fails_thrice(exit_code: int) -> tuple[Watch, list[float]]:
     for n, at in enumerate((0.0, 10.0, 30.0)):
         intent = f"scv-{n:016x}"
         w.submit(intent, n + 1, at)
-        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=exit_code, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+        w.see(
+            at + 2,
+            ours(
+                intent,
+                n + 1,
+                JobState.FAILED,
+                exit_code=exit_code,
+                nodes=("node2",),
+                start_time=at + 1,
+                end_time=at + 2,
+            ),
+        )
         waits.append(w.tracker.health.backoff()[0] - (at + 2))
     return w, waits
 
@@ -437,9 +484,14 @@ def test_a_node_where_engines_cannot_read_their_key_is_quarantined() -> None:
 def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -> None:
     """Each that waited starts, finds another release than it was submitted for, and leaves; what is submitted since is of ours."""
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False), rec.JobState(intended(B), 6, "PENDING", 1, "", False)], 100.0)
+    again = rec.JobState(intended(B), 6, "PENDING", 1, "", False, last_allocation=0)
+    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False), again], 100.0)
     ended: dict[str, Any] = {"nodes": ("node2",), "start_time": 100.5, "end_time": 101.0}
-    w.see(102, ours(A, 5, JobState.FAILED, exit_code=78, **ended), ours(B, 6, JobState.FAILED, exit_code=78, restart_count=1, **ended))
+    w.see(
+        102,
+        ours(A, 5, JobState.FAILED, exit_code=78, **ended),
+        ours(B, 6, JobState.FAILED, exit_code=78, restart_count=1, **ended),
+    )
     assert len([event for event in w.of(rec.Event) if event.kind == "engine_died"]) == 2, "they did end so"
     assert w.tracker.health.backoff() == (0.0, "")
     w.tracker.restore([rec.JobState(intended(A), 7, "PENDING", 0, "", False)], 110.0)

@@ -13,20 +13,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scavenger.cluster import procs, sandbox_accounting
+from scavenger.cluster import processes
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import JobState
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.pyslurm_client import PyslurmCluster
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
-from scavenger.cluster.trouble import Trouble
+from scavenger.cluster.pyslurm.client import PyslurmCluster
+from scavenger.cluster.sandbox import accounting
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
-from scavenger.router.events import IntentRevoked, JobGone
+from scavenger.router.core.events import IntentRevoked, JobGone
 from tests.clusters import empty
 from tests.harvest.world import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
-NO_ACCOUNTING = sandbox_accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+NO_ACCOUNTING = accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 KINDS = ["slurm", pytest.param("pyslurm", marks=pytest.mark.pyslurm)]
 
 
@@ -50,21 +51,23 @@ def world(sandbox: SlurmSandbox, tmp_path: Path, request: pytest.FixtureRequest)
     empty(SlurmCluster(sandbox.env))
 
 
-def troubles(world: World) -> set[str]:
+def error_kinds(world: World) -> set[str]:
     return {msgspec.json.decode(event.detail)["trouble"] for event in world.events("cluster_unavailable")}
 
 
-def survives(world: World, begin: Callable[[], object], end: Callable[[], object], expected: set[str]) -> None:
+def survives(
+    world: World, begin: Callable[[], object], end: Callable[[], object], expected: set[str]
+) -> None:
     """An engine runs; the fault begins, is named, and ends. Nothing was done on it, and the same job goes on."""
 
     async def play() -> None:
         world.want(1)
         harvester = world.harvester()
         async with running(harvester):
-            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted), 30.0)
+            await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted), 30.0)
             begin()
             try:
-                await until("the fault is named", lambda: troubles(world), 30.0)
+                await until("the fault is named", lambda: error_kinds(world), 30.0)
                 world.want(0)  # nothing is decided on a cluster that is not seen
                 count = len(world.events("cluster_unavailable"))
                 await until("and goes on", lambda: len(world.events("cluster_unavailable")) > count, 30.0)
@@ -73,15 +76,20 @@ def survives(world: World, begin: Callable[[], object], end: Callable[[], object
             finally:
                 end()
             await until("it answers again", lambda: world.events("cluster_back"), 60.0)
-            n = len(world.of(rec.ClusterSampled))
-            await until("and is looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 1, 30.0)
-        assert harvester.troubles.total() == len(world.events("cluster_unavailable"))
+            n = len(world.of(rec.ClusterPolled))
+            await until("and is looked at", lambda: len(world.of(rec.ClusterPolled)) > n + 1, 30.0)
+        assert harvester.error_kinds.total() == len(world.events("cluster_unavailable"))
 
     asyncio.run(play())
-    assert troubles(world) <= expected
+    assert error_kinds(world) <= expected
     assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
-    assert (world.of(rec.JobEnded), world.of(rec.HoldEnded), world.of(JobGone), world.of(IntentRevoked)) == ([], [], [], [])
-    assert len(world.of(rec.JobIntended)) == len(world.of(rec.HoldStarted)) == 1
+    assert (
+        world.of(rec.JobEnded),
+        world.of(rec.AllocationEnded),
+        world.of(JobGone),
+        world.of(IntentRevoked),
+    ) == ([], [], [], [])
+    assert len(world.of(rec.JobIntended)) == len(world.of(rec.AllocationStarted)) == 1
     [job] = world.jobs(JobState.RUNNING)
     assert job.job_id == world.of(rec.JobSubmitted)[0].job_id
 
@@ -95,20 +103,27 @@ async def saved(sandbox: SlurmSandbox, job_id: int) -> None:
 
 @pytest.mark.parametrize("world", KINDS, indirect=True)
 def test_a_controller_that_hangs(world: World, sandbox: SlurmSandbox) -> None:
-    survives(world, sandbox.freeze_controller, sandbox.thaw_controller, {Trouble.NO_ANSWER})
+    survives(world, sandbox.freeze_controller, sandbox.thaw_controller, {ErrorKind.NO_REPLY})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", KINDS, indirect=True)
 def test_munge_is_down(world: World, sandbox: SlurmSandbox) -> None:
     socket, aside = sandbox.dir / "run/munge.socket", sandbox.dir / "run/munge.aside"
-    survives(world, lambda: socket.rename(aside), lambda: aside.rename(socket), {Trouble.AUTH, Trouble.BACKEND})
-    assert Trouble.AUTH in troubles(world), "pyslurm's process may be ended besides: munge's own patience is longer than ours"
+    survives(
+        world, lambda: socket.rename(aside), lambda: aside.rename(socket), {ErrorKind.AUTH, ErrorKind.BACKEND}
+    )
+    assert ErrorKind.AUTH in error_kinds(world), (
+        "pyslurm's process may be ended besides: munge's own patience is longer than ours"
+    )
 
 
 def test_a_controller_that_answers_every_question_with_an_error(world: World, sandbox: SlurmSandbox) -> None:
     """Slurm's own words, from commands that say nothing else. Two real controllers are in `tests/system/test_slurm_faults.py`."""
-    words, trouble = "slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER
+    words, error_kind = (
+        "slurm_load_jobs error: Slurm backup controller in standby mode",
+        ErrorKind.FAILING_OVER,
+    )
     fakes = [world.local_dir / "bin" / name for name in ("squeue", "scontrol")]
 
     def begin() -> None:
@@ -120,17 +135,19 @@ def test_a_controller_that_answers_every_question_with_an_error(world: World, sa
         for fake in fakes:
             fake.unlink()
 
-    survives(world, begin, end, {trouble})
+    survives(world, begin, end, {error_kind})
 
 
 def test_an_answer_that_is_cut_off(world: World, sandbox: SlurmSandbox) -> None:
     fake = world.local_dir / "bin/squeue"
 
     def cut() -> None:
-        fake.write_text(f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nout=$(squeue "$@"; echo .)\nprintf %s "${{out:0:40}}"\n')
+        fake.write_text(
+            f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nout=$(squeue "$@"; echo .)\nprintf %s "${{out:0:40}}"\n'
+        )
         fake.chmod(0o755)
 
-    survives(world, cut, fake.unlink, {Trouble.PARTIAL})
+    survives(world, cut, fake.unlink, {ErrorKind.PARTIAL})
 
 
 @pytest.mark.long
@@ -138,10 +155,12 @@ def test_an_answer_that_leaves_nodes_out(world: World, sandbox: SlurmSandbox) ->
     fake = world.local_dir / "bin/scontrol"
 
     def leave_out() -> None:
-        fake.write_text(f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nscontrol "$@" | grep -v NodeName=node2\n')
+        fake.write_text(
+            f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nscontrol "$@" | grep -v NodeName=node2\n'
+        )
         fake.chmod(0o755)
 
-    survives(world, leave_out, fake.unlink, {Trouble.PARTIAL})
+    survives(world, leave_out, fake.unlink, {ErrorKind.PARTIAL})
 
 
 @pytest.mark.parametrize("world", [pytest.param("pyslurm", marks=pytest.mark.pyslurm)], indirect=True)
@@ -152,9 +171,9 @@ def test_pyslurms_process_hangs(world: World) -> None:
 
     def freeze() -> None:
         frozen.append(site.pid)
-        procs.send(frozen, signal.SIGSTOP)
+        processes.send(frozen, signal.SIGSTOP)
 
-    survives(world, freeze, lambda: None, {Trouble.BACKEND})
+    survives(world, freeze, lambda: None, {ErrorKind.BACKEND})
     assert site.pid not in (0, *frozen)
 
 
@@ -166,24 +185,24 @@ def test_a_controller_that_is_killed_and_comes_back(world: World, sandbox: Slurm
     async def play() -> None:
         world.want(1)
         async with running(world.harvester()):
-            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted), 30.0)
+            await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted), 30.0)
             [mine] = world.jobs(JobState.RUNNING)
             await saved(sandbox, mine.job_id)
             before = sandbox.controller_pid
-            procs.send([before], signal.SIGKILL)
+            processes.send([before], signal.SIGKILL)
             await until("another controller runs", lambda: sandbox.controller_pid not in (0, before), 30.0)
-            n = len(world.of(rec.ClusterSampled))
-            await until("it is looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 3, 60.0)
+            n = len(world.of(rec.ClusterPolled))
+            await until("it is looked at", lambda: len(world.of(rec.ClusterPolled)) > n + 3, 60.0)
             assert [job.job_id for job in world.jobs(JobState.RUNNING)] == [mine.job_id]
 
     asyncio.run(play())
-    assert troubles(world) <= {Trouble.DOWN, Trouble.NO_ANSWER}
-    assert (world.of(rec.JobEnded), world.of(rec.HoldEnded), world.of(JobGone)) == ([], [], [])
+    assert error_kinds(world) <= {ErrorKind.DOWN, ErrorKind.NO_REPLY}
+    assert (world.of(rec.JobEnded), world.of(rec.AllocationEnded), world.of(JobGone)) == ([], [], [])
     assert len(world.of(rec.JobIntended)) == 1
 
 
 @pytest.mark.long
-@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {sandbox_accounting.INSTALL}")
+@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}")
 def test_slurmdbd_is_down(tmp_path: Path) -> None:
     """Accounting is no part of a look or of a submission: slurmctld remembers who may do what, and keeps what it has to tell."""
     with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=True)) as made:
@@ -192,18 +211,26 @@ def test_slurmdbd_is_down(tmp_path: Path) -> None:
         async def play() -> None:
             world.want(1)
             async with running(world.harvester(qos="scavenge")):
-                await until("an engine runs", lambda: world.of(rec.HoldStarted), 30.0)
-                procs.send([made.ready.daemons["slurmdbd"]], signal.SIGKILL)
+                await until("an engine runs", lambda: world.of(rec.AllocationStarted), 30.0)
+                processes.send([made.ready.daemons["slurmdbd"]], signal.SIGKILL)
                 world.want(2)
-                await until("another is submitted and runs", lambda: len(world.of(rec.HoldStarted)) == 2, 30.0)
+                await until(
+                    "another is submitted and runs", lambda: len(world.of(rec.AllocationStarted)) == 2, 30.0
+                )
                 theirs = world.site.submit(spec(nodes=2, tasks=2))
-                await until("who may preempt us does", lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)], 60.0)
-                await until("and that is seen", lambda: world.of(rec.HoldEnded), 30.0)
+                await until(
+                    "who may preempt us does",
+                    lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)],
+                    60.0,
+                )
+                await until("and that is seen", lambda: world.of(rec.AllocationEnded), 30.0)
 
         asyncio.run(play())
-        assert not troubles(world)
+        assert not error_kinds(world)
         # Where Slurm preempts by QOS the daemon yields as well, if it sees them wait before Slurm has begun: then it asked.
         asked = {decision.subject for decision in world.acted("give_back")}
-        ends = world.of(rec.HoldEnded)
-        assert [end.reason for end in ends] == ["requeued" if end.intent_id in asked else "preempted" for end in ends]
+        ends = world.of(rec.AllocationEnded)
+        assert [end.reason for end in ends] == [
+            "requeued" if end.intent_id in asked else "preempted" for end in ends
+        ]
         empty(SlurmCluster(made.env))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.harvest.sights import comment_of
+from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.ledger.records import JobIntended
 
 UID = "feedbeef"
@@ -20,7 +20,14 @@ PARTITIONS = (
 )
 
 
-def node(name: str, allocated: int = 0, *, gpus: int = 4, states: Sequence[str] = (), cpus_allocated: int | None = None) -> Node:
+def node(
+    name: str,
+    allocated: int = 0,
+    *,
+    gpus: int = 4,
+    states: Sequence[str] = (),
+    cpus_allocated: int | None = None,
+) -> Node:
     inside = frozenset(p.name for p in PARTITIONS if name in p.nodes)
     load = frozenset(states) or frozenset({"mixed" if allocated else "idle"})
     used = allocated if cpus_allocated is None else cpus_allocated
@@ -28,13 +35,24 @@ def node(name: str, allocated: int = 0, *, gpus: int = 4, states: Sequence[str] 
 
 
 def job(job_id: int, state: JobState = JobState.PENDING, **more: Any) -> Job:
-    fields: dict[str, Any] = {"user": "alice", "partition": "normal", "gpus": 1, "reason": "Resources" if state is JobState.PENDING else ""}
+    fields: dict[str, Any] = {
+        "user": "alice",
+        "partition": "normal",
+        "gpus": 1,
+        "reason": "Resources" if state is JobState.PENDING else "",
+    }
     return Job(job_id=job_id, state=state, **{**fields, **more})
 
 
 def ours(intent_id: str, job_id: int, state: JobState = JobState.PENDING, **more: Any) -> Job:
     """A job of ours, found by comment and name."""
-    fields: dict[str, Any] = {"user": USER, "partition": "scavenge", "gpus": 1, "name": intent_id, "comment": comment_of(UID, intent_id)}
+    fields: dict[str, Any] = {
+        "user": USER,
+        "partition": "scavenge",
+        "gpus": 1,
+        "name": intent_id,
+        "comment": comment_of(UID, intent_id),
+    }
     if state is JobState.RUNNING:
         fields |= {"nodes": ("node1",), "gpus_by_node": (("node1", 1),)}
     return Job(job_id=job_id, state=state, **{**fields, **more})
@@ -47,7 +65,9 @@ def view(at: float, jobs: Sequence[Job] = (), nodes: Sequence[Node] | None = Non
 
 
 def _held(jobs: Sequence[Job], name: str) -> int:
-    return sum(gpus for one in jobs if one.holds_gpus for where, gpus in one.gpus_by_node if where == name)
+    return sum(
+        gpus for one in jobs if one.has_gpus_allocated for where, gpus in one.gpus_by_node if where == name
+    )
 
 
 def intended(intent_id: str, at: float = 0.0, run_id: int = 1, pinned: str = "") -> JobIntended:

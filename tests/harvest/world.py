@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from scavenger.cluster.layout import Layout, PartitionLayout
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, JobState, PreemptMode
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, Fenced, SubmitUnknown
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import records as rec
-from scavenger.router.events import Identity
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
+from scavenger.router.core.events import Identity, WorkerLife
 from tests.clusters import unfinished
 
 UID = "feedbeef"
 SLEEPS = "#!/bin/bash\n# {{ key | quote }}\ntrap 'exit 0' TERM\nwhile :; do sleep 0.05; done\n"
-FAST = {"observe_s": 0.2, "quick_s": 0.1, "observe_floor_s": 0.0, "max_rpc_per_min": 60_000.0}
+FAST = {
+    "poll_interval_s": 0.2,
+    "fast_poll_interval_s": 0.1,
+    "min_poll_interval_s": 0.0,
+    "max_rpc_per_min": 60_000.0,
+}
 
 
 class Reached:
@@ -75,6 +80,9 @@ class Reached:
     def release(self, job_id: int, node: str) -> None:
         self.cluster.release(job_id, node)
 
+    def accounting(self, job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
+        return self.cluster.accounting(job_ids)
+
     def close(self) -> None:
         self.cluster.close()
 
@@ -96,6 +104,7 @@ class World:
     ahead_s: float = 0.0  # the daemon's clock, of the scheduler's
     clock: Callable[[], float] = time.time
     uid: str = UID  # of its ledger
+    lives: Callable[[], Sequence[WorkerLife]] = tuple  # engines that the router knows of
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,10 +119,12 @@ class World:
         return DaemonConfig(
             daemon=DaemonSection(state_dir=self.state_dir),
             cluster=ClusterSection(backend="local", local_dir=self.local_dir, absent_s=0.3, **self.pace),
-            harvest=HarvestSection(**{"spares": 0, "job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
-        )  # fmt: skip
+            harvest=HarvestSection(
+                **{"standby_jobs": 0, "job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}
+            ),
+        )
 
-    def harvester(self, template: str = SLEEPS, leave_s: float = 30.0, **harvest: Any) -> Harvester:
+    def harvester(self, template: str = SLEEPS, drain_notice_s: float = 30.0, **harvest: Any) -> Harvester:
         def write(records: Sequence[rec.Record]) -> None:
             if self.fenced:
                 raise Fenced("another generation owns the ledger")
@@ -126,18 +137,28 @@ class World:
                 await asyncio.Event().wait()
 
         def leases() -> dict[str, tuple[int, float]]:
-            held = (one for one in made.tracker.intents.values() if one.hold is not None)
+            held = (one for one in made.tracker.intents.values() if one.allocation is not None)
             return {one.intent_id: (0, 0.0) for one in held} if self.connected else {}
 
         def forget(key: str) -> None:
             self.allowed.pop(key, None)
 
         made = Harvester(
-            self.config(template, **harvest), self.cluster, self.uid, commit=commit, write=write, post=self.said.append,
-            demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
-            unregister=forget, clock=lambda: self.clock() + self.ahead_s, leave_s=leave_s,
+            self.config(template, **harvest),
+            self.cluster,
+            self.uid,
+            commit=commit,
+            write=write,
+            post=self.said.append,
+            demand=lambda: self.demand,
+            leases=leases,
+            register=self.allowed.__setitem__,
+            unregister=forget,
+            clock=lambda: self.clock() + self.ahead_s,
+            drain_notice_s=drain_notice_s,
             draw=lambda: 0.5,
-        )  # fmt: skip
+            lives=lambda: self.lives(),
+        )
         return made
 
     def of(self, kind: type) -> list[Any]:
@@ -159,12 +180,15 @@ def layout() -> Layout:
     nodes = ("node1", "node2")
     low = PreemptMode.REQUEUE
     return Layout(
-        nodes=nodes, gpus=2, requeue_delay_s=0.3, kill_wait_s=1.0,
+        nodes=nodes,
+        gpus=2,
+        requeue_delay_s=0.3,
+        kill_wait_s=1.0,
         partitions=(
             PartitionLayout(name="normal", nodes=nodes, priority_tier=10),
             PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=low),
         ),
-    )  # fmt: skip
+    )
 
 
 @asynccontextmanager
@@ -188,4 +212,6 @@ async def until(what: str, condition: Callable[[], object], timeout_s: float = 6
 
 def spec(partition: str = "normal", gpus: int = 2, **more: Any) -> JobSpec:
     script = "#!/bin/bash\nwhile :; do sleep 0.05; done\n"
-    return JobSpec(**{"name": "theirs", "comment": "", "partition": partition, "script": script, "gpus": gpus, **more})
+    return JobSpec(
+        **{"name": "theirs", "comment": "", "partition": partition, "script": script, "gpus": gpus, **more}
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from scavenger.ledger.private_postgres import PrivatePostgres, create_database
 from scavenger.ledger.store import parse
+from tests.private_postgres import PrivatePostgres, create_database
 
 _databases = count(1)
 

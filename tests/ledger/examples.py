@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from scavenger.ledger import records as r
-from scavenger.ledger.reader import rows
+from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.writer import Backoff, Writer, WriterState
-from scavenger.wire import pack_logprobs, pack_tokens
+from scavenger.ledger.write.writer import Backoff, Writer, WriterState
+from scavenger.protocol.messages import pack_logprobs, pack_tokens
 
 CONFIG = json.dumps({"checkpoint": {"keep": 2}})
 T0 = 1_790_000_000.0
 WAIT_S = 30.0
 
 
-def chunk(sample_id: int, epoch: int, offset: int, n: int, worker_id: int, version: int = 1, at: float = T0) -> r.ChunkAccepted:
+def chunk(
+    sample_id: int, epoch: int, offset: int, n: int, worker_id: int, version: int = 1, at: float = T0
+) -> r.ChunkAccepted:
     """`n` tokens whose ids say where they belong."""
     tokens = pack_tokens(sample_id * 1000 + offset + i for i in range(n))
     logprobs = pack_logprobs(-0.5 - offset - i for i in range(n))
@@ -32,26 +34,42 @@ def answer(sample_id: int, n: int) -> bytes:
     return pack_tokens(sample_id * 1000 + i for i in range(n))
 
 
-def group(group_id: int, first: int, n: int, step: int, version: int, take: int = 0, purpose: str = "train") -> r.GroupCreated:
+def group(
+    group_id: int, first: int, n: int, step: int, version: int, retry: int = 0, purpose: str = "train"
+) -> r.GroupCreated:
     return r.GroupCreated(
-        group_id, 1, purpose, step, group_id % 10, take, version, pack_tokens([7, 8, 9]), n, first, '{"max_tokens": 64}', "{}", T0
+        group_id,
+        1,
+        purpose,
+        step,
+        group_id % 10,
+        retry,
+        version,
+        pack_tokens([7, 8, 9]),
+        n,
+        first,
+        '{"max_tokens": 64}',
+        "{}",
+        T0,
     )
 
 
 def prologue() -> list[r.Record]:
     """A run with an attempt, two versions, one harvested and one reserved worker."""
     return [
-        r.RunCreated(1, "sorting", "owner", 17, CONFIG, '{"name": "reference"}', "/models/tokenizer.json", T0),
+        r.RunCreated(
+            1, "sorting", "owner", 17, CONFIG, '{"name": "reference"}', "/models/tokenizer.json", T0
+        ),
         r.AttemptGranted(1, 1, "login1", 100, 0, CONFIG, '{"name": "reference", "max_batch": 4}', T0),
         r.VersionPublished(1, 1, 0, 1, b"root1", b"manifest1", 4096, T0),
         r.JobIntended("i1", 1, "scavenge", 1, "key1", T0, "n3"),
         r.JobSubmitted("i1", 501, T0 + 1),
         r.JobObserved("i1", 501, "PENDING", "", "Priority", "", 0, T0 + 2),
         r.JobObserved("i1", 501, "RUNNING", "", "", "n3", 0, T0 + 3),
-        r.HoldStarted("i1", 0, 501, "n3", 1, T0 + 3),
+        r.AllocationStarted("i1", 0, 501, "n3", 1, T0 + 3),
         r.WorkerJoined(1, 1, "harvested", "i1", "s1", 0, 501, "n3", 1, "reference", T0 + 4),
         r.WorkerJoined(2, 1, "reserved", "", "s2", 0, 100, "n0", 1, "reference", T0 + 4),
-        r.ClusterSampled(5, 1, 6, 4, 0, 0, T0 + 5),
+        r.ClusterPolled(5, 1, 6, 4, 0, 0, T0 + 5),
         r.Decision("harvest", "submit", "i1", "5 idle GPUs, demand for 1", '{"idle": 5}', T0),
         r.Event("chunk_refused", 1, "sample 11", "stale epoch 1", "{}", T0 + 5),
     ]
@@ -82,11 +100,14 @@ def preempted() -> list[r.Record]:
     return [
         r.WorkerLeft(1, "goodbye", True, 1, 5, 2, T0 + 8),
         r.JobObserved("i1", 501, "PENDING", "REQUEUED", "BeginTime", "", 1, T0 + 9),
-        r.HoldEnded("i1", 0, "preempted", T0 + 9),
+        r.AllocationEnded("i1", 0, "preempted", T0 + 9),
+        r.AllocationCorrected("i1", 0, "n3", 1, T0 + 3, T0 + 9, "preempted", T0 + 10),
     ]
 
 
-def consumed(group_id: int = 10, first: int = 11, step: int = 1, attempt: int = 1, at: float = T0 + 11) -> list[r.Record]:
+def consumed(
+    group_id: int = 10, first: int = 11, step: int = 1, attempt: int = 1, at: float = T0 + 11
+) -> list[r.Record]:
     """The group is delivered at `at`; a second later its step is committed."""
     return [
         r.GroupDelivered(group_id, attempt, at),
@@ -140,9 +161,16 @@ class Witness:
         self.states: list[tuple[WriterState, str]] = []
         self._changed = threading.Condition()
         self.writer = Writer(
-            url, "host", 1, "test", now, on_commit=self._acked, on_state=self._state,
-            backoff=Backoff(first_s=0.01, most_s=0.05), **options,
-        )  # fmt: skip
+            url,
+            "host",
+            1,
+            "test",
+            now,
+            on_commit=self._acked,
+            on_state=self._state,
+            backoff=Backoff(first_s=0.01, most_s=0.05),
+            **options,
+        )
 
     def _acked(self, ticket: int) -> None:
         with self._changed:
@@ -194,6 +222,9 @@ def subjects(url: str) -> list[int]:
     """The events in the ledger, in the order of their rows."""
     engine = open_engine(url)
     try:
-        return [int(subject) for (subject,) in rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows]
+        return [
+            int(subject)
+            for (subject,) in rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows
+        ]
     finally:
         engine.dispose()

@@ -11,12 +11,23 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from scavenger.ledger import queries, reader, store
+from scavenger.ledger import queries, store
 from scavenger.ledger import records as r
-from scavenger.ledger.keeper import Keeper
-from scavenger.ledger.reports import report
+from scavenger.ledger.maintain.keeper import Keeper
+from scavenger.ledger.read import reader
+from scavenger.ledger.read.reports import report
 from scavenger.ledger.retention import Policy
-from tests.ledger.examples import T0, Witness, chunk, consumed, group, moved_group, preempted, prologue, witness
+from tests.ledger.examples import (
+    T0,
+    Witness,
+    chunk,
+    consumed,
+    group,
+    moved_group,
+    preempted,
+    prologue,
+    witness,
+)
 
 STEPS = 5
 #: The trainer keeps two checkpoints: the older is of step 2.
@@ -35,10 +46,15 @@ def training(steps: int = STEPS) -> list[list[r.Record]]:
         if step == 3:
             given_up = msgspec.structs.replace(group(29, 291, 1, step, 1), prompt_index=group_id % 10)
             history.append([given_up, r.LeaseGranted(291, 1, 1, 1, 0, T0), chunk(291, 1, 0, 2, 1)])
-            history.append([r.LeaseEnded(291, 1, "superseded", 2, 0, T0), r.SampleEnded(291, "superseded", "x", 0, 0, None, None, T0)])
+            history.append(
+                [
+                    r.LeaseEnded(291, 1, "superseded", 2, 0, T0),
+                    r.SampleEnded(291, "superseded", "x", 0, 0, None, None, T0),
+                ]
+            )
         taken = moved_group(group_id, first, step)
         if step == 3:
-            taken[0] = group(group_id, first, 2, step, 1, take=1)
+            taken[0] = group(group_id, first, 2, step, 1, retry=1)
         history += [taken, consumed(group_id, first, step)]
         if step in CHECKPOINTS:
             history.append([r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0 + 12)])
@@ -78,7 +94,13 @@ def keep(url: str, policy: Policy, witnessed: Witness | None = None) -> int:
 
     engine = store.open_readonly(url)
     try:
-        keeper = Keeper(engine, policy, commit=commit, backlog_bytes=lambda: witnessed.writer.backlog_bytes, clock=lambda: T0 + 100)
+        keeper = Keeper(
+            engine,
+            policy,
+            commit=commit,
+            backlog_bytes=lambda: witnessed.writer.backlog_bytes,
+            clock=lambda: T0 + 100,
+        )
         return asyncio.run(keeper.look())
     finally:
         engine.dispose()
@@ -103,7 +125,11 @@ def spoil(url: str, sql: str) -> None:
 def answers(url: str, without: Sequence[str] = ()) -> dict[str, object]:
     """What every report says, as if at one moment: some count up to the last commit, which retention and purges move."""
     spoil(url, f"UPDATE generations SET committed_at = {T0 + 3600}")
-    return {name: json.loads(report(url, name, "json"))["rows"] for name in queries.report_names() if name not in without}
+    return {
+        name: json.loads(report(url, name, "json"))["rows"]
+        for name in queries.report_names()
+        if name not in without
+    }
 
 
 def config(tmp_path: Path, url: str) -> Path:

@@ -17,14 +17,18 @@ import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
 
-from scavenger import daemon, keys, ownership
-from scavenger.cli import app
+from scavenger.cli.main import app
 from scavenger.config import DaemonConfig
+from scavenger.daemon import main, ownership
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import backup, reader, reports, restoring, store, transaction
 from scavenger.ledger import records as rec
-from scavenger.ledger.transaction import NOBODY, Announced
-from scavenger.ledger.writer import Writer, WriterState
+from scavenger.ledger import restoring, store
+from scavenger.ledger.maintain import backup
+from scavenger.ledger.read import reader, reports
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.transaction import NO_WRITER, Announced
+from scavenger.ledger.write.writer import Writer, WriterState
+from scavenger.protocol import keys
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, written
 from tests.ledger.histories import fetch
@@ -35,7 +39,7 @@ def note(text: str) -> rec.Event:
     return rec.Event("test", 0, text, "", "{}", 1.0)
 
 
-def generation_of(url: str, announced: Announced = NOBODY) -> transaction.Generation:
+def generation_of(url: str, announced: Announced = NO_WRITER) -> transaction.Generation:
     engine = store.open_engine(url)
     try:
         return transaction.grant_generation(engine, "h", 1, "v", 0.0, announced)
@@ -46,7 +50,10 @@ def generation_of(url: str, announced: Announced = NOBODY) -> transaction.Genera
 def events(url: str) -> list[str]:
     engine = store.open_readonly(url)
     try:
-        return [row[0] for row in reader.rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows]
+        return [
+            row[0]
+            for row in reader.rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows
+        ]
     finally:
         engine.dispose()
 
@@ -60,7 +67,7 @@ def commit(url: str, generation: transaction.Generation, batch: int, *records: r
         engine.dispose()
 
 
-def restored(url: str, copy: Path, announced: Announced = NOBODY) -> int:
+def restored(url: str, copy: Path, announced: Announced = NO_WRITER) -> int:
     state_dir = copy.parent / "state"
     generation = backup.restore(url, copy, state_dir, announced, "h", 2.0).generation
     assert restoring.find(state_dir) is None
@@ -117,7 +124,9 @@ def test_a_backup_taken_while_the_writer_commits_is_one_state_of_the_ledger(
     assert writer.state is WriterState.CLOSED
     found = events(f"sqlite:///{tmp_path / 'copy'}")
     assert 200 <= len(found) < len(events(sqlite_url)), "it was written on meanwhile"
-    assert [name.rstrip("x") for name in found] == [f"{1 + i // 2}{'ab'[i % 2]}" for i in range(len(found))], "no half transaction, no gap"
+    assert [name.rstrip("x") for name in found] == [
+        f"{1 + i // 2}{'ab'[i % 2]}" for i in range(len(found))
+    ], "no half transaction, no gap"
 
 
 def test_what_is_no_backup_is_refused_and_replaces_nothing(sqlite_url: str, tmp_path: Path) -> None:
@@ -137,7 +146,9 @@ def test_a_damaged_ledger_is_set_aside_and_replaced(sqlite_url: str, tmp_path: P
     path = Path(sqlite_url.removeprefix("sqlite:///"))
     path.write_bytes(b"damaged" * 5000)
     restored(sqlite_url, tmp_path / "copy", Announced(40, "u"))
-    assert generation_of(sqlite_url) == 42, "beyond the one that was announced, and the one that ended the old history"
+    assert generation_of(sqlite_url) == 42, (
+        "beyond the one that was announced, and the one that ended the old history"
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (aside,) = path.parent.glob("*.damaged-*[0-9]")
     assert aside.read_bytes().startswith(b"damaged")
@@ -150,7 +161,12 @@ def test_a_backup_replaces_a_ledger_of_another_page_size(sqlite_url: str, tmp_pa
     path = Path(sqlite_url.removeprefix("sqlite:///"))
     path.unlink()
     older = sqlite3.connect(path)
-    for statement in ("PRAGMA page_size=4096", "PRAGMA journal_mode=WAL", "CREATE TABLE t (x)", "INSERT INTO t VALUES (1)"):
+    for statement in (
+        "PRAGMA page_size=4096",
+        "PRAGMA journal_mode=WAL",
+        "CREATE TABLE t (x)",
+        "INSERT INTO t VALUES (1)",
+    ):
         older.execute(statement)
     older.commit()
     older.close()
@@ -166,7 +182,14 @@ def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: st
     store.upgrade(url)
     backup.backup(url, tmp_path / "copy")
     fenced = threading.Event()
-    writer = Writer(url, "h", 1, "v", time.time, on_state=lambda state, _: fenced.set() if state is WriterState.FENCED else None)
+    writer = Writer(
+        url,
+        "h",
+        1,
+        "v",
+        time.time,
+        on_state=lambda state, _: fenced.set() if state is WriterState.FENCED else None,
+    )
     first = writer.start()
     writer.submit(1, [note("before")])
     while writer.backlog:
@@ -183,14 +206,18 @@ def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: st
     assert generation_of(url) > first
 
 
-def test_a_generation_of_the_other_history_with_the_same_number_and_batch_is_fenced_by_its_uid(url: str, tmp_path: Path) -> None:
+def test_a_generation_of_the_other_history_with_the_same_number_and_batch_is_fenced_by_its_uid(
+    url: str, tmp_path: Path
+) -> None:
     store.upgrade(url)
     copy = tmp_path / "copy"
     backup.backup(url, copy)
     other = generation_of(url)
     commit(url, other, 1, note("other"))
     engine = store.open_engine(url)
-    with engine.begin() as connection:  # the disk was put back under everybody, and nothing marks it: no file tells of `other`
+    with (
+        engine.begin() as connection
+    ):  # the disk was put back under everybody, and nothing marks it: no file tells of `other`
         connection.exec_driver_sql("DELETE FROM generations")
         connection.exec_driver_sql("DELETE FROM events")
     engine.dispose()
@@ -235,9 +262,9 @@ def test_a_ledger_that_was_put_back_by_other_means_is_marked(url: str) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from scavenger import ownership
+from scavenger.daemon import ownership
 from scavenger.config import DaemonConfig
-from scavenger.ledger import backup
+from scavenger.ledger.maintain import backup
 backup.mark = lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL)
 daemon = {"state_dir": sys.argv[1], "ledger": sys.argv[2]}
 ownership.restore_ledger(DaemonConfig.model_validate({"daemon": daemon}), Path(sys.argv[3]), force=True)
@@ -246,14 +273,23 @@ ownership.restore_ledger(DaemonConfig.model_validate({"daemon": daemon}), Path(s
 
 def killed_between(state_dir: Path, url: str, copy: Path) -> None:
     """`scavenger ledger restore`, killed when the contents are replaced and before the new history begins."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(state_dir), url, str(copy)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(state_dir), url, str(copy)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_a_restore_killed_before_its_history_begins_has_the_next_daemon_begin_it(url: str, tmp_path: Path) -> None:
+def test_a_restore_killed_before_its_history_begins_has_the_next_daemon_begin_it(
+    url: str, tmp_path: Path
+) -> None:
     state_dir = tmp_path / "state"
     store.upgrade(url)
-    first = generation_of(url)  # the backup is taken within its life: nothing in the restored ledger contradicts what was announced
+    first = generation_of(
+        url
+    )  # the backup is taken within its life: nothing in the restored ledger contradicts what was announced
     keys.write_rendezvous(state_dir, keys.Rendezvous("tcp://h:1", "k", int(first), 1, "h", first.uid))
     backup.backup(url, tmp_path / "copy")
     commit(url, first, 1, note("lost"))
@@ -310,12 +346,17 @@ def test_a_restore_that_replaced_nothing_leaves_the_history_as_it_is(
 
 @pytest.mark.postgres
 def test_a_backup_of_the_other_database_is_named(postgres: sa.URL, tmp_path: Path) -> None:
-    urls = {"SQLite": f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite3'}", "PostgreSQL": new_database(postgres)}
+    urls = {
+        "SQLite": f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite3'}",
+        "PostgreSQL": new_database(postgres),
+    }
     for kind, url in urls.items():
         store.upgrade(url)
         backup.backup(url, tmp_path / kind)
     for kind, other in (("SQLite", "PostgreSQL"), ("PostgreSQL", "SQLite")):
-        with pytest.raises(LedgerError, match=f"is a backup of a {kind} ledger, and this ledger is kept in {other}"):
+        with pytest.raises(
+            LedgerError, match=f"is a backup of a {kind} ledger, and this ledger is kept in {other}"
+        ):
             restored(urls[other], tmp_path / kind)
     assert backup.survey(urls["PostgreSQL"], tmp_path / "PostgreSQL").taken.startswith("20")
     (tmp_path / "garbage").write_bytes(b"x" * 100)
@@ -330,7 +371,14 @@ def test_the_command_says_what_is_lost_asks_and_keeps_the_replaced_ledger(tmp_pa
     generation_of(config.ledger_url)
     backup.backup(config.ledger_url, tmp_path / "copy")
     written(config.ledger_url, everything())
-    command = ["ledger", "restore", str(tmp_path / "copy"), "--config", str(tmp_path / "scavenger.toml"), "--force"]
+    command = [
+        "ledger",
+        "restore",
+        str(tmp_path / "copy"),
+        "--config",
+        str(tmp_path / "scavenger.toml"),
+        "--force",
+    ]
     refused = CliRunner().invoke(app, command, input="n\n")
     assert refused.exit_code == 1, refused.output
     assert "1970-01-01 00:00:00 UTC (its newest commit)" in refused.output
@@ -358,13 +406,26 @@ def config_of(state_dir: Path) -> DaemonConfig:
 
 
 @pytest.mark.postgres
-def test_the_command_says_of_postgresql_too_what_is_lost_and_that_nothing_is_kept(postgres: sa.URL, tmp_path: Path) -> None:
+def test_the_command_says_of_postgresql_too_what_is_lost_and_that_nothing_is_kept(
+    postgres: sa.URL, tmp_path: Path
+) -> None:
     url = new_database(postgres)
-    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{tmp_path / "state"}"\nledger = "{url}"\n')
-    command = ["ledger", "restore", str(tmp_path / "copy"), "--config", str(tmp_path / "scavenger.toml"), "--force"]
+    (tmp_path / "scavenger.toml").write_text(
+        f'[daemon]\nstate_dir = "{tmp_path / "state"}"\nledger = "{url}"\n'
+    )
+    command = [
+        "ledger",
+        "restore",
+        str(tmp_path / "copy"),
+        "--config",
+        str(tmp_path / "scavenger.toml"),
+        "--force",
+    ]
 
     def run_of(number: int, name: str) -> rec.RunCreated:
-        return rec.RunCreated(number, name, "owner", 17, "{\n}", "tab\t and \\ newline\n", "/tokenizer.json", 1.0)
+        return rec.RunCreated(
+            number, name, "owner", 17, "{\n}", "tab\t and \\ newline\n", "/tokenizer.json", 1.0
+        )
 
     written(url, [[run_of(1, "kept-1"), run_of(2, "kept-2")]])
     backup.backup(url, tmp_path / "copy")
@@ -373,7 +434,9 @@ def test_the_command_says_of_postgresql_too_what_is_lost_and_that_nothing_is_kep
     written(url, [[run_of(3, "lost-1"), run_of(4, "kept-1")]])
     refused = CliRunner().invoke(app, command, input="n\n")
     assert (refused.exit_code, "nothing was replaced" in refused.output) == (1, True), refused.output
-    assert "not in the backup: lost-1, kept-1\n" in refused.output, "a run of a known name is another one all the same"
+    assert "not in the backup: lost-1, kept-1\n" in refused.output, (
+        "a run of a known name is another one all the same"
+    )
     assert "no copy of the replaced ledger is kept" in refused.output
     done = CliRunner().invoke(app, [*command, "--yes"])
     assert done.exit_code == 0, done.output
@@ -393,7 +456,10 @@ def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     assert second.holder is not None
     assert (second.holder.host, second.holder.pid, second.holder.since) == (here.host, here.pid, here.since)
     assert abs(second.holder.beat - time.time()) < 60.0
-    with pytest.raises(LedgerError, match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force"):
+    with pytest.raises(
+        LedgerError,
+        match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force",
+    ):
         ownership.restore_ledger(config, tmp_path / "copy", force=False)
     assert ownership.restore_ledger(config, tmp_path / "copy", force=True).generation == 31
     first.close()
@@ -412,26 +478,10 @@ def test_a_daemon_of_another_host_is_known_by_its_recent_commit(url: str) -> Non
     assert ownership.writer_of(url, 2000.0) is None
 
 
-def test_the_oldest_release_s_rows_are_one_history(url: str) -> None:
-    store.upgrade(url, "0001")
-    engine = store.open_engine(url)
-    with engine.begin() as connection:
-        connection.execute(
-            sa.text(
-                "INSERT INTO generations (generation, host, pid, code_version, started_at, committed_at, batch) "
-                "VALUES (3, 'h', 1, 'v', 0, 0, 0)"
-            )
-        )
-    engine.dispose()
-    store.upgrade(url)
-    upgraded = generation_of(url, Announced(3))
-    assert (upgraded, upgraded.timeline, upgraded.restored, upgraded.began) == (4, "", False, "")
-
-
 HOLD = """
 import sqlite3, sys, time
 from pathlib import Path
-from scavenger import ownership
+from scavenger.daemon import ownership
 import os, socket
 mine = ownership.Ownership(Path(sys.argv[1]), ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0))
 ledger = sqlite3.connect(Path(sys.argv[1]) / "ledger.sqlite3", isolation_level=None)
@@ -441,7 +491,9 @@ sys.stdin.read()
 """
 
 
-def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how_to_end_it(tmp_path: Path) -> None:
+def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how_to_end_it(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path / "state")
     store.upgrade(config.ledger_url)
     keys.init_state(tmp_path / "state", "owner")
@@ -453,10 +505,13 @@ def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how
             holder.send_signal(signal.SIGSTOP)
             os.waitpid(holder.pid, os.WUNTRACED)
             with pytest.raises(LedgerError) as refused:
-                daemon.run(config, None)
+                main.run(config, None)
         finally:
             holder.kill()
-    assert f"held by the daemon with pid {holder.pid} on host {socket.gethostname()}, there since 2023-11-14" in refused.value.cause
+    assert (
+        f"held by the daemon with pid {holder.pid} on host {socket.gethostname()}, there since 2023-11-14"
+        in refused.value.cause
+    )
     assert "which is stopped (SIGSTOP)" in refused.value.cause
     assert f"`kill -KILL {holder.pid}`" in refused.value.remedy
 
@@ -470,16 +525,23 @@ def test_a_backup_is_restored_where_none_of_its_roles_exist(postgres: sa.URL, tm
         assert lost.grant().returncode == 0
         before = reports.report(lost.url(DAEMON), "runs", "csv")
         backup.backup(lost.admin.render_as_string(hide_password=False), copy)
-    there = scalar(postgres.render_as_string(hide_password=False), f"SELECT count(*) FROM pg_roles WHERE rolname IN {(*ROLES, DAEMON)}")
+    there = scalar(
+        postgres.render_as_string(hide_password=False),
+        f"SELECT count(*) FROM pg_roles WHERE rolname IN {(*ROLES, DAEMON)}",
+    )
     if there and os.environ.get("SCAVENGER_TEST_PG"):
         pytest.skip("SCAVENGER_TEST_PG names a server with a site's own roles, which cannot be taken from it")
     assert there == 0
     url = new_database(postgres)
-    backup.restore(url, copy, tmp_path, NOBODY, "h", T0 + 100)
+    backup.restore(url, copy, tmp_path, NO_WRITER, "h", T0 + 100)
     assert reports.check(url) == []
     assert reports.report(url, "runs", "csv") == before
     assert Site(sa.make_url(url)).grant().returncode == 0
     try:
         assert reports.report(Site(sa.make_url(url)).url("scavenger_read"), "runs", "csv") == before
     finally:
-        execute(postgres, f'DROP DATABASE "{sa.make_url(url).database}" WITH (FORCE)', *(f"DROP ROLE {role}" for role in ROLES))
+        execute(
+            postgres,
+            f'DROP DATABASE "{sa.make_url(url).database}" WITH (FORCE)',
+            *(f"DROP ROLE {role}" for role in ROLES),
+        )

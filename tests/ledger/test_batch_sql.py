@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from scavenger.ledger import batch_sql
 from scavenger.ledger import records as r
-from scavenger.ledger.parameters import each
-from scavenger.ledger.statements import KINDS
 from scavenger.ledger.store import open_engine
+from scavenger.ledger.write import batch_sql, statements
+from scavenger.ledger.write.statements import KINDS, each, tuples
 from tests.ledger.examples import written
 
-UPDATES = [(kind, s.shape) for kind, known in KINDS.items() for s in known.statements if s.shape is not None and s.shape.keys]
+UPDATES = [
+    (kind, s.shape)
+    for kind, known in KINDS.items()
+    for s in known.statements
+    if s.shape is not None and s.shape.keys
+]
 HOT = [(kind, shape) for kind, shape in UPDATES if shape.table.name in ("samples", "leases")]
 
 
@@ -26,14 +32,27 @@ def test_sqlite_searches_by_key(sqlite_url: str, analyzed: bool) -> None:
         for kind, shape in HOT if analyzed else UPDATES:
             for rows in (8, batch_sql.SQLITE_ROWS):
                 values = (1,) * (rows * len(shape.names))
-                plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + batch_sql._sqlite(shape, rows), values).all()
+                plan = connection.exec_driver_sql(
+                    "EXPLAIN QUERY PLAN " + batch_sql._sqlite(shape, rows), values
+                ).all()
                 steps = [step[3] for step in plan]
-                assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, rows, steps)
-                assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, rows, steps)
+                assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (
+                    kind,
+                    rows,
+                    steps,
+                )
+                assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (
+                    kind,
+                    rows,
+                    steps,
+                )
     engine.dispose()
 
 
-JOINT = {kind: tuple(s.shape for s in known.statements if s.shape is not None and s.rows is each) for kind, known in KINDS.items()}
+JOINT = {
+    kind: tuple(s.shape for s in known.statements if s.shape is not None and s.rows is each)
+    for kind, known in KINDS.items()
+}
 
 
 @pytest.mark.parametrize("analyzed", [False, True])
@@ -49,9 +68,14 @@ def test_sqlite_searches_by_key_from_a_table_of_parameters_too(sqlite_url: str, 
             names = batch_sql.joint_names(shapes)
             connection.exec_driver_sql(f"CREATE TEMP TABLE {batch_sql._stage(names)} ({', '.join(names)})")
             for shape, statement in zip(shapes, batch_sql._sqlite_joint(shapes), strict=True):
-                steps = [step[3] for step in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement).all()]
+                steps = [
+                    step[3] for step in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement).all()
+                ]
                 if shape.keys:
-                    assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, steps)
+                    assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (
+                        kind,
+                        steps,
+                    )
                 assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, steps)
     engine.dispose()
 
@@ -65,7 +89,9 @@ def test_rows_that_share_a_key_of_any_shape_are_not_run_jointly() -> None:
         return tuple(sample_id if at == sample else number if at == epoch else 0 for at in range(len(names)))
 
     assert batch_sql.apart(shapes, names, [row(1, 1), row(2, 1)])
-    assert not batch_sql.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), "the second move needs what the first one made"
+    assert not batch_sql.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), (
+        "the second move needs what the first one made"
+    )
 
 
 def test_rows_of_one_key_are_run_one_after_the_other() -> None:
@@ -79,3 +105,30 @@ def test_parts_are_few_lengths_and_lose_nothing() -> None:
     cut = [list(part) for part in batch_sql.parts(rows, 600)]
     assert [row for part in cut for row in part] == rows
     assert [len(part) for part in cut] == [512, 512, 256, 32, 8, 2, 1]
+
+
+def in_one_line(text: str) -> str:
+    """SQL without its layout: line ends, indents and spaces beside brackets."""
+    return re.sub(r"(?<=\() | (?=\))", "", " ".join(text.split()))
+
+
+def test_the_docstrings_show_the_sql_that_is_run() -> None:
+    (finished,) = KINDS[r.SampleFinished].statements
+    assert finished.shape is not None
+    many = in_one_line(batch_sql.__doc__ or "")
+    single = str(finished.sql)
+    assert in_one_line(single.replace("state=:state", "state='complete'")) in in_one_line(
+        statements.__doc__ or ""
+    )
+    assert in_one_line(batch_sql._sqlite(finished.shape, 2)) in many
+    kinds, _ = tuples(finished.shape.names, each, [r.SampleFinished(1, "stop", 2, 1.0)])
+    types = tuple(batch_sql._POSTGRES_TYPES[kind] for kind in kinds)
+    on_postgres = batch_sql._postgres(finished.shape, types)
+    start, end = on_postgres.index(" FROM unnest"), on_postgres.index(" WHERE")
+    assert in_one_line(on_postgres[start:end]) in many
+    shapes = JOINT[r.LeaseEnded]
+    names = batch_sql.joint_names(shapes)
+    kinds, _ = tuples(names, each, [r.LeaseEnded(1, 1, "worker lost", 2, 0, 1.0)])
+    types = tuple(batch_sql._POSTGRES_TYPES[kind] for kind in kinds)
+    joint, _ = batch_sql._postgres_joint(shapes, types, tuple(name == "p_reason" for name in names))
+    assert in_one_line(joint) in many

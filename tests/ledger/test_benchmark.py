@@ -27,14 +27,28 @@ def test_a_small_run_of_the_benchmark_judges_every_goal_and_is_in_reach_of_each(
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "synchronous = 2 (FULL)" in done.stdout
-    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines() if line.startswith("sqlite ")]
-    verdicts = {row[1]: re.fullmatch(r"([\d.e+-]+) of (at least|at most) .*: (met|MISSED)", row[-1]) for row in rows if row[-1]}
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in done.stdout.splitlines()
+        if line.startswith("sqlite ")
+    ]
+    verdicts = {
+        row[1]: re.fullmatch(r"([\d.e+-]+) of (at least|at most) .*: (met|MISSED)", row[-1])
+        for row in rows
+        if row[-1]
+    }
     assert verdicts.keys() == GOALS
     for what, verdict in verdicts.items():
         assert verdict is not None, what
         share, kind = float(verdict[1]), verdict[2]
-        assert share >= LEAST_SHARE if kind == "at least" else 0 < share <= MOST_MULTIPLE, f"{what}: {verdict[0]}"
-    costs = {row[1].removeprefix("CPU a chunk: "): float(row[2]) for row in rows if row[1].startswith("CPU a chunk: ")}
+        assert share >= LEAST_SHARE if kind == "at least" else 0 < share <= MOST_MULTIPLE, (
+            f"{what}: {verdict[0]}"
+        )
+    costs = {
+        row[1].removeprefix("CPU a chunk: "): float(row[2])
+        for row in rows
+        if row[1].startswith("CPU a chunk: ")
+    }
     assert {"generator", "router core", "writer thread"} < costs.keys()
     assert all(cost > 0 for cost in costs.values()), costs
     assert costs["all together"] < MOST_CPU_US

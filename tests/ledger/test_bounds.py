@@ -8,9 +8,11 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError, LedgerUnavailable
-from scavenger.ledger import purge, reader, store
+from scavenger.ledger import store
 from scavenger.ledger.faults import overran
-from scavenger.ledger.reports import check, report
+from scavenger.ledger.maintain import purge
+from scavenger.ledger.read import reader
+from scavenger.ledger.read.reports import check, report
 from tests.ledger.examples import WAIT_S, everything, written
 
 #: Some seconds of work, that end by themselves where nobody ends them.
@@ -24,7 +26,9 @@ def test_a_reader_that_takes_too_long_is_ended_and_says_what_to_do(url: str) -> 
     written(url, everything())
     engine = store.open_readonly(url, 0.2)
     began = time.monotonic()
-    with pytest.raises(LedgerUnavailable, match=r"cannot be read(.|\n)*readers are ended after 60 s(.|\n)*ask for less"):
+    with pytest.raises(
+        LedgerUnavailable, match=r"cannot be read(.|\n)*readers are ended after 60 s(.|\n)*ask for less"
+    ):
         reader.rows(engine, SLOW[engine.dialect.name])
     assert time.monotonic() - began < 4
     assert reader.rows(engine, "SELECT count(*) FROM runs").rows == ((1,),), "the next one is not hindered"
@@ -48,11 +52,15 @@ def test_several_short_statements_hold_sqlite_s_log_no_longer_than_a_long_one(sq
     with writing.connect() as connection:
         raw = connection.connection.dbapi_connection
         assert raw is not None
-        assert raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody holds the log any more"  # type: ignore[attr-defined]
+        assert raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, (
+            "nobody holds the log any more"
+        )  # type: ignore[attr-defined]
     writing.dispose()
 
 
-def test_a_check_and_a_purge_s_survey_are_not_bound_as_readers_are(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_and_a_purge_s_survey_are_not_bound_as_readers_are(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(url, everything())
     monkeypatch.setattr(store, "READER_S", 0.0)
     with pytest.raises(LedgerError, match="cannot be read"):
@@ -73,7 +81,7 @@ def test_maintenance_is_bound_too(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     written(url, everything())
     monkeypatch.setattr(store, "open_readonly", noted)
-    monkeypatch.setattr("scavenger.ledger.reports.open_readonly", noted)
+    monkeypatch.setattr("scavenger.ledger.read.reports.open_readonly", noted)
     check(url)
     purge.survey(url, "sorting")
     assert bounds == [store.MAINTENANCE_S] * 2

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from scavenger.ledger import reports, store
+from scavenger.ledger import store
+from scavenger.ledger.read import reports
 from scavenger.ledger.schema import metadata
 from tests.ledger.examples import everything, written
 from tests.ledger.histories import ended, training
@@ -48,7 +49,10 @@ HOLES: dict[str, tuple[str, str]] = {
         "UPDATE samples SET moves = 40 WHERE sample_id = 11",
         "run 1 sample 11: moves differ from its leases (40 moves, 1 in leases)",
     ),
-    "a worker of another run": ("UPDATE workers SET run_id = 2 WHERE worker_id = 1", "run 1 sample 11: lease at a worker of another run"),
+    "a worker of another run": (
+        "UPDATE workers SET run_id = 2 WHERE worker_id = 1",
+        "run 1 sample 11: lease at a worker of another run",
+    ),
     "an end that was not": (
         "DELETE FROM sample_ends WHERE sample_id = 11",
         "run 1 sample 11: state differs from its last end (consumed (step 1, attempt 2), but it has no end)",
@@ -74,16 +78,19 @@ HOLES: dict[str, tuple[str, str]] = {
         "UPDATE leases SET start_len = 0, end_len = 0 WHERE sample_id = 11; UPDATE samples SET moves = 0 WHERE sample_id = 11",
         "run 1 sample 11: consumed without a token (step 1)",
     ),
-    "one place of the data trained on twice": (
+    "one position of the data trained on twice": (
         "UPDATE samples SET sample_index = 0, group_id = 60, state = 'consumed', ended_step = 1, ended_attempt = 2 WHERE sample_id = 61;"
-        "UPDATE groups SET step = 1, prompt_index = 0, take = 1 WHERE group_id = 60",
-        "run 1 sample 61: one place of the data consumed twice (step 1, prompt 0, index 0: 2 samples)",
+        "UPDATE groups SET step = 1, prompt_index = 0, retry = 1 WHERE group_id = 60",
+        "run 1 sample 61: one position of the data consumed twice (step 1, prompt 0, index 0: 2 samples)",
     ),
-    "one take twice": (
+    "one retry twice": (
         "UPDATE groups SET step = 1, prompt_index = 0 WHERE group_id = 60",
-        "run 1 sample 61: one take of a prompt twice (step 1, prompt 0, take 0: 2 groups)",
+        "run 1 sample 61: one retry of a prompt twice (step 1, prompt 0, retry 0: 2 groups)",
     ),
-    "one index twice": ("UPDATE samples SET sample_index = 0", "run 1 sample 12: two samples of a group with one index (index 0)"),
+    "one index twice": (
+        "UPDATE samples SET sample_index = 0",
+        "run 1 sample 12: two samples of a group with one index (index 0)",
+    ),
     "weights that were not": (
         "UPDATE leases SET version = 77 WHERE sample_id = 11; UPDATE chunks SET version = 77 WHERE sample_id = 11",
         "run 1 sample 11: a lease of weights that were never published (epoch 1, version 77)",
@@ -96,14 +103,56 @@ HOLES: dict[str, tuple[str, str]] = {
         "UPDATE steps SET version = 99 WHERE attempt = 2",
         "run 1: a step of weights that were never published (train step 1, attempt 2, version 99)",
     ),
-    "an attempt that was not": ("UPDATE runs SET attempt = 9", "run 1: its newest attempt was never granted (attempt 9)"),
-    "a last step that was not": ("UPDATE runs SET last_step = 50", "run 1: its last step was never committed (step 50)"),
+    "an attempt that was not": (
+        "UPDATE runs SET attempt = 9",
+        "run 1: its newest attempt was never granted (attempt 9)",
+    ),
+    "a last step that was not": (
+        "UPDATE runs SET last_step = 50",
+        "run 1: its last step was never committed (step 50)",
+    ),
     "more tokens than were allowed": (
         """UPDATE groups SET sampling = '{"temperature":1.0,"max_tokens":8}' WHERE group_id = 10""",
         "run 1 sample 11: more tokens than its budget (9 accepted, max_tokens 8)",
     ),
-    "no writer": ("DELETE FROM generations", "run 1: written by nobody: the ledger names no generation (1 runs)"),
-}  # fmt: skip
+    "an engine whose job never held a GPU": (
+        "DELETE FROM gpu_allocations; DELETE FROM job_states; UPDATE jobs SET restart_count = 0",
+        "run 1 job i1: an engine without an allocation (worker 1, job 501, restart 0, on n3)",
+    ),
+    "a job that ran and has no allocation": (
+        "DELETE FROM gpu_allocations",
+        "run 1 job i1: seen to run without an allocation (job 501, restart 0, on n3)",
+    ),
+    "a preemption that nobody recorded": (
+        "UPDATE jobs SET restart_count = 3",
+        "run 1 job i1: fewer allocations that ended than restarts (job 501 was put back 3 times, 1 allocations say so)",
+    ),
+    "an allocation that goes on for ever": (
+        "UPDATE gpu_allocations SET ended_at = NULL",
+        "run 1 job i1: an allocation is open although its job ended (job 501, restart 0, on n3)",
+    ),
+    "an allocation that runs backwards": (
+        "UPDATE gpu_allocations SET ended_at = started_at - 1",
+        "run 1 job i1: an allocation ends before it begins (job 501, restart 0)",
+    ),
+    "one job's GPU counted twice": (
+        "INSERT INTO gpu_allocations (intent_id, restart_count, job_id, node, gpus, started_at, ended_at, reason)"
+        " SELECT intent_id, 1, job_id, node, gpus, started_at + 2, ended_at + 2, reason FROM gpu_allocations",
+        "run 1 job i1: two allocations of one job overlap (job 501, restarts 0 and 1)",
+    ),
+    "a clipped beginning": (
+        "UPDATE gpu_allocations SET started_at = started_at + 120, ended_at = ended_at + 200; UPDATE workers SET left_at = left_at + 200",
+        "run 1 job i1: an engine outside its allocation (worker 1, job 501, restart 0, registered 119.0 s before it began)",
+    ),
+    "a clipped end": (
+        "UPDATE workers SET left_at = left_at + 300 WHERE worker_id = 1",
+        "run 1 job i1: an engine outside its allocation (worker 1, job 501, restart 0, said goodbye 299.0 s after it ended)",
+    ),
+    "no writer": (
+        "DELETE FROM generations",
+        "run 1: written by nobody: the ledger names no generation (1 runs)",
+    ),
+}
 
 
 def carried_out(engine: sa.Engine, statements: Sequence[str]) -> None:
@@ -114,7 +163,10 @@ def carried_out(engine: sa.Engine, statements: Sequence[str]) -> None:
 
 def saved(engine: sa.Engine) -> dict[sa.Table, list[dict[str, Any]]]:
     with engine.connect() as connection:
-        return {table: [dict(row._mapping) for row in connection.execute(sa.select(table))] for table in metadata.sorted_tables}
+        return {
+            table: [dict(row._mapping) for row in connection.execute(sa.select(table))]
+            for table in metadata.sorted_tables
+        }
 
 
 def put_back(engine: sa.Engine, rows: dict[sa.Table, list[dict[str, Any]]]) -> None:

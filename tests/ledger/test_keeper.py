@@ -12,18 +12,18 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from scavenger import keys
 from scavenger.config import DaemonConfig
-from scavenger.daemon import Daemon
+from scavenger.daemon.main import Daemon
+from scavenger.daemon.takeover import Manner
 from scavenger.errors import DaemonUnavailable
-from scavenger.ledger import keeper as keepers
 from scavenger.ledger import records as r
 from scavenger.ledger import store
-from scavenger.ledger.keeper import QUIET_BYTES, Keeper
-from scavenger.ledger.reports import check
+from scavenger.ledger.maintain import keeper as keepers
+from scavenger.ledger.maintain.keeper import QUIET_BYTES, Keeper
+from scavenger.ledger.read.reports import check
 from scavenger.ledger.retention import Policy
-from scavenger.succession import Manner
-from scavenger.wire import EngineSpec
+from scavenger.protocol import keys
+from scavenger.protocol.messages import EngineSpec
 from tests.ledger.examples import T0, WAIT_S, Witness, witness, written
 from tests.ledger.histories import fetch, training
 
@@ -33,7 +33,12 @@ ENGINE = msgspec.json.encode(EngineSpec("reference", "{}", "float32", 4, 64)).de
 def restorable() -> list[list[r.Record]]:
     """The history with an engine that a daemon can read back."""
     return [
-        [msgspec.structs.replace(x, engine=ENGINE) if isinstance(x, (r.RunCreated, r.AttemptGranted)) else x for x in records]
+        [
+            msgspec.structs.replace(x, engine=ENGINE)
+            if isinstance(x, (r.RunCreated, r.AttemptGranted))
+            else x
+            for x in records
+        ]
         for records in training()
     ]
 
@@ -46,12 +51,18 @@ def served(state_dir: Path) -> bool:
 
 
 @pytest.mark.parametrize(("retention", "became"), [("keep", 0), ("compact", 5), ("drop", 5)])
-def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepers, "LOOK_S", 0.05)
+def test_a_daemon_applies_its_policy(
+    tmp_path: Path, retention: str, became: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "CHECK_INTERVAL_S", 0.05)
     state_dir = tmp_path / "state"
     keys.init_state(state_dir, "owner")
     config = DaemonConfig.model_validate(
-        {"daemon": {"state_dir": state_dir}, "ledger": {"retention": retention, "retention_steps": 1}, "harvest": {"enabled": False}}
+        {
+            "daemon": {"state_dir": state_dir},
+            "ledger": {"retention": retention, "retention_steps": 1},
+            "harvest": {"enabled": False},
+        }
     )
     written(config.ledger_url, restorable())
     reduced = "SELECT count(*) FROM samples WHERE contents IS NOT NULL"
@@ -60,7 +71,9 @@ def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int
         daemon = Daemon(config, None, Manner.TAKE_OVER)
         serving = asyncio.create_task(daemon.run())
         async with asyncio.timeout(WAIT_S):
-            while not served(state_dir) or (await asyncio.to_thread(fetch, config.ledger_url, reduced)) != [(became,)]:
+            while not served(state_dir) or (await asyncio.to_thread(fetch, config.ledger_url, reduced)) != [
+                (became,)
+            ]:
                 assert not serving.done(), await serving
                 await asyncio.sleep(0.02)
         daemon.stop.set()
@@ -68,7 +81,9 @@ def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int
 
     asyncio.run(live())
     assert check(config.ledger_url) == []
-    (payloads,) = fetch(config.ledger_url, "SELECT count(*) FROM chunks WHERE length(tokens) = 0 AND sample_id < 300")
+    (payloads,) = fetch(
+        config.ledger_url, "SELECT count(*) FROM chunks WHERE length(tokens) = 0 AND sample_id < 300"
+    )
     assert payloads == ((6,) if retention == "drop" else (0,))
 
 
@@ -81,8 +96,14 @@ class Kept:
         self._asked: list[str] = []
         self._tickets = tickets
         self._witnessed = witnessed
-        sa.event.listen(self.engine, "before_cursor_execute", lambda c, cursor, statement, *more: self._asked.append(statement))
-        self.keeper = Keeper(self.engine, policy, commit=self._commit, backlog_bytes=lambda: 0, clock=lambda: T0)
+        sa.event.listen(
+            self.engine,
+            "before_cursor_execute",
+            lambda c, cursor, statement, *more: self._asked.append(statement),
+        )
+        self.keeper = Keeper(
+            self.engine, policy, commit=self._commit, backlog_bytes=lambda: 0, clock=lambda: T0
+        )
 
     async def _commit(self, records: Sequence[r.Record]) -> None:
         ticket = next(self._tickets)
@@ -134,7 +155,9 @@ def test_a_restarted_keeper_begins_where_contents_are(kept: Callable[[Policy], K
     assert len(scans(first.looked())) > 3
     again = kept(Policy("drop", 3))
     assert len(scans(again.looked())) == 1
-    assert scans(again.looked()) == [], "nothing below the bound was found: that is no reason to look there again"
+    assert scans(again.looked()) == [], (
+        "nothing below the bound was found: that is no reason to look there again"
+    )
     assert again.committed == []
     further = kept(Policy("compact", 2))  # what is dropped stays so
     assert len(scans(further.looked())) == 1
@@ -146,7 +169,9 @@ def test_a_policy_that_drops_goes_on_from_what_another_compacted(kept: Callable[
     dropping = kept(Policy("drop", 0))
     dropping.looked()
     assert dropping.committed
-    assert {record.to for record in dropping.committed if isinstance(record, r.ContentsReduced)} == {"dropped"}
+    assert {record.to for record in dropping.committed if isinstance(record, r.ContentsReduced)} == {
+        "dropped"
+    }
 
 
 def test_the_writer_s_own_work_goes_first(sqlite_url: str) -> None:
@@ -166,14 +191,18 @@ def test_the_writer_s_own_work_goes_first(sqlite_url: str) -> None:
         pass
 
     engine = store.open_readonly(sqlite_url)
-    keeper = Keeper(engine, Policy("compact", 0), commit=commit, backlog_bytes=backlog_bytes, clock=lambda: T0)
+    keeper = Keeper(
+        engine, Policy("compact", 0), commit=commit, backlog_bytes=backlog_bytes, clock=lambda: T0
+    )
     with pytest.raises(EndOfTest):
         asyncio.run(keeper.look())
     engine.dispose()
     assert len(seen) == 3
 
 
-def test_a_ledger_that_cannot_be_read_is_looked_at_again(sqlite_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_that_cannot_be_read_is_looked_at_again(
+    sqlite_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without tables the read fails; once they are there the next look goes through."""
     store.open_engine(sqlite_url).dispose()
     engine = store.open_readonly(sqlite_url)
@@ -182,7 +211,14 @@ def test_a_ledger_that_cannot_be_read_is_looked_at_again(sqlite_url: str, capsys
         raise AssertionError(records)
 
     async def live() -> None:
-        keeper = Keeper(engine, Policy("compact", 0), commit=commit, backlog_bytes=lambda: 0, clock=lambda: T0, look_s=0.01)
+        keeper = Keeper(
+            engine,
+            Policy("compact", 0),
+            commit=commit,
+            backlog_bytes=lambda: 0,
+            clock=lambda: T0,
+            check_interval_s=0.01,
+        )
         stop = asyncio.Event()
         running = asyncio.create_task(keeper.run(stop))
         async with asyncio.timeout(WAIT_S):
@@ -196,7 +232,9 @@ def test_a_ledger_that_cannot_be_read_is_looked_at_again(sqlite_url: str, capsys
     engine.dispose()
 
 
-def test_a_history_is_read_only_once_the_attempt_that_asks_for_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_is_read_only_once_the_attempt_that_asks_for_it_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Retention and purges look at the run's attempt and state: from that commit on they leave alone what is about to be read."""
     order: list[str] = []
 
@@ -205,7 +243,7 @@ def test_a_history_is_read_only_once_the_attempt_that_asks_for_it_is_durable(tmp
             await asyncio.sleep(0)
             order.append("durable")
 
-    monkeypatch.setattr("scavenger.ledger.reader.replay_groups", lambda *_: order.append("read") or ())
+    monkeypatch.setattr("scavenger.ledger.read.reader.replay_groups", lambda *_: order.append("read") or ())
     daemon = Daemon(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}}), None)
     daemon.server, daemon._engine = Committing(), None  # type: ignore[assignment]
     assert asyncio.run(daemon._history(1, 0)) == ()

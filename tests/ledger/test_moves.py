@@ -13,15 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scavenger.errors import LedgerError
-from scavenger.ledger import moves, store
 from scavenger.ledger import records as r
-from scavenger.ledger.moves import MoveLog
-from scavenger.ledger.reader import rows
+from scavenger.ledger.read.reader import rows
 from scavenger.ledger.schema import move_log
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.transaction import Generation, commit_batch, grant_generation, open_connection
-from scavenger.ledger.writer import WriterState
-from tests.ledger.conftest import new_database
+from scavenger.ledger.write import moves
+from scavenger.ledger.write.moves import MoveLog
+from scavenger.ledger.write.transaction import Generation, commit_batch, grant_generation, open_connection
+from scavenger.ledger.write.writer import WriterState
 from tests.ledger.examples import witness
 
 SAMPLES = 300
@@ -36,8 +35,18 @@ TABLES = {
 def dump(url: str) -> dict[str, list[tuple[object, ...]]]:
     engine = open_engine(url)
     try:
-        return {name: [tuple(x) for x in rows(engine, f"SELECT {columns} FROM {name} ORDER BY 1, 2" if name != "move_log" else
-                                              f"SELECT {columns} FROM {name}").rows] for name, columns in TABLES.items()}  # fmt: skip
+        return {
+            name: [
+                tuple(x)
+                for x in rows(
+                    engine,
+                    f"SELECT {columns} FROM {name} ORDER BY 1, 2"
+                    if name != "move_log"
+                    else f"SELECT {columns} FROM {name}",
+                ).rows
+            ]
+            for name, columns in TABLES.items()
+        }
     finally:
         engine.dispose()
 
@@ -48,14 +57,23 @@ def leased(samples: int = SAMPLES) -> list[r.Record]:
 
 
 def moved(epoch: int, at: float, length: int = 0, samples: int = SAMPLES) -> list[r.Record]:
-    return [r.LeaseMoved(s, epoch, "node lost", length, s % 3, 10 + epoch, 1, at) for s in range(1, samples + 1)]
+    return [
+        r.LeaseMoved(s, epoch, "node lost", length, s % 3, 10 + epoch, 1, at) for s in range(1, samples + 1)
+    ]
 
 
 def chunk(sample: int, epoch: int, offset: int) -> r.ChunkAccepted:
     return r.ChunkAccepted(sample, epoch, offset, b"\1\0\0\0", b"\0" * 4, b"\0" * 4, 1, 9, 2.0)
 
 
-def commit(connection: sa.Connection, generation: Generation, batch: int, records: Sequence[r.Record], now: float, log: MoveLog) -> None:
+def commit(
+    connection: sa.Connection,
+    generation: Generation,
+    batch: int,
+    records: Sequence[r.Record],
+    now: float,
+    log: MoveLog,
+) -> None:
     """As the writer does."""
     plan = log.plan(records, now)
     commit_batch(connection, generation, batch, records, now, plan)
@@ -91,7 +109,9 @@ def test_a_move_is_durable_in_the_log_and_folded_when_nobody_writes(url: str, tm
 
 
 def test_what_a_killed_daemon_left_is_folded_by_the_one_that_takes_over(url: str, tmp_path: Path) -> None:
-    expected = in_place(f"sqlite:///{tmp_path / 'plain.sqlite3'}", [leased(), moved(1, 2.0), moved(2, 3.0, 5)])
+    expected = in_place(
+        f"sqlite:///{tmp_path / 'plain.sqlite3'}", [leased(), moved(1, 2.0), moved(2, 3.0, 5)]
+    )
     upgrade(url)
     engine = open_engine(url)
     generation, log = grant_generation(engine, "h", 1, "v", 0.0), MoveLog()
@@ -101,7 +121,9 @@ def test_what_a_killed_daemon_left_is_folded_by_the_one_that_takes_over(url: str
     assert len(log) == 2 * SAMPLES, "the same samples twice, in their order"
     found = dump(url)
     assert found["move_log"] == [(SAMPLES,), (SAMPLES,)]
-    assert all(epoch == 1 for _, epoch, *_ in found["leases"]), "until then the tables tell of the moment before"
+    assert all(epoch == 1 for _, epoch, *_ in found["leases"]), (
+        "until then the tables tell of the moment before"
+    )
     grant_generation(engine, "h", 2, "v", 0.0)
     engine.dispose()
     assert dump(url) == expected
@@ -118,9 +140,14 @@ def test_what_a_killed_daemon_left_is_folded_by_the_one_that_takes_over(url: str
         [r.ContentsReduced(1, 1, (7,), "dropped", 3.0)],
     ],
     ids=lambda records: type(records[0]).__name__,
-)  # fmt: skip
-def test_nothing_that_needs_a_logged_move_is_written_before_it(sqlite_url: str, tmp_path: Path, after: list[r.Record]) -> None:
-    before = [r.RunCreated(1, "a", "k", 1, "{}", "{}", "", 1.0), r.AttemptGranted(1, 1, "h", 0, 0, "{}", "{}", 1.0)]
+)
+def test_nothing_that_needs_a_logged_move_is_written_before_it(
+    sqlite_url: str, tmp_path: Path, after: list[r.Record]
+) -> None:
+    before = [
+        r.RunCreated(1, "a", "k", 1, "{}", "{}", "", 1.0),
+        r.AttemptGranted(1, 1, "h", 0, 0, "{}", "{}", 1.0),
+    ]
     history = [[*before, *leased()], moved(1, 2.0), after]
     expected = in_place(f"sqlite:///{tmp_path / 'plain.sqlite3'}", history)
     upgrade(sqlite_url)
@@ -159,21 +186,6 @@ def test_moves_that_go_on_and_on_are_folded_all_the_same() -> None:
         log.done(plan, float(n))
 
 
-def test_an_older_ledger_restored_over_this_one_is_upgraded_without_the_other_history_s_log(postgres: sa.URL) -> None:
-    """As pg_restore leaves it: what the backup does not have stays."""
-    url = new_database(postgres)
-    upgrade(url)
-    engine = open_engine(url)
-    with engine.begin() as connection:
-        connection.execute(sa.insert(move_log).values(n=1, moves=b"of another history", at=1.0))
-        connection.exec_driver_sql("CREATE INDEX ix_leases_worker ON leases (worker_id)")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0006'")
-    upgrade(url)
-    assert rows(engine, "SELECT count(*) FROM move_log").rows == ((0,),)
-    grant_generation(engine, "h", 1, "v", 0.0)
-    engine.dispose()
-
-
 def test_a_log_that_holds_what_nobody_logged_is_not_emptied(sqlite_url: str) -> None:
     upgrade(sqlite_url)
     engine = open_engine(sqlite_url)
@@ -199,8 +211,12 @@ def test_a_bound_on_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(log) == 2 * SAMPLES
 
 
-def test_a_fold_that_is_tried_again_is_done_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = in_place(f"sqlite:///{tmp_path / 'plain.sqlite3'}", [leased(), moved(1, 2.0), [chunk(3, 2, 0)]])
+def test_a_fold_that_is_tried_again_is_done_once(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = in_place(
+        f"sqlite:///{tmp_path / 'plain.sqlite3'}", [leased(), moved(1, 2.0), [chunk(3, 2, 0)]]
+    )
     upgrade(url)
     calls: list[int] = []
 
@@ -211,7 +227,7 @@ def test_a_fold_that_is_tried_again_is_done_once(url: str, tmp_path: Path, monke
             raise sa.exc.DBAPIError("COMMIT", None, Exception("gone"), connection_invalidated=True)
         return done
 
-    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", lossy)
+    monkeypatch.setattr("scavenger.ledger.write.writer.commit_batch", lossy)
     with witness(url) as w:
         submissions: list[list[r.Record]] = [leased(), moved(1, 2.0), [chunk(3, 2, 0)]]
         for ticket, records in enumerate(submissions):
@@ -232,8 +248,6 @@ def test_a_log_that_cannot_be_read_stops_the_daemon_with_its_reason(url: str) ->
         connection.execute(sa.update(move_log).values(n=2, moves=b"\x90"))
     with pytest.raises(LedgerError, match="holds 0 moves, not 2"):
         grant_generation(engine, "h", 1, "v", 0.0)
-    with pytest.raises(LedgerError, match="moves wait in move_log"):
-        store.downgrade(url, "0006")
     engine.dispose()
 
 
@@ -254,14 +268,19 @@ def history_of(steps: Sequence[Sequence[tuple[str, set[int]]]]) -> list[list[r.R
         for what, chosen in submission:
             for s in sorted(chosen - done):
                 if what == "move":
-                    records.append(r.LeaseMoved(s, epoch[s], f"gone {epoch[s]}", length[s], s, s + epoch[s], 1, 2.0))
+                    records.append(
+                        r.LeaseMoved(s, epoch[s], f"gone {epoch[s]}", length[s], s, s + epoch[s], 1, 2.0)
+                    )
                     epoch[s] += 1
                 elif what == "chunk":
                     records.append(chunk(s, epoch[s], length[s]))
                     length[s] += 1
                 else:
                     done.add(s)
-                    records += [r.SampleFinished(s, "stop", length[s], 3.0), r.LeaseEnded(s, epoch[s], "finished", length[s], 0, 3.0)]
+                    records += [
+                        r.SampleFinished(s, "stop", length[s], 3.0),
+                        r.LeaseEnded(s, epoch[s], "finished", length[s], 0, 3.0),
+                    ]
             if what == "event":
                 records.append(r.Event("x", 0, "", "", "{}", 1.0))
         history.append(records)
@@ -269,7 +288,8 @@ def history_of(steps: Sequence[Sequence[tuple[str, set[int]]]]) -> list[list[r.R
 
 
 @given(
-    steps=st.lists(st.lists(STEP, min_size=1, max_size=3), min_size=1, max_size=8), paces=st.lists(st.sampled_from([0.0, 2.0]), min_size=8)
+    steps=st.lists(st.lists(STEP, min_size=1, max_size=3), min_size=1, max_size=8),
+    paces=st.lists(st.sampled_from([0.0, 2.0]), min_size=8),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_leaves_the_same_ledger_logged_or_not(
@@ -298,13 +318,18 @@ def batches_of(url: str, monkeypatch: pytest.MonkeyPatch, *, go: bool) -> tuple[
     sizes: list[int] = []
 
     def sized(
-        connection: sa.Connection, generation: Generation, batch: int, records: Sequence[r.Record], now: float, plan: moves.Plan
+        connection: sa.Connection,
+        generation: Generation,
+        batch: int,
+        records: Sequence[r.Record],
+        now: float,
+        plan: moves.Plan,
     ) -> bool:
         sizes.append(len(records))
         return commit_batch(connection, generation, batch, records, now, plan)
 
-    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", sized)
-    monkeypatch.setattr("scavenger.ledger.writer.GATHER_S", 20.0 if go else 0.01)
+    monkeypatch.setattr("scavenger.ledger.write.writer.commit_batch", sized)
+    monkeypatch.setattr("scavenger.ledger.write.writer.GATHER_S", 20.0 if go else 0.01)
     with witness(url) as w:
         w.writer.submit(0, leased())
         w.wait_ticket(0)
@@ -323,6 +348,8 @@ def test_what_was_lost_together_is_one_transaction(sqlite_url: str, monkeypatch:
     assert took < 20, "`go` ends the wait"
 
 
-def test_moves_that_nobody_calls_complete_wait_for_a_bounded_time(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moves_that_nobody_calls_complete_wait_for_a_bounded_time(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, _ = batches_of(sqlite_url, monkeypatch, go=False)
     assert sum(sizes) == SAMPLES

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from scavenger import keys
 from scavenger.config import DaemonConfig
-from scavenger.daemon import Daemon
-from scavenger.enrolment import Enrolment
-from scavenger.ledger import reader, store
+from scavenger.daemon.enrolment import Enrolment
+from scavenger.daemon.main import Daemon
+from scavenger.daemon.takeover import Manner
 from scavenger.ledger import records as r
-from scavenger.router.events import Identity
-from scavenger.router.keyring import KeyRing
-from scavenger.succession import Manner
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
+from scavenger.protocol import keys
+from scavenger.router.core.events import Identity
+from scavenger.router.edge.keyring import KeyRing
 from tests.ledger.examples import T0, WAIT_S, written
 from tests.ledger.histories import fetch
 from tests.ledger.test_keeper import restorable
@@ -46,14 +47,21 @@ def test_each_owner_is_noted_once_with_its_name(tmp_path: Path) -> None:
 
     asyncio.run(live())
     assert fetch(config.ledger_url, NOTED) == [("ada",), ("bob",)], "each once, not at every look"
-    names = fetch(config.ledger_url, "SELECT subject, reason FROM events WHERE kind = 'owner_enrolled' ORDER BY id")
+    names = fetch(
+        config.ledger_url, "SELECT subject, reason FROM events WHERE kind = 'owner_enrolled' ORDER BY id"
+    )
     assert names == [(ada, "ada"), ("b" * 40, "bob")]
 
 
-def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(tmp_path: Path, url: str) -> None:
+def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(
+    tmp_path: Path, url: str
+) -> None:
     state = tmp_path / "keys-of"
     keys.init_state(state, "ada")
-    server, ada = keys.read_keypair(keys.server_key_path(state)).public, keys.read_keypair(keys.owner_key_path(state)).public
+    server, ada = (
+        keys.read_keypair(keys.server_key_path(state)).public,
+        keys.read_keypair(keys.owner_key_path(state)).public,
+    )
     ring = KeyRing()
 
     def life(*changes: Callable[[], object]) -> list[tuple[object, ...]]:
@@ -73,18 +81,27 @@ def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(
         return fetch(url, TOLD)[before:]
 
     store.upgrade(url)
-    assert sorted(life()) == sorted([("key_added", server, "daemon: accepted"), ("key_added", ada, "owner ada: accepted")])
+    assert sorted(life()) == sorted(
+        [("key_added", server, "daemon: accepted"), ("key_added", ada, "owner ada: accepted")]
+    )
     assert life() == [], "a restart is no change"
     told = life(lambda: keys.rotate_owner(state, "ada"), lambda: keys.retire_owner_keys(state, "ada"))
     new = keys.read_keypair(keys.owner_key_path(state)).public
-    assert told == [("key_added", new, "owner ada: accepted beside 1 earlier key"), ("key_revoked", ada, "owner ada: retired")]
+    assert told == [
+        ("key_added", new, "owner ada: accepted beside 1 earlier key"),
+        ("key_revoked", ada, "owner ada: retired"),
+    ]
     assert (ring.identity(new), ring.identity(ada)) == (Identity("owner", ada), None)
     keys.rotate_server(state)
     keys.enroll(state, "bob", "b" * 40)
     fresh = keys.read_keypair(keys.server_key_path(state)).public
     told = life(lambda: (state / "keys" / "owners" / "bob.pub").unlink())
     assert told[0] == ("key_revoked", server, "daemon: another key took its place")
-    assert sorted(told[1:3]) == sorted([("key_added", fresh, "daemon: accepted"), ("key_added", "b" * 40, "owner bob: accepted")])
+    assert sorted(told[1:3]) == sorted(
+        [("key_added", fresh, "daemon: accepted"), ("key_added", "b" * 40, "owner bob: accepted")]
+    )
     assert told[3:] == [("key_revoked", "b" * 40, "owner bob: removed from the owner's file")]
-    secrets = [keys.read_keypair(path).secret for path in (keys.server_key_path(state), keys.owner_key_path(state))]
+    secrets = [
+        keys.read_keypair(path).secret for path in (keys.server_key_path(state), keys.owner_key_path(state))
+    ]
     assert not any(secret in str(fetch(url, "SELECT * FROM events")) for secret in secrets)

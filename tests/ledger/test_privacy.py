@@ -17,25 +17,27 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from rollout.background_tasks import spawn
 from rollout.engines.reference import ReferenceEngine
-from rollout.tasks import spawn
-from scavenger import client, discretion, wire
+from scavenger import client
 from scavenger.config import AlgorithmSection, RewardSection
-from scavenger.discretion import OTHER
 from scavenger.errors import ConfigError, RewardError, told
-from scavenger.ledger import purge, store
 from scavenger.ledger import records as r
+from scavenger.ledger import redaction, store
+from scavenger.ledger.maintain import purge
+from scavenger.ledger.redaction import OTHER
+from scavenger.protocol import messages
 from tests.ledger.examples import T0, prologue, written
 from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
 from tests.router.harness import SPEC, Bench, chunk_of, specs
 from tests.router.memory_ledger import StoredLedger
-from trainer import evaluation
 from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
-from trainer.figures import Capacity, Sources, summarise
-from trainer.rewards import RewardRunner
-from trainer.scoring import ENDED_BY_LENGTH, Scoring
+from trainer.algorithms.rewards import RewardRunner
+from trainer.algorithms.scoring import ENDED_BY_LENGTH, Scoring
+from trainer.loop import evaluation
+from trainer.loop.metrics import Capacity, Sources, summarise
 
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
@@ -81,11 +83,18 @@ def said(url: str, kind: str) -> dict[str, str]:
     engine = store.open_readonly(url)
     try:
         inspector = sa.inspect(engine)
-        found = inspector.get_table_names() if kind == "table" else [name for name in inspector.get_view_names() if name.startswith("v_")]
+        found = (
+            inspector.get_table_names()
+            if kind == "table"
+            else [name for name in inspector.get_view_names() if name.startswith("v_")]
+        )
         if engine.dialect.name == "postgresql" and kind == "view":
             found.remove("v_sample_tokens")
         with engine.connect() as connection:
-            return {name: "\n".join(map(_text, connection.execute(sa.text(f"SELECT * FROM {name}")))) for name in found}
+            return {
+                name: "\n".join(map(_text, connection.execute(sa.text(f"SELECT * FROM {name}"))))
+                for name in found
+            }
     finally:
         engine.dispose()
 
@@ -110,13 +119,15 @@ class Play:
         self.bench.open(on_poison="mask", poison_after=1)
         self.bench.publish()
 
-    def groups(self, step: int, purpose: str = "train") -> list[wire.GroupDone]:
+    def groups(self, step: int, purpose: str = "train") -> list[messages.GroupDone]:
         meta = json.dumps({"answer": SECRET})
-        spec = wire.GroupSpec(0, specs(1)[0].prompt, 2, wire.Sampling(8, stop_token_ids=(0,)), meta)
+        spec = messages.GroupSpec(0, specs(1)[0].prompt, 2, messages.Sampling(8, stop_token_ids=(0,)), meta)
         self.bench.submit(step, 1, (spec,), purpose)
         for lease in self.bench.leases(WORKER) or self.bench.join(WORKER):
-            self.bench.say(WORKER, wire.Chunks((chunk_of(lease.sample_id, lease.epoch, 1, 0, 8, "length"),)))
-        return self.bench.take(TRAINER, wire.GroupDone)
+            self.bench.say(
+                WORKER, messages.Chunks((chunk_of(lease.sample_id, lease.epoch, 1, 0, 8, "length"),))
+            )
+        return self.bench.take(TRAINER, messages.GroupDone)
 
     def scoring(self, runner: RewardRunner, on_error: str) -> Scoring:
         reward = RewardSection.model_validate({"on_reward_error": on_error})
@@ -130,7 +141,7 @@ class Play:
         self.log.append(str(error))
 
 
-def raised_by(scoring: Scoring, group: wire.GroupDone) -> RewardError:
+def raised_by(scoring: Scoring, group: messages.GroupDone) -> RewardError:
     with pytest.raises(RewardError) as caught:
         scoring.score(group)
     return caught.value
@@ -144,16 +155,23 @@ def test_a_reward_that_quotes_the_answer_is_seen_by_no_reader_and_purged(place: 
         (group,) = play.groups(1)
         scored = play.scoring(runner, "mask").score(group)
         assert {outcome.outcome for outcome in scored.outcomes} == {"masked"}
-        assert isinstance(play.bench.call(wire.CommitStep(1, 1, "train", scored.outcomes, {})), wire.Ok)
+        assert isinstance(
+            play.bench.call(messages.CommitStep(1, 1, "train", scored.outcomes, {})), messages.Ok
+        )
         (group,) = play.groups(1, "eval")
         whys = [(s.sample_id, why) for s, _, why in play.scoring(runner, "mask").rewards(group)]
-        outcomes = tuple(wire.SampleOutcome(number, "masked", math.nan, 0.0, wire.words(why)) for number, why in whys)
-        assert isinstance(play.bench.call(wire.CommitStep(1, 1, "eval", outcomes, {})), wire.Ok)
+        outcomes = tuple(
+            messages.SampleOutcome(number, "masked", math.nan, 0.0, messages.words(why))
+            for number, why in whys
+        )
+        assert isinstance(play.bench.call(messages.CommitStep(1, 1, "eval", outcomes, {})), messages.Ok)
         (group,) = play.groups(2)
         play.close(raised_by(play.scoring(runner, "stop"), group))
     play.ledger.close()
 
-    assert sum(SECRET in line for line in play.log) == len(play.log) == 5, "whose run it is reads what the function said"
+    assert sum(SECRET in line for line in play.log) == len(play.log) == 5, (
+        "whose run it is reads what the function said"
+    )
     assert naming(url, "table") == ["groups"], "the prompts' metadata hold it, and no reason does"
     ((why,),) = fetch(url, "SELECT reason FROM runs")
     assert "sample 5: reward function quoting:quotes failed 1 times: it raised ValueError" in str(why)
@@ -170,24 +188,44 @@ def test_a_reward_that_quotes_the_answer_is_seen_by_no_reader_and_purged(place: 
         assert SECRET.encode() not in left
 
 
-def test_the_words_of_another_s_trainer_do_not_enter_reasons_versions_and_names_of_metrics(place: Site | str) -> None:
-    url, quote, word = owner(place), f"cannot judge '{SECRET}'", f"{SECRET}-7"  # a sentence, and what looks like a name
+def test_the_words_of_another_s_trainer_do_not_enter_reasons_versions_and_names_of_metrics(
+    place: Site | str,
+) -> None:
+    url, quote, word = (
+        owner(place),
+        f"cannot judge '{SECRET}'",
+        f"{SECRET}-7",
+    )  # a sentence, and what looks like a name
     play = Play(url)
     (group,) = play.groups(1)
     consumed, filtered = (
-        wire.SampleOutcome(sample.sample_id, outcome, 1.0, 0.0, quote, version)
-        for sample, outcome, version in zip(group.samples, ("consumed", "filtered"), (quote, word), strict=True)
+        messages.SampleOutcome(sample.sample_id, outcome, 1.0, 0.0, quote, version)
+        for sample, outcome, version in zip(
+            group.samples, ("consumed", "filtered"), (quote, word), strict=True
+        )
     )
-    figures = {"reward": 0.5, quote: 1.0, "seconds": math.nan, word: 2.0}
-    assert isinstance(play.bench.call(wire.CommitStep(1, 1, "train", (consumed, filtered), figures)), wire.Ok)
+    as_metrics = {"reward": 0.5, quote: 1.0, "seconds": math.nan, word: 2.0}
+    assert isinstance(
+        play.bench.call(messages.CommitStep(1, 1, "train", (consumed, filtered), as_metrics)), messages.Ok
+    )
     (group,) = play.groups(1, "eval")
-    outcomes = tuple(wire.SampleOutcome(sample.sample_id, "evaluated", 1.0, 0.0, quote, "judge:v1@abc") for sample in group.samples)
-    assert isinstance(play.bench.call(wire.CommitStep(1, 1, "eval", outcomes, {"eval_greedy": 1.0})), wire.Ok)
+    outcomes = tuple(
+        messages.SampleOutcome(sample.sample_id, "evaluated", 1.0, 0.0, quote, "judge:v1@abc")
+        for sample in group.samples
+    )
+    assert isinstance(
+        play.bench.call(messages.CommitStep(1, 1, "eval", outcomes, {"eval_greedy": 1.0})), messages.Ok
+    )
     (group,) = play.groups(2)
     known = "zero variance: every reward is -0.5"
-    outcomes = tuple(wire.SampleOutcome(sample.sample_id, "filtered", -0.5, 0.0, known, "judge:v1@abc") for sample in group.samples)
-    assert isinstance(play.bench.call(wire.CommitStep(2, 1, "train", outcomes, {"loss": 1.0})), wire.Ok)
-    assert isinstance(play.bench.call(wire.CloseRun("finished", quote)), wire.Ok)
+    outcomes = tuple(
+        messages.SampleOutcome(sample.sample_id, "filtered", -0.5, 0.0, known, "judge:v1@abc")
+        for sample in group.samples
+    )
+    assert isinstance(
+        play.bench.call(messages.CommitStep(2, 1, "train", outcomes, {"loss": 1.0})), messages.Ok
+    )
+    assert isinstance(play.bench.call(messages.CloseRun("finished", quote)), messages.Ok)
     play.ledger.close()
 
     for name, text in said(reader(place), "view").items():
@@ -196,26 +234,34 @@ def test_the_words_of_another_s_trainer_do_not_enter_reasons_versions_and_names_
     versions = {str(version) for (version,) in fetch(url, "SELECT DISTINCT reward_version FROM sample_ends")}
     assert "judge:v1@abc" in versions, "what looks like a version stays as it is"
     assert len(versions) == 3
-    assert [set(json.loads(str(text))) for (text,) in fetch(url, "SELECT metrics FROM steps ORDER BY id")] == [
-        {"reward", word, discretion._digest("metric", quote)}, {"eval_greedy"}, {"loss"},
-    ]  # fmt: skip
+    assert [
+        set(json.loads(str(text))) for (text,) in fetch(url, "SELECT metrics FROM steps ORDER BY id")
+    ] == [{"reward", word, redaction._digest("metric", quote)}, {"eval_greedy"}, {"loss"}]
 
     purge.purge(url, "r")
     assert naming(url, "table") == []
-    assert set(fetch(url, "SELECT DISTINCT reason FROM samples")) == {(OTHER,), (known,)}, "our own words stay"
+    assert set(fetch(url, "SELECT DISTINCT reason FROM samples")) == {(OTHER,), (known,)}, (
+        "our own words stay"
+    )
     after = {str(version) for (version,) in fetch(url, "SELECT DISTINCT reward_version FROM sample_ends")}
     assert len(after) == 3, "the samples that one function judged are known as such"
     assert all(version.startswith("version-") for version in after)
     before = fetch(url, "SELECT reason, reward_version, metrics FROM sample_ends, steps")
     purge.purge(url, "r")
-    assert fetch(url, "SELECT reason, reward_version, metrics FROM sample_ends, steps") == before, "again, nothing changes"
+    assert fetch(url, "SELECT reason, reward_version, metrics FROM sample_ends, steps") == before, (
+        "again, nothing changes"
+    )
     if isinstance(place, str):
         left = b"".join(file.read_bytes() for file in Path(place.removeprefix("sqlite:///")).parent.iterdir())
         assert SECRET.encode() not in left
 
 
-def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a_statement_for_each(url: str) -> None:
-    samples = [r.SampleEnded(501 + n, "consumed", "", 5, 1, 1.0, 0.0, T0 + 21, f"{SECRET}{n}") for n in range(100)]
+def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a_statement_for_each(
+    url: str,
+) -> None:
+    samples = [
+        r.SampleEnded(501 + n, "consumed", "", 5, 1, 1.0, 0.0, T0 + 21, f"{SECRET}{n}") for n in range(100)
+    ]
     grown = r.GroupCreated(500, 1, "train", 5, 9, 0, 1, b"\1\0\0\0", 100, 501, "{}", "", T0)
     written(url, [[*prologue(), grown], [*samples], [r.RunEnded(1, "failed", "", T0)]])
     assert naming(url, "table") != []
@@ -225,17 +271,17 @@ def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a
 
 
 def test_our_own_trainer_says_only_what_is_known() -> None:
-    assert set(summarise([], {}, divisor=0.0)) <= discretion.METRICS
-    assert set(Sources().figures(1.0) | Capacity(1, 1, 1, 0.0).figures()) <= discretion.METRICS
+    assert set(summarise([], {}, divisor=0.0)) <= redaction.METRICS
+    assert set(Sources().as_metrics(1.0) | Capacity(1, 1, 1, 0.0).as_metrics()) <= redaction.METRICS
     answers = [evaluation.Judgement(1.0, 3, cut=False)] * 9
-    assert set(evaluation.summarise([answers], [answers])) <= discretion.METRICS
-    assert discretion.is_known(ENDED_BY_LENGTH)
+    assert set(evaluation.summarise([answers], [answers])) <= redaction.METRICS
+    assert redaction.is_known(ENDED_BY_LENGTH)
     for rewards in ([0.5, 0.5], [1e-7, 1e-7], [1e20, 1e20], [0.0, 1.0]):
         values = torch.tensor(rewards, dtype=torch.float64)
         for usable in ([True, True], [True, False], [False, False]):
             mask = torch.tensor(usable)
             found: list[Advantages] = [grpo(values, mask, True), *batch_normalised([(values, mask)], True)]
-            assert all(one.informative or discretion.is_known(one.reason) for one in found), found
+            assert all(one.informative or redaction.is_known(one.reason) for one in found), found
 
 
 def engine_error() -> str:
@@ -271,7 +317,7 @@ def test_an_engine_or_trainer_that_fails_with_the_prompt_in_its_words_tells_type
     reason = engine_error()
     assert "IndexError at test_privacy.py:" in reason
     assert SECRET in capsys.readouterr().out, "the worker's log has it whole"
-    play.bench.say(WORKER, wire.Goodbye(wire.words(reason), notice=False, failed=True))
+    play.bench.say(WORKER, messages.Goodbye(messages.words(reason), notice=False, failed=True))
     with pytest.raises(KeyError) as caught:
         dict[str, str]()[SECRET]
     play.close(caught.value)
@@ -289,7 +335,9 @@ def test_the_words_of_another_s_trainer_and_of_earlier_releases_are_purged_too(u
     masked = [
         r.SampleReopened(501, 1, T0 + 20),
         r.SampleEnded(501, "masked", f"no judge for {SECRET}", 5, 1, None, None, T0 + 21),
-        r.SampleEnded(502, "filtered", f"all alike: {SECRET}", 5, 1, 0.0, None, T0 + 21, f"judge of {SECRET}"),
+        r.SampleEnded(
+            502, "filtered", f"all alike: {SECRET}", 5, 1, 0.0, None, T0 + 21, f"judge of {SECRET}"
+        ),
         r.StepCommitted(1, 9, "eval", 1, 1, json.dumps({"reward": 1.0, f"is it {SECRET}?": None}), T0 + 22),
         r.RunEnded(1, state, f"ValueError: {SECRET}", T0 + 24),
     ]

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from scavenger.cluster import procs
-from scavenger.ledger.private_postgres import PrivatePostgres, create_database
+from scavenger.cluster import processes
 from tests.ledger.examples import WAIT_S
+from tests.private_postgres import PrivatePostgres, create_database
 
 pytestmark = pytest.mark.postgres
 
 HOLDER = """
 import sys
-from scavenger.ledger.private_postgres import PrivatePostgres
+from tests.private_postgres import PrivatePostgres
 with PrivatePostgres({"fsync": "off"}) as server:
     print(server.pid, server.log_path.parent, flush=True)
     sys.stdin.read()
@@ -27,7 +27,7 @@ with PrivatePostgres({"fsync": "off"}) as server:
 
 
 def gone(pid: int) -> bool:
-    found = procs.read_proc(pid)
+    found = processes.read_proc(pid)
     return found is None or found.state == "Z"
 
 
@@ -36,7 +36,11 @@ def test_it_serves_databases_and_goes_with_its_block() -> None:
         pid, home = server.pid, server.log_path.parent
         engine = sa.create_engine(create_database(server.url, "mine"), poolclass=sa.NullPool)
         with engine.connect() as connection:
-            found = connection.execute(sa.text("SELECT current_database(), current_setting('fsync'), current_setting('listen_addresses')"))
+            found = connection.execute(
+                sa.text(
+                    "SELECT current_database(), current_setting('fsync'), current_setting('listen_addresses')"
+                )
+            )
             assert tuple(found.one()) == ("mine", "off", "")
         engine.dispose()
     assert gone(pid)
@@ -44,7 +48,9 @@ def test_it_serves_databases_and_goes_with_its_block() -> None:
 
 
 def test_it_ends_when_the_process_that_started_it_is_killed() -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdin is not None
     assert holder.stdout is not None
     with holder:

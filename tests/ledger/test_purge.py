@@ -9,11 +9,13 @@ import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
 
-from scavenger.cli import app
+from scavenger.cli.main import app
 from scavenger.errors import LedgerError
-from scavenger.ledger import purge, reader, store, tokens
 from scavenger.ledger import records as r
-from scavenger.ledger.reports import check
+from scavenger.ledger import store
+from scavenger.ledger.maintain import purge
+from scavenger.ledger.read import reader, tokens
+from scavenger.ledger.read.reports import check
 from scavenger.ledger.retention import Policy
 from tests.ledger.examples import CONFIG, T0, answer, chunk, group, witness, written
 from tests.ledger.histories import answers, config, ended, fetch, keep, spoil, training
@@ -28,7 +30,9 @@ def other_run() -> list[r.Record]:
         r.AttemptGranted(2, 1, "login1", 100, 0, CONFIG, "{}", T0),
         r.VersionPublished(2, 1, 0, 1, b"root", b"manifest", 4096, T0),
         r.WorkerJoined(3, 2, "reserved", "", "s3", 0, 100, "n0", 1, "reference", T0),
-        r.GroupCreated(5000, 2, "train", 1, 0, 0, 1, b"\7\0\0\0", 1, 5001, "{}", '{"answer": "a secret"}', T0),
+        r.GroupCreated(
+            5000, 2, "train", 1, 0, 0, 1, b"\7\0\0\0", 1, 5001, "{}", '{"answer": "a secret"}', T0
+        ),
         r.LeaseGranted(5001, 1, 3, 1, 0, T0),
         chunk(5001, 1, 0, 5, 3),
     ]
@@ -48,14 +52,22 @@ def test_a_purge_takes_every_token_and_prompt_and_no_report_answers_otherwise(ur
     before, theirs = answers(url), contents(url, 2)
     assert contents(url, 1) == (TOKENS * 12, 12, 2)
     taken = purge.purge(url, "sorting", lambda: T0 + 1000)
-    assert (taken.tokens, taken.samples, taken.groups, taken.nbytes) == (TOKENS, SAMPLES, PROMPTS, TOKENS * 12 + PROMPTS * (12 + 2))
+    assert (taken.tokens, taken.samples, taken.groups, taken.nbytes) == (
+        TOKENS,
+        SAMPLES,
+        PROMPTS,
+        TOKENS * 12 + PROMPTS * (12 + 2),
+    )
     assert contents(url, 1) == (0, 0, 0)
     assert contents(url, 2) == theirs, "the other run's stay"
     assert answers(url) == before
     assert check(url) == []
     assert fetch(url, "SELECT purged_at FROM runs ORDER BY run_id") == [(T0 + 1000,), (None,)]
     assert purge.purge(url, "sorting").tokens == 0, "again, and there is nothing left"
-    assert fetch(url, "SELECT DISTINCT run_id, purged_prompt_tokens FROM groups ORDER BY 1") == [(1, 3), (2, None)]
+    assert fetch(url, "SELECT DISTINCT run_id, purged_prompt_tokens FROM groups ORDER BY 1") == [
+        (1, 3),
+        (2, None),
+    ]
 
 
 def test_what_retention_made_is_purged_as_well(url: str) -> None:
@@ -79,7 +91,9 @@ def test_an_active_run_is_not_purged(url: str, reopened: bool) -> None:
     assert contents(url, 1) == before
 
 
-def test_a_run_that_is_opened_again_under_a_purge_keeps_what_is_left(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_opened_again_under_a_purge_keeps_what_is_left(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The purge goes in portions and asks in each; what it took already is gone for the attempt, which generates it again."""
     written(url, [*training(), ended()])
     monkeypatch.setattr(purge, "PORTION_GROUPS", 2)
@@ -102,8 +116,14 @@ def test_a_run_that_is_opened_again_under_a_purge_keeps_what_is_left(url: str, m
     left = {state.created.group_id: state.created.prompt for state in reader.replay_groups(engine, 1, 0)}
     engine.dispose()
     assert {group_id: prompt != b"" for group_id, prompt in left.items()} == {
-        10: False, 20: False, 30: False, 40: True, 50: True, 1020: True, 1050: True
-    }  # fmt: skip
+        10: False,
+        20: False,
+        30: False,
+        40: True,
+        50: True,
+        1020: True,
+        1050: True,
+    }
 
 
 def test_the_check_tells_what_a_purge_left_behind(url: str) -> None:
@@ -138,7 +158,10 @@ def test_the_command_asks_first_and_prints_what_it_deleted(sqlite_url: str, tmp_
     assert contents(sqlite_url, 1) == (0, 0, 0)
     purge.purge(sqlite_url, "sorting", lambda: T0 + 1000)
     again = CliRunner().invoke(app, argv)  # it asks nothing: there is nothing to delete
-    assert (again.exit_code, again.output) == (0, "run 'sorting' (1) was purged at 2026-09-21 14:30:00 UTC and holds nothing\n")
+    assert (again.exit_code, again.output) == (
+        0,
+        "run 'sorting' (1) was purged at 2026-09-21 14:30:00 UTC and holds nothing\n",
+    )
     with pytest.raises(LedgerError, match="9 tokens of sample 101 were purged at 2026-09-21 14:30:00 UTC"):
         tokens.show(sqlite_url, 101)
 
@@ -147,15 +170,20 @@ def test_nothing_of_the_contents_is_left_in_sqlite_s_file(sqlite_url: str) -> No
     """Short payloads lie in a page among others, long ones in pages of their own: both are overwritten."""
     long = chunk(7001, 1, 0, 4000, 1)
     fat: list[r.Record] = [
-        group(7000, 7001, 1, 9, 1), r.LeaseGranted(7001, 1, 1, 1, 0, T0), long, r.LeaseEnded(7001, 1, "x", 4000, 0, T0),
+        group(7000, 7001, 1, 9, 1),
+        r.LeaseGranted(7001, 1, 1, 1, 0, T0),
+        long,
+        r.LeaseEnded(7001, 1, "x", 4000, 0, T0),
         r.SampleEnded(7001, "surplus", "x", 0, 0, None, None, T0),
-    ]  # fmt: skip
+    ]
     written(sqlite_url, [*training(), fat, ended()])
     path = Path(sqlite_url.removeprefix("sqlite:///"))
     said = [answer(102, 4), answer(301, 3), long.tokens[:64], long.tokens[-64:], long.logprobs[8000:8064]]
     assert all(text in path.read_bytes() for text in said)
     purge.purge(sqlite_url, "sorting")
-    left = b"".join(file.read_bytes() for file in path.parent.iterdir())  # no daemon runs: its log has gone into the file
+    left = b"".join(
+        file.read_bytes() for file in path.parent.iterdir()
+    )  # no daemon runs: its log has gone into the file
     assert [text in left for text in said] == [False] * len(said)
 
 

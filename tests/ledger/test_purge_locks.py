@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sqlalchemy as sa
 
-from scavenger.ledger import purge, store
 from scavenger.ledger import records as r
-from scavenger.ledger.compaction import reduce_contents
-from scavenger.ledger.reports import check
-from scavenger.ledger.transaction import open_connection
+from scavenger.ledger import store
+from scavenger.ledger.maintain import purge
+from scavenger.ledger.read.reports import check
+from scavenger.ledger.write.compaction import reduce_contents
+from scavenger.ledger.write.transaction import open_connection
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, WAIT_S, written
 from tests.ledger.histories import ended, fetch, training
@@ -43,7 +44,11 @@ def engine(postgres: sa.URL) -> Iterator[sa.Engine]:
 
 def waits_for_a_lock(engine: sa.Engine, pid: int) -> bool:
     with engine.connect() as connection:
-        return bool(connection.execute(sa.text("SELECT cardinality(pg_blocking_pids(:pid)) > 0"), {"pid": pid}).scalar())
+        return bool(
+            connection.execute(
+                sa.text("SELECT cardinality(pg_blocking_pids(:pid)) > 0"), {"pid": pid}
+            ).scalar()
+        )
 
 
 def second(engine: sa.Engine, work: Work, pids: list[int], begun: threading.Event) -> None:
@@ -70,6 +75,8 @@ def test_whichever_comes_first_a_purge_leaves_nothing(engine: sa.Engine, first: 
     url = engine.url.render_as_string(hide_password=False)
     payloads = "SELECT max(length(tokens)), max(length(logprobs)) FROM chunks WHERE sample_id IN (101, 102, 201, 202)"
     assert fetch(url, payloads) == [(0, 0)]
-    assert fetch(url, "SELECT DISTINCT contents FROM samples WHERE sample_id IN (101, 102, 201, 202)") == [("purged",)]
+    assert fetch(url, "SELECT DISTINCT contents FROM samples WHERE sample_id IN (101, 102, 201, 202)") == [
+        ("purged",)
+    ]
     purge.purge(url, "sorting")
     assert check(url) == []

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import records as r
-from scavenger.ledger.reader import (
+from scavenger.ledger.read.reader import (
     final_step,
     join_chunks,
     read_payloads,
@@ -19,9 +19,9 @@ from scavenger.ledger.reader import (
     run_by_name,
     samples_of_step,
 )
-from scavenger.ledger.reports import check
+from scavenger.ledger.read.reports import check
 from scavenger.ledger.store import open_engine, open_readonly
-from scavenger.wire import pack_logprobs, unpack_tokens
+from scavenger.protocol.messages import pack_logprobs, unpack_tokens
 from tests.ledger.examples import (
     T0,
     answer,
@@ -34,7 +34,7 @@ from tests.ledger.examples import (
     preempted,
     prologue,
     written,
-)  # fmt: skip
+)
 
 
 def snapshot(url: str) -> r.Snapshot:
@@ -63,14 +63,25 @@ def test_the_snapshot_gives_back_what_was_recorded(url: str) -> None:
     moving = moved_group()[:8]  # sample 11 has just been leased again, to worker 2
     written(url, [first, moving, preempted()])
     found = snapshot(url)
-    assert (found.next_run_id, found.next_group_id, found.next_sample_id, found.next_worker_id) == (2, 11, 13, 3)
+    assert (found.next_run_id, found.next_group_id, found.next_sample_id, found.next_worker_id) == (
+        2,
+        11,
+        13,
+        3,
+    )
     (run,) = found.runs
     assert (run.created, run.versions) == (first[0], (first[2],))
     assert (run.attempt, run.resume_step, run.last_step) == (1, 0, 0)
     assert run.engine == '{"name": "reference", "max_batch": 4}'
     assert [worker.joined for worker in found.workers] == [first[9]]
     (job,) = found.jobs
-    assert (job.intended, job.job_id, job.last_state, job.restart_count, job.hold_open) == (first[3], 501, "PENDING", 1, False)
+    assert (job.intended, job.job_id, job.last_state, job.restart_count, job.allocation_open) == (
+        first[3],
+        501,
+        "PENDING",
+        1,
+        False,
+    )
     (only,) = found.groups
     assert (only.created, only.version) == (moving[0], 1)
     a, b = only.samples
@@ -130,14 +141,20 @@ def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> N
 
 def poisoned(attempt: int = 1) -> list[r.Record]:
     """Both samples of group 10 are given up."""
-    ends: list[r.Record] = [r.SampleEnded(i, "poisoned", "failed 3 times", 0, attempt, None, None, T0 + 11) for i in (11, 12)]
+    ends: list[r.Record] = [
+        r.SampleEnded(i, "poisoned", "failed 3 times", 0, attempt, None, None, T0 + 11) for i in (11, 12)
+    ]
     return [group(10, 11, 2, 1, 1), *ends]
 
 
-def test_a_group_of_poisoned_samples_is_read_until_its_step_is_taken_and_again_when_that_is_rewound(url: str) -> None:
+def test_a_group_of_poisoned_samples_is_read_until_its_step_is_taken_and_again_when_that_is_rewound(
+    url: str,
+) -> None:
     written(url, [prologue(), poisoned()])
     (only,) = snapshot(url).groups
-    assert [(s.state, s.ended_attempt, s.reason) for s in only.samples] == [("poisoned", 1, "failed 3 times")] * 2
+    assert [(s.state, s.ended_attempt, s.reason) for s in only.samples] == [
+        ("poisoned", 1, "failed 3 times")
+    ] * 2
     written(url, [[r.StepCommitted(1, 1, "train", 1, 1, "{}", T0 + 12)]])
     assert snapshot(url).groups == ()
     written(url, [[r.StepsRewound(1, 2, 0, T0 + 20)]])
@@ -148,16 +165,24 @@ def test_the_newest_take_that_was_given_up_is_known_for_each_prompt(url: str) ->
     def superseded(sample: int) -> r.Record:
         return r.SampleEnded(sample, "superseded", "", 0, 0, None, None, T0 + 11)
 
-    groups = [group(10, 11, 1, 1, 1), superseded(11), group(20, 21, 1, 1, 1, take=1), superseded(21), group(30, 31, 1, 1, 1, take=2)]
+    groups = [
+        group(10, 11, 1, 1, 1),
+        superseded(11),
+        group(20, 21, 1, 1, 1, retry=1),
+        superseded(21),
+        group(30, 31, 1, 1, 1, retry=2),
+    ]
     written(url, [prologue(), groups])
-    assert snapshot(url).takes == ((1, "train", 1, 0, 1),)
+    assert snapshot(url).retries == ((1, "train", 1, 0, 1),)
 
 
 def test_a_resume_from_before_the_kept_checkpoints_is_read_from_there(url: str) -> None:
     saved = [r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0 + 12) for step in (1,)]
     written(url, [prologue(), moved_group(), consumed(), saved])
     assert snapshot(url).groups == ()
-    written(url, [[r.StepsRewound(1, 2, 0, T0 + 20), r.CheckpointRecorded(1, 1, 1, b"root", "/ckpt/1", T0 + 21)]])
+    written(
+        url, [[r.StepsRewound(1, 2, 0, T0 + 20), r.CheckpointRecorded(1, 1, 1, b"root", "/ckpt/1", T0 + 21)]]
+    )
     assert [g.created.group_id for g in snapshot(url).groups] == [10]
 
 
@@ -184,7 +209,9 @@ def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: 
         ('{"checkpoint": {"keep": 1}}', [4, 4, 2], 4),
     ],
 )
-def test_consumption_is_final_up_to_the_oldest_kept_checkpoint(config: str, steps: list[int], final: int) -> None:
+def test_consumption_is_final_up_to_the_oldest_kept_checkpoint(
+    config: str, steps: list[int], final: int
+) -> None:
     assert final_step(config, [(step, "") for step in steps]) == final
 
 
@@ -192,22 +219,33 @@ def test_consumption_is_final_up_to_the_oldest_kept_checkpoint(config: str, step
     ("saved", "final"),
     [
         ([(20, "[20]"), (40, "[20,40]"), (60, "[40,60]")], 40),
-        ([(20, "[20]"), (40, "[20,40]"), (60, "[20,40,60]")], 20),  # three are kept, whatever the configuration says
+        (
+            [(20, "[20]"), (40, "[20,40]"), (60, "[20,40,60]")],
+            20,
+        ),  # three are kept, whatever the configuration says
         ([(20, "[20]"), (60, "[40,60]")], 40),  # of step 40 the trainer was killed before it could record it
         ([(20, ""), (40, ""), (60, "[60]")], 60),
         ([(20, "[20]"), (40, ""), (60, "")], 40),  # an older trainer goes on
         ([(20, "[20]"), (40, "[20,40]"), (40, "[40]")], 40),  # recorded twice: the later counts
     ],
 )
-def test_a_trainer_that_says_which_checkpoints_are_kept_is_believed(saved: list[tuple[int, str]], final: int) -> None:
+def test_a_trainer_that_says_which_checkpoints_are_kept_is_believed(
+    saved: list[tuple[int, str]], final: int
+) -> None:
     assert final_step('{"checkpoint": {"keep": 2}}', saved) == final
 
 
 @pytest.mark.parametrize(
     ("offsets", "complaint"),
-    [([(0, 3), (4, 2)], "tokens are missing"), ([(0, 3), (2, 2)], "chunks overlap"), ([(0, 3)], "3 tokens in its chunks, 6 accepted")],
+    [
+        ([(0, 3), (4, 2)], "tokens are missing"),
+        ([(0, 3), (2, 2)], "chunks overlap"),
+        ([(0, 3)], "3 tokens in its chunks, 6 accepted"),
+    ],
 )
-def test_chunks_that_do_not_join_are_an_error_that_names_the_sample(offsets: list[tuple[int, int]], complaint: str) -> None:
+def test_chunks_that_do_not_join_are_an_error_that_names_the_sample(
+    offsets: list[tuple[int, int]], complaint: str
+) -> None:
     pieces = [(start, bytes(4 * n), bytes(4 * n), bytes(4 * n)) for start, n in offsets]
     with pytest.raises(LedgerError, match=f"sample 77: .*{complaint}"):
         join_chunks(77, pieces, 6)
@@ -230,7 +268,9 @@ def test_tokens_that_do_not_add_up_to_the_sample_s_length_are_an_error_that_name
     with engine.begin() as connection:
         connection.execute(sa.text("DELETE FROM chunks WHERE sample_id = 11 AND start_len = 3"))
     engine.dispose()
-    with pytest.raises(LedgerError, match=r"sample 11: tokens are missing.*\n.*scavenger ledger check") as caught:
+    with pytest.raises(
+        LedgerError, match=r"sample 11: tokens are missing.*\n.*scavenger ledger check"
+    ) as caught:
         payloads(url, 11, 12)
     assert not isinstance(caught.value, LedgerUnavailable)
     assert list(payloads(url, 12)) == [12]
@@ -272,7 +312,14 @@ def test_samples_of_a_step_say_what_they_are_and_who_generated_them(url: str) ->
     a, b = samples_of_step(engine, "sorting", 1)
     assert a.prompt == (7, 8, 9)
     assert a.tokens == unpack_tokens(answer(11, 9))
-    assert (a.reward, a.advantage, a.finish, a.state, a.moves, a.regenerated) == (1.0, 0.7, "stop", "consumed", 1, 2)
+    assert (a.reward, a.advantage, a.finish, a.state, a.moves, a.regenerated) == (
+        1.0,
+        0.7,
+        "stop",
+        "consumed",
+        1,
+        2,
+    )
     assert [(s.node, s.kind, s.job_id, s.start_len, s.end_len) for s in a.leases] == [
         ("n3", "harvested", 501, 0, 5),
         ("n0", "reserved", 100, 5, 9),
@@ -291,7 +338,13 @@ def test_a_run_is_found_by_its_name(url: str) -> None:
     engine = open_readonly(url)
     found = run_by_name(engine, "sorting")
     assert found is not None
-    assert (found.state, found.attempt, found.last_step, found.last_version, found.seed) == ("finished", 2, 1, 3, 17)
+    assert (found.state, found.attempt, found.last_step, found.last_version, found.seed) == (
+        "finished",
+        2,
+        1,
+        3,
+        17,
+    )
     assert run_by_name(engine, "other") is None
     assert rows(engine, "SELECT name FROM runs WHERE run_id = :run", {"run": 1}).rows == (("sorting",),)
     engine.dispose()
@@ -312,10 +365,13 @@ def test_a_sound_ledger_has_no_problems(url: str) -> None:
         ("UPDATE samples SET state = 'complete' WHERE sample_id = 12", "without an end"),
         ("UPDATE steps SET rewound_by = NULL", "more than one surviving step"),
         ("UPDATE steps SET rewound_by = 3", "a step that did not survive"),
-        ("UPDATE samples SET state = 'superseded' WHERE sample_id = 12", "superseded and not generated again"),
+        (
+            "UPDATE samples SET state = 'superseded' WHERE sample_id = 12",
+            "superseded and not generated again",
+        ),
         ("DELETE FROM groups", "samples without their group"),
         ("UPDATE leases SET ended_at = NULL WHERE epoch = 2", "leases still open"),
-        ("DELETE FROM alembic_version", "schema is at revision None"),
+        ("DELETE FROM alembic_version", "schema is at revision none"),
     ],
 )
 def test_the_audit_finds_damage(url: str, damage: str, problem: str) -> None:
@@ -325,3 +381,61 @@ def test_the_audit_finds_damage(url: str, damage: str, problem: str) -> None:
         assert connection.execute(sa.text(damage)).rowcount
     engine.dispose()
     assert any(problem in line for line in check(url)), check(url)
+
+
+def test_of_each_open_job_its_newest_allocation_is_known_and_the_engines_that_none_tells_of(url: str) -> None:
+    """So that a restarted daemon goes on where the ledger ends, not at its own start."""
+
+    def job(intent: str, job_id: int) -> list[r.Record]:
+        return [r.JobIntended(intent, 1, "scavenge", 1, "key", 100.0), r.JobSubmitted(intent, job_id, 101.0)]
+
+    def engine(worker_id: int, intent: str, incarnation: int, at: float) -> r.Record:
+        return r.WorkerJoined(
+            worker_id, 1, "harvested", intent, f"s{worker_id}", incarnation, 7, "n2", 1, "reference", at
+        )
+
+    written(
+        url,
+        [
+            [
+                *job("waits", 1),
+                r.JobObserved("waits", 1, "PENDING", "", "", "", 0, 160.0),
+                *job("holds", 2),
+                r.AllocationStarted("holds", 0, 2, "n1", 1, 110.0),
+                r.AllocationEnded("holds", 0, "preempted", 120.0),
+                r.AllocationStarted("holds", 1, 2, "n3", 1, 130.0),
+                r.JobObserved("holds", 2, "RUNNING", "COMPLETING", "", "n3", 2, 150.0),
+                *job("unseen", 3),
+                r.JobObserved("unseen", 3, "PENDING", "", "", "", 0, 105.0),
+                engine(1, "unseen", 0, 140.0),
+                r.WorkerLeft(1, "told to go", True, 0, 0, 0, 155.0),
+                engine(2, "holds", 0, 112.0),
+                engine(3, "holds", 1, 135.0),
+                r.ClusterPolled(0, 0, 0, 0, 0, 0, 170.0),
+            ]
+        ],
+    )
+    opened = open_engine(url)
+    try:
+        jobs = {one.intended.intent_id: one for one in read_snapshot(opened).jobs}
+    finally:
+        opened.dispose()
+    waits, holds, unseen = jobs["waits"], jobs["holds"], jobs["unseen"]
+    assert (waits.allocation_open, waits.last_allocation, waits.free_since, waits.lives) == (
+        False,
+        -1,
+        160.0,
+        (),
+    )
+    # its restart count has grown already, and its GPUs are not free yet
+    assert (
+        holds.allocation_open,
+        holds.last_allocation,
+        holds.held_since,
+        holds.node,
+        holds.restart_count,
+    ) == (True, 1, 130.0, "n3", 2)
+    assert holds.lives == (r.EngineLife(1, "n2", 135.0, 135.0),)
+    assert (unseen.last_allocation, unseen.free_since) == (-1, 105.0)
+    assert unseen.lives == (r.EngineLife(0, "n2", 140.0, 155.0),)
+    assert {one.polled_at for one in jobs.values()} == {170.0}

@@ -14,11 +14,11 @@ import sqlalchemy as sa
 import typer
 
 from scavenger import resources
-from scavenger.cli_ledger import _moment
+from scavenger.cli.ledger import _moment
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.reports import report
+from scavenger.ledger.read.reports import report
 from tests.conftest import lacks
 from tests.ledger.examples import T0, everything, moved_group, prologue, written
 
@@ -31,8 +31,8 @@ def history() -> list[list[r.Record]]:
     return [
         *everything(),
         [
-            r.HoldStarted("i2", 0, 502, "n4", 2, MIDNIGHT - 6 * 3600),
-            r.HoldEnded("i2", 0, "node_fail", MIDNIGHT + 12 * 3600),
+            r.AllocationStarted("i2", 0, 502, "n4", 2, MIDNIGHT - 6 * 3600),
+            r.AllocationEnded("i2", 0, "node_fail", MIDNIGHT + 12 * 3600),
         ],
     ]
 
@@ -81,13 +81,23 @@ def test_reports_run_unchanged_in_the_databases_own_programs(url: str) -> None:
 def test_gpu_hours_are_cut_at_midnight(url: str) -> None:
     written(url, history())
     found = [row for row in answers(url, "harvested_gpu_hours_by_day") if row["node"] == "n4"]
-    assert [(row["day_utc"], row["gpu_hours"], row["holds"]) for row in found] == [("2026-09-21", 12, 1), ("2026-09-22", 24, 1)]
+    assert [(row["day_utc"], row["gpu_hours"], row["allocations"]) for row in found] == [
+        ("2026-09-21", 12, 1),
+        ("2026-09-22", 24, 1),
+    ]
 
 
 def test_days_are_named_as_the_calendar_names_them(sqlite_url: str) -> None:
-    days = {"1970-01-01": 0, "1999-12-31": 10956, "2000-02-29": 11016, "2000-03-01": 11017, "2024-02-29": 19782, "2026-12-31": 20818}
-    holds = [r.HoldStarted(f"i{n}", 0, n, "n", 1, n * DAY_S + 3600.0) for n in days.values()]
-    ends = [r.HoldEnded(f"i{n}", 0, "preempted", n * DAY_S + 7200.0) for n in days.values()]
+    days = {
+        "1970-01-01": 0,
+        "1999-12-31": 10956,
+        "2000-02-29": 11016,
+        "2000-03-01": 11017,
+        "2024-02-29": 19782,
+        "2026-12-31": 20818,
+    }
+    holds = [r.AllocationStarted(f"i{n}", 0, n, "n", 1, n * DAY_S + 3600.0) for n in days.values()]
+    ends = [r.AllocationEnded(f"i{n}", 0, "preempted", n * DAY_S + 7200.0) for n in days.values()]
     written(sqlite_url, [[*holds, *ends]])
     assert [row["day_utc"] for row in answers(sqlite_url, "harvested_gpu_hours_by_day")] == sorted(days)
 
@@ -95,28 +105,49 @@ def test_days_are_named_as_the_calendar_names_them(sqlite_url: str) -> None:
 def test_preemptions_and_lost_engines_count_tokens(url: str) -> None:
     written(url, history())
     lost = [row for row in answers(url, "preemptions") if row["job_id"] == 501]
-    assert [(p["reason"], p["notice"], p["samples_in_flight"], p["tokens_salvaged"], p["tokens_regenerated"]) for p in lost] == [
-        ("preempted", "notice", 1, 5, 2)
-    ]
+    assert [
+        (p["reason"], p["notice"], p["samples_in_flight"], p["tokens_salvaged"], p["tokens_regenerated"])
+        for p in lost
+    ] == [("preempted", "notice", 1, 5, 2)]
     (engine,) = answers(url, "lost_engines")
-    assert (engine["hold_ended"], engine["notice"], engine["most_regenerated_of_one_sample"]) == ("preempted", "notice", 2)
-    (arm,) = answers(url, "lost_engines_by_arm")
-    assert (arm["hold_ended"], arm["engines"], arm["tokens_salvaged"], arm["tokens_regenerated"]) == ("preempted", 1, 5, 2)
+    assert (engine["allocation_end_reason"], engine["notice"], engine["most_regenerated_of_one_sample"]) == (
+        "preempted",
+        "notice",
+        2,
+    )
+    (cause,) = answers(url, "lost_engines_by_cause")
+    assert (
+        cause["allocation_end_reason"],
+        cause["engines"],
+        cause["tokens_salvaged"],
+        cause["tokens_regenerated"],
+    ) == ("preempted", 1, 5, 2)
 
 
 def test_the_rewards_and_moves_of_a_run(url: str) -> None:
     written(url, history())
     (step,) = answers(url, "reward_per_step")
-    assert (step["step"], step["attempt"], step["samples"], step["consumed"], step["mean_reward"], step["moved"]) == (1, 2, 2, 2, 0.625, 1)
+    assert (
+        step["step"],
+        step["attempt"],
+        step["samples"],
+        step["consumed"],
+        step["mean_reward"],
+        step["moved"],
+    ) == (1, 2, 2, 2, 0.625, 1)
     (moved,) = answers(url, "moved_samples")
     assert (moved["samples"], moved["moved"], moved["moved_percent"], moved["most_moves"]) == (3, 1, 33.3, 1)
     assert answers(url, "exactly_once") == []
     assert [row["reason"] for row in answers(url, "decisions_with_reasons")] == ["5 idle GPUs, demand for 1"]
 
 
-def test_what_the_harvester_did_and_what_befell_the_site_are_not_drowned_by_what_runs_do_each_second(url: str) -> None:
+def test_what_the_harvester_did_and_what_befell_the_site_are_not_drowned_by_what_runs_do_each_second(
+    url: str,
+) -> None:
     loaded = [r.Event("weights_loaded", 1, "worker 1", f"version {n}", "{}", T0 + n) for n in range(3)]
-    placed = [r.Decision("placement", "lease", "sample 1", "to the emptiest engine", "{}", T0 + n) for n in range(3)]
+    placed = [
+        r.Decision("placement", "lease", "sample 1", "to the emptiest engine", "{}", T0 + n) for n in range(3)
+    ]
     ours = [
         r.Decision("harvest", "submit", "i1", "1 GPU idle", "{}", T0 + 5, "wanted"),
         r.Decision("harvest", "none", "", "no run is open", "{}", T0 + 6, "no_run"),
@@ -125,8 +156,9 @@ def test_what_the_harvester_did_and_what_befell_the_site_are_not_drowned_by_what
     written(url, [*everything(), [*loaded, *placed, *ours]])
     told = answers(url, "harvest_decisions")
     assert [(row["action"], row["subject"], row["job_id"], row["code"]) for row in told[-2:]] == [
-        ("submit", "i1", 501, "wanted"), ("none", "", None, "no_run"),
-    ]  # fmt: skip
+        ("submit", "i1", 501, "wanted"),
+        ("none", "", None, "no_run"),
+    ]
     assert "placed" not in {row["code"] for row in told}
     assert len(told) == sum(row["policy"] == "harvest" for row in answers(url, "decisions_with_reasons")) >= 2
     kinds = [row["kind"] for row in answers(url, "site_events")]
@@ -139,23 +171,41 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
     life = answers(url, "sample_life")
     assert {row["sample_id"] for row in life} == {11}
     assert [row["what"] for row in life] == [
-        "prompt submitted", "leased", "tokens accepted", "lease ended", "leased", "tokens accepted", "lease ended", "complete",
-        "consumed", "step committed", "weights published", "reopened", "group delivered", "consumed", "step committed",
+        "prompt submitted",
+        "leased",
+        "tokens accepted",
+        "lease ended",
+        "leased",
+        "tokens accepted",
+        "lease ended",
+        "complete",
+        "consumed",
+        "step committed",
+        "weights published",
+        "reopened",
+        "group delivered",
+        "consumed",
+        "step committed",
         "checkpoint written",
-    ]  # fmt: skip
+    ]
     detail = {row["what"]: (row["who"], row["detail"]) for row in reversed(life)}  # the first of each
     assert detail["prompt submitted"] == (
-        "sorting", "train step 1, prompt 0, take 0, sample 0 of 2 in group 10, version 1"
-    )  # fmt: skip
+        "sorting",
+        "train step 1, prompt 0, retry 0, sample 0 of 2 in group 10, version 1",
+    )
     assert detail["leased"] == ("harvested worker 1 on n3", "epoch 1 after 0 tokens, version 1, job 501")
     assert [(row["who"], row["detail"]) for row in life if row["what"] == "tokens accepted"] == [
-        ("reference on n3", "epoch 1, 5 tokens in 2 chunks, version 1"), ("reference on n0", "epoch 2, 4 tokens in 1 chunks, version 1"),
-    ]  # fmt: skip
+        ("reference on n3", "epoch 1, 5 tokens in 2 chunks, version 1"),
+        ("reference on n0", "epoch 2, 4 tokens in 1 chunks, version 1"),
+    ]
     assert detail["complete"] == ("stop", "9 tokens")
-    assert re.fullmatch(r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", str(detail["consumed"][1]))  # each database's own digits
+    assert re.fullmatch(
+        r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", str(detail["consumed"][1])
+    )  # each database's own digits
     assert [(row["who"], row["detail"]) for row in life if row["what"] == "step committed"] == [
-        ("undone by attempt 2", "step 1, attempt 1, on version 1"), ("survives", "step 1, attempt 2, on version 1"),
-    ]  # fmt: skip
+        ("undone by attempt 2", "step 1, attempt 1, on version 1"),
+        ("survives", "step 1, attempt 2, on version 1"),
+    ]
     assert detail["weights published"] == ("", "version 2 of step 1, attempt 1")
     assert detail["checkpoint written"] == ("survives", "step 1, /ckpt/1")
 
@@ -163,7 +213,13 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
 def test_what_is_in_flight_is_told_by_run_and_worker(url: str) -> None:
     written(url, [prologue(), moved_group()[:8]])
     (row,) = answers(url, "in_flight_by_run_and_worker")
-    assert (row["run"], row["worker_id"], row["node"], row["samples"], row["accepted_tokens"]) == ("sorting", 2, "n0", 2, 9)
+    assert (row["run"], row["worker_id"], row["node"], row["samples"], row["accepted_tokens"]) == (
+        "sorting",
+        2,
+        "n0",
+        2,
+        9,
+    )
 
 
 def test_a_table_shows_its_question_and_dates(url: str) -> None:
@@ -183,19 +239,34 @@ def test_an_unknown_report_or_format_is_refused_with_the_choice(url: str) -> Non
 
 
 def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url: str) -> None:
-    names = {"events", "site_events", "decisions_with_reasons", "harvest_decisions", "gpus_by_owner_over_time"}
+    names = {
+        "events",
+        "site_events",
+        "decisions_with_reasons",
+        "harvest_decisions",
+        "gpus_by_owner_over_time",
+    }
     assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == names
     many = 1_200
-    written(url, [[
-        record for n in range(many) for record in (
-            r.Event("k", 0, f"{n}", "", "{}", T0 + n), r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
-            r.ClusterSampled(n, 0, 0, 0, 0, 0, T0 + n),
-        )
-    ]])  # fmt: skip
+    written(
+        url,
+        [
+            [
+                record
+                for n in range(many)
+                for record in (
+                    r.Event("k", 0, f"{n}", "", "{}", T0 + n),
+                    r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
+                    r.ClusterPolled(n, 0, 0, 0, 0, 0, T0 + n),
+                )
+            ]
+        ],
+    )
     for name in names:
+
         def shown(*bounds: float | None, of: str = name) -> list[int]:
             rows = json.loads(report(url, of, "json", *bounds))["rows"]  # type: ignore[arg-type]
-            return [int(row.get("subject", row.get("idle"))) for row in rows]
+            return [int(row.get("subject", row.get("gpus_idle"))) for row in rows]
 
         assert shown() == list(range(many - 1000, many)), name
         assert len(outside(url, name)) == 1000, "the file alone is bounded too"
@@ -208,7 +279,13 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
 
 
 def test_a_time_is_a_date_in_utc_or_so_long_ago() -> None:
-    said = {"90s": 999_910.0, "24h": 913_600.0, "7d": 395_200.0, "1970-01-02": 86_400.0, "1970-01-02T01:00": 90_000.0}
+    said = {
+        "90s": 999_910.0,
+        "24h": 913_600.0,
+        "7d": 395_200.0,
+        "1970-01-02": 86_400.0,
+        "1970-01-02T01:00": 90_000.0,
+    }
     said |= {"1970-01-02T01:00+01:00": 86_400.0, "1970-01-02T01:00Z": 90_000.0}
     assert {text: _moment(text, 1_000_000.0) for text in said} == said
     for nonsense in ("d", "yesterday", "24", "1e400d x"):

@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
-from scavenger.harvest.autoscale import Benefit
-from scavenger.harvest.idling import Idle, node_class
-from scavenger.harvest.policy import Code, Decision, Limits, OurJob, decide
-from scavenger.harvest.survival import prior
+from scavenger.harvest.decide.decide import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.forecast.survival import prior
+from scavenger.policy.idle_gpus import Idle, node_class
 from tests.harvest.views import job, node, ours, view
 from tests.ledger.examples import CONFIG, T0, chunk, group, moved_group, prologue, written
 from tests.ledger.test_reports import answers
@@ -42,18 +42,24 @@ def run(run_id: int, name: str, owner_key: str) -> r.RunCreated:
     return r.RunCreated(run_id, name, owner_key, 17, CONFIG, "{}", "/models/tokenizer.json", T0)
 
 
-def engine(worker_id: int, intent_id: str, node: str, run_id: int = 1, incarnation: int = 0) -> r.WorkerJoined:
-    return r.WorkerJoined(worker_id, run_id, "harvested", intent_id, f"s{worker_id}", incarnation, 600, node, 1, "vllm", T0)
+def engine(
+    worker_id: int, intent_id: str, node: str, run_id: int = 1, incarnation: int = 0
+) -> r.WorkerJoined:
+    return r.WorkerJoined(
+        worker_id, run_id, "harvested", intent_id, f"s{worker_id}", incarnation, 600, node, 1, "vllm", T0
+    )
 
 
-def held(intent_id: str, gpus: int, from_s: float, to_s: float | None, why: str = "preempted", run_id: int = 1) -> list[r.Record]:
+def held(
+    intent_id: str, gpus: int, from_s: float, to_s: float | None, why: str = "preempted", run_id: int = 1
+) -> list[r.Record]:
     """A job that held `gpus` from one to another second after T0."""
     records: list[r.Record] = [
         r.JobIntended(intent_id, run_id, "scavenge", gpus, "key", T0),
         r.JobSubmitted(intent_id, 700 + int(intent_id[1:]), T0),
-        r.HoldStarted(intent_id, 0, 700 + int(intent_id[1:]), "n5", gpus, T0 + from_s),
+        r.AllocationStarted(intent_id, 0, 700 + int(intent_id[1:]), "n5", gpus, T0 + from_s),
     ]
-    return records if to_s is None else [*records, r.HoldEnded(intent_id, 0, why, T0 + to_s)]
+    return records if to_s is None else [*records, r.AllocationEnded(intent_id, 0, why, T0 + to_s)]
 
 
 # ---------------------------------------------------------------- now
@@ -79,15 +85,35 @@ def flight() -> list[list[r.Record]]:
 def test_what_is_in_flight_is_told_by_run_node_and_job(url: str) -> None:
     written_until(url, flight(), T0 + 300)
     assert picked(
-        answers(url, "in_flight"), "run", "kind", "node", "job_id", "engines", "samples", "accepted_tokens", "oldest_lease_s", "most_moves"
-    ) == [("sorting", "reserved", "n0", 100, 1, 3, 11, 294, 1), ("sorting", "waiting", "", None, 0, 3, 0, None, 0)]
+        answers(url, "in_flight"),
+        "run",
+        "kind",
+        "node",
+        "job_id",
+        "engines",
+        "samples",
+        "accepted_tokens",
+        "oldest_lease_s",
+        "most_moves",
+    ) == [
+        ("sorting", "reserved", "n0", 100, 1, 3, 11, 294, 1),
+        ("sorting", "waiting", "", None, 0, 3, 0, None, 0),
+    ]
 
 
 def test_who_holds_what_lease(url: str) -> None:
     written_until(url, flight(), T0 + 300)
     columns = (
-        "sample_id", "epoch", "worker_id", "node", "job_id", "tokens_when_granted", "accepted_tokens", "held_s", "last_tokens_unix_s",
-    )  # fmt: skip
+        "sample_id",
+        "epoch",
+        "worker_id",
+        "node",
+        "job_id",
+        "tokens_when_granted",
+        "accepted_tokens",
+        "lease_age_s",
+        "last_tokens_unix_s",
+    )
     assert picked(answers(url, "open_leases"), *columns) == [
         (12, 1, 2, "n0", 100, 0, 4, 294, T0 + 7),
         (11, 2, 2, "n0", 100, 5, 5, 291, None),
@@ -97,7 +123,16 @@ def test_who_holds_what_lease(url: str) -> None:
 
 def test_a_sample_stalls_when_no_token_comes_for_two_minutes(url: str) -> None:
     written_until(url, flight(), T0 + 300)
-    columns = ("sample_id", "state", "accepted_tokens", "since_unix_s", "silent_s", "worker_id", "worker_left", "lease_ended")
+    columns = (
+        "sample_id",
+        "state",
+        "accepted_tokens",
+        "since_unix_s",
+        "silent_s",
+        "worker_id",
+        "worker_end_reason",
+        "lease_end_reason",
+    )
     assert picked(answers(url, "stalled_samples"), *columns) == [
         (12, "leased", 4, T0 + 7, 293, 2, "", ""),
         (11, "leased", 5, T0 + 9, 291, 2, "", ""),
@@ -149,31 +184,53 @@ def fleet() -> list[list[r.Record]]:
 
 def test_gpu_hours_are_told_by_user(url: str) -> None:
     written_until(url, fleet(), T0 + 900)
-    assert picked(answers(url, "harvested_gpu_hours_by_user"), "owner", "run", "holds", "gpu_hours", "wasted_gpu_hours", "tokens") == [
-        ("ada", "sorting", 4, 2.0333, 1.0333, 100),
-        ("KEY-B", "adding", 1, 1, 0, 0),
-    ]
+    assert picked(
+        answers(url, "harvested_gpu_hours_by_user"),
+        "owner",
+        "run",
+        "allocations",
+        "gpu_hours",
+        "wasted_gpu_hours",
+        "tokens",
+    ) == [("ada", "sorting", 4, 2.0333, 1.0333, 100), ("KEY-B", "adding", 1, 1, 0, 0)]
     days = answers(url, "harvested_gpu_hours_by_day")
-    assert picked(days, "day_utc", "node", "owner", "holds", "gpu_hours") == [(DAY, "n5", "KEY-B", 1, 1), (DAY, "n5", "ada", 4, 2.0333)]
+    assert picked(days, "day_utc", "node", "owner", "allocations", "gpu_hours") == [
+        (DAY, "n5", "KEY-B", 1, 1),
+        (DAY, "n5", "ada", 4, 2.0333),
+    ]
 
 
 def test_wasted_starts_say_how_far_they_got_and_what_they_cost(url: str) -> None:
     written_until(url, fleet(), T0 + 9000)
-    columns = ("job_id", "owner", "gpu_seconds", "got_as_far", "hold_ended", "worker_left", "job_reason")
+    columns = (
+        "job_id",
+        "owner",
+        "gpu_seconds",
+        "furthest_stage",
+        "allocation_end_reason",
+        "worker_end_reason",
+        "job_reason",
+    )
     assert picked(answers(url, "wasted_starts"), *columns) == [
         (706, "ada", 0, "never started", "", "", "given back: its run has no demand"),
         (0, "ada", 0, "never submitted", "", "", "the submission never arrived"),
         (703, "ada", 60, "engine joined, got no sample", "preempted", "goodbye", ""),
-        (704, "ada", 60, "engine got samples, brought no token", "cancelled", "", ""),
-        (702, "ada", 3600, "held GPUs, no engine joined", "failed", "", ""),
+        (704, "ada", 60, "engine got samples, generated no token", "cancelled", "", ""),
+        (702, "ada", 3600, "had GPUs, no engine joined", "failed", "", ""),
     ]
 
 
-def leased(sample_id: int, worker_id: int, from_s: float, to_s: float | None, n_tokens: int, version: int = 1) -> list[r.Record]:
+def leased(
+    sample_id: int, worker_id: int, from_s: float, to_s: float | None, n_tokens: int, version: int = 1
+) -> list[r.Record]:
     records: list[r.Record] = [r.LeaseGranted(sample_id, 1, worker_id, version, 0, T0 + from_s)]
     if n_tokens:
         records.append(chunk(sample_id, 1, 0, n_tokens, worker_id, version))
-    return records if to_s is None else [*records, r.LeaseEnded(sample_id, 1, "finished", n_tokens, 0, T0 + to_s)]
+    return (
+        records
+        if to_s is None
+        else [*records, r.LeaseEnded(sample_id, 1, "finished", n_tokens, 0, T0 + to_s)]
+    )
 
 
 def test_throughput_counts_the_time_in_which_an_engine_has_leases_once(url: str) -> None:
@@ -190,7 +247,16 @@ def test_throughput_counts_the_time_in_which_an_engine_has_leases_once(url: str)
         *leased(16, 2, 50, None, 40, version=2),
     ]
     written_until(url, [submission], T0 + 60)
-    columns = ("version", "node", "engines", "leases", "tokens", "busy_s", "engine_tokens_per_s", "sample_tokens_per_s")
+    columns = (
+        "version",
+        "node",
+        "engines",
+        "leases",
+        "tokens",
+        "busy_s",
+        "engine_tokens_per_s",
+        "sample_tokens_per_s",
+    )
     assert picked(answers(url, "throughput"), *columns) == [
         (1, "n5", 2, 5, 200, 30, 6.7, 5.4),  # busy 15 + 10 + 5 s; leases of 10 + 10 + 2 + 10 + 5 s
         (2, "n5", 1, 1, 40, 10, 4, 4),
@@ -208,10 +274,18 @@ def mine(waits: bool) -> OurJob:
     return OurJob("scv-1", 1, 101, 1, waits, connected=not waits)
 
 
-def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any) -> Decision:
+def why_none(
+    demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any
+) -> Decision:
     """What the policy says where it does nothing."""
     seen = view(T0, cluster.get("others", ()), cluster.get("nodes", NODES))
-    found = decide(replace(seen, reservations=cluster.get("reservations", ())), demand, jobs, limits, cluster.get("now", T0))
+    found = decide(
+        replace(seen, reservations=cluster.get("reservations", ())),
+        demand,
+        jobs,
+        limits,
+        cluster.get("now", T0),
+    )
     assert found.actions == ()
     return found
 
@@ -226,41 +300,92 @@ REASONS = [
     (why_none([replace(SIX, engines=0)]), "no run wants engines"),
     (why_none([replace(SIX, engines=1)], [mine(False)]), "every wanted engine runs"),
     (why_none([replace(SIX, engines=1)], [mine(True)]), "our own pending jobs are to take them"),
-    (why_none([SIX], now=T0 + 61), "the observation was too old to decide on"),
+    (why_none([SIX], now=T0 + 61), "the poll was too old to decide on"),
     (why_none([SIX], limits=replace(LIMITS, max_engines=1), jobs=[mine(False)]), "limit max_engines"),
     (why_none([SIX], limits=replace(LIMITS, max_pending=1), jobs=[mine(True)]), "limit max_pending"),
     (why_none([SIX], limits=replace(LIMITS, partition="nowhere")), "the partition is down"),
-    (why_none([SIX], limits=replace(LIMITS, not_before=T0 + 9, not_before_reason="job 3 FAILED")), "backing off after failures"),
+    (
+        why_none([SIX], limits=replace(LIMITS, not_before=T0 + 9, not_before_reason="job 3 FAILED")),
+        "backing off after failures",
+    ),
     (why_none([SIX], limits=replace(LIMITS, headroom_gpus=4)), "limit headroom_gpus"),
-    (why_none([SIX], limits=replace(LIMITS, quarantined=(("node1", "dies"),))), "their nodes are quarantined"),
-    (why_none([SIX], others=[job(1), job(2)]), "others' pending jobs may take them"),
-    (why_none([replace(SIX, gpus_per_engine=4)]), "no node has room for a whole engine"),
-    (why_none([SIX], nodes=FULL), "no node has room for a whole engine"),
+    (
+        why_none([SIX], limits=replace(LIMITS, quarantined=(("node1", "dies"),))),
+        "their nodes are quarantined",
+    ),
+    (why_none([SIX], others=[job(1), job(2)]), "other users' pending jobs may take them"),
+    (why_none([replace(SIX, gpus_per_engine=4)]), "no node has free capacity for a whole engine"),
+    (why_none([SIX], nodes=FULL), "no node has free capacity for a whole engine"),
     (why_none([SIX], limits=replace(LIMITS, max_gpus=1), jobs=[mine(False)]), "limit max_gpus"),
-    (why_none([SIX], limits=replace(LIMITS, max_gpus_per_user=1, user="scavenger"), others=[OURS]), "limit max_gpus_per_user"),
-    (why_none([SIX], [mine(True)], others=[replace(OURS, state=JobState.PENDING, reason="QOSMaxGRESPerUser")]),
-     "a limit of our QOS or account in Slurm"),
-    (why_none([SIX], limits=replace(LIMITS, max_preemptions_per_hour=1, preempted_last_hour=1)), "limit max_preemptions_per_hour"),
-    (why_none([SIX], limits=replace(LIMITS, stop="the stop file")), "harvesting is stopped (stop file or drain)"),
-    (why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)), "others' jobs are hidden, and some could not preempt us"),
-    (why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]), "a reservation begins soon on their nodes"),
-    (why_none([SIX], limits=replace(LIMITS, min_life_s=60), others=[LARGE]),
-     "Slurm keeps their nodes for larger jobs that it expects soon"),
-    (why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]), "limit max_gpus_per_node"),
-    (why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=replace(LIMITS, idle=AGES)),
-     "not idle for long enough to outlast a start, or not worth one"),
-]  # fmt: skip
+    (
+        why_none([SIX], limits=replace(LIMITS, max_gpus_per_user=1, user="scavenger"), others=[OURS]),
+        "limit max_gpus_per_user",
+    ),
+    (
+        why_none(
+            [SIX], [mine(True)], others=[replace(OURS, state=JobState.PENDING, reason="QOSMaxGRESPerUser")]
+        ),
+        "a limit of our QOS or account in Slurm",
+    ),
+    (
+        why_none([SIX], limits=replace(LIMITS, max_preemptions_per_hour=1, preempted_last_hour=1)),
+        "limit max_preemptions_per_hour",
+    ),
+    (
+        why_none([SIX], limits=replace(LIMITS, stop="the stop file")),
+        "harvesting is stopped (stop file or drain)",
+    ),
+    (
+        why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)),
+        "other users' jobs are hidden, and some could not preempt ours",
+    ),
+    (
+        why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]),
+        "a reservation begins soon on their nodes",
+    ),
+    (
+        why_none([SIX], limits=replace(LIMITS, min_life_s=60), others=[LARGE]),
+        "Slurm keeps their nodes for larger jobs that it expects soon",
+    ),
+    (
+        why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]),
+        "limit max_gpus_per_node",
+    ),
+    (
+        why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=replace(LIMITS, idle=AGES)),
+        "not idle for long enough to outlast a start, or not worth one",
+    ),
+]
 
 
 def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
     """The report knows the policy's codes: here they come from the policy itself, and each with which it does nothing is there."""
-    acting = {Code.WANTED, Code.WRONG_SIZE, Code.OVER_SHARE, Code.HELD, Code.REQUEUED, Code.OVERDUE, Code.SHUTDOWN}
-    acting |= {Code.PEER, Code.QOS, Code.COURTESY, Code.ENDING, Code.DRAINED, Code.FRESH, Code.SPARE}
+    acting = {
+        Code.WANTED,
+        Code.WRONG_SIZE,
+        Code.OVER_SHARE,
+        Code.HELD,
+        Code.REQUEUED,
+        Code.OVERDUE,
+        Code.SHUTDOWN,
+    }
+    acting |= {
+        Code.SAME_TIER_JOB,
+        Code.QOS,
+        Code.VOLUNTARY_PREEMPTION,
+        Code.ENDING,
+        Code.NODE_DRAINED,
+        Code.FRESH,
+        Code.SPARE,
+    }
     assert {decision.code for decision, _ in REASONS} == set(Code) - acting
     records: list[r.Record] = []
     for n, (said, _) in enumerate(REASONS):
         at = T0 + 60.0 * n
-        records += [r.ClusterSampled(2, 1, 6, 4, 0, 0, at), r.Decision("harvest", "none", "", "?", "{}", at + 1, said.code)]
+        records += [
+            r.ClusterPolled(2, 1, 6, 4, 0, 0, at),
+            r.Decision("harvest", "none", "", "?", "{}", at + 1, said.code),
+        ]
     written_until(url, [records], T0 + 60 * len(REASONS))
     expected: dict[str, float] = {}
     for _, reason in REASONS:
@@ -270,28 +395,41 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
 
 
 def test_idle_gpu_hours_of_before_codes_show_the_words(url: str) -> None:
-    records = [r.ClusterSampled(2, 1, 6, 4, 0, 0, T0), r.Decision("harvest", "none", "", "no run is open", "{}", T0 + 1)]
+    records = [
+        r.ClusterPolled(2, 1, 6, 4, 0, 0, T0),
+        r.Decision("harvest", "none", "", "no run is open", "{}", T0 + 1),
+    ]
     written_until(url, [records], T0 + 60)
     (row,) = answers(url, "idle_gpu_hours")
-    assert (row["reason"], row["for_example"]) == ("the release that decided noted no code (see for_example)", "no run is open")
+    assert (row["reason"], row["example_reason"]) == (
+        "the decision has no code (see example_reason)",
+        "no run is open",
+    )
 
 
 def test_idle_gpu_hours_count_between_observations(url: str) -> None:
     records = [
-        r.ClusterSampled(3, 0, 6, 4, 0, 0, T0),  # 60 s, before any decision
-        r.ClusterSampled(3, 0, 6, 4, 0, 0, T0 + 60),  # 60 s while jobs are submitted
+        r.ClusterPolled(3, 0, 6, 4, 0, 0, T0),  # 60 s, before any decision
+        r.ClusterPolled(3, 0, 6, 4, 0, 0, T0 + 60),  # 60 s while jobs are submitted
         r.Decision("harvest", "submit", "i1", "run sorting: 6 are useful; 3 GPUs idle", "{}", T0 + 61),
-        r.ClusterSampled(0, 3, 6, 4, 0, 0, T0 + 120),  # nothing is idle
-        r.ClusterSampled(1, 2, 6, 4, 0, 0, T0 + 180),
-        r.Decision("harvest", "cancel", "i1", "its run has no demand; no engine of it is connected", "{}", T0 + 181),
-        r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 240),  # then nobody looks for an hour
+        r.ClusterPolled(0, 3, 6, 4, 0, 0, T0 + 120),  # nothing is idle
+        r.ClusterPolled(1, 2, 6, 4, 0, 0, T0 + 180),
+        r.Decision(
+            "harvest", "cancel", "i1", "its run has no demand; no engine of it is connected", "{}", T0 + 181
+        ),
+        r.ClusterPolled(6, 0, 6, 4, 0, 0, T0 + 240),  # then nobody looks for an hour
         r.Decision("harvest", "none", "", "too old", "{}", T0 + 2000, Code.STALE_VIEW),
-        r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 3840),
+        r.ClusterPolled(6, 0, 6, 4, 0, 0, T0 + 3840),
     ]
     written_until(url, [records], T0 + 3840)
-    assert picked(answers(url, "idle_gpu_hours"), "day_utc", "reason", "observations", "idle_gpu_hours") == [
+    assert picked(answers(url, "idle_gpu_hours"), "day_utc", "reason", "polls", "idle_gpu_hours") == [
         (DAY, "not observed: for over 300 s the daemon or Slurm was away (idle as last seen)", 1, 5.5),
-        (DAY, "engines were being given back", 2, 0.5167),  # of the hour the first 300 s, and not what was decided after them
+        (
+            DAY,
+            "engines were being drained",
+            2,
+            0.5167,
+        ),  # of the hour the first 300 s, and not what was decided after them
         (DAY, "jobs for them were being submitted", 1, 0.05),
         (DAY, "nothing was decided yet", 1, 0.05),
     ]
@@ -299,14 +437,21 @@ def test_idle_gpu_hours_count_between_observations(url: str) -> None:
 
 def test_others_wait_in_hours(url: str) -> None:
     records = [
-        r.ClusterSampled(0, 3, 6, 4, 0, 0, T0),
-        r.ClusterSampled(0, 3, 6, 4, 0, 2, T0 + 60),
-        r.ClusterSampled(0, 0, 9, 4, 0, 1, T0 + 120),
-        r.ClusterSampled(0, 1, 8, 4, 0, 0, T0 + 180),
+        r.ClusterPolled(0, 3, 6, 4, 0, 0, T0),
+        r.ClusterPolled(0, 3, 6, 4, 0, 2, T0 + 60),
+        r.ClusterPolled(0, 0, 9, 4, 0, 1, T0 + 120),
+        r.ClusterPolled(0, 1, 8, 4, 0, 0, T0 + 180),
     ]
     written_until(url, [records], T0 + 1800)  # the last one counts for 300 s
     columns = (
-        "day_utc", "observed_hours", "not_observed_hours", "others_waiting_hours", "others_waiting_while_harvesting_hours",
-        "harvested_gpu_hours_meanwhile", "most_jobs_waiting",
-    )  # fmt: skip
-    assert picked(answers(url, "others_waiting"), *columns) == [(DAY, 0.1333, 0.3667, 0.0333, 0.0167, 0.05, 2)]
+        "day_utc",
+        "observed_hours",
+        "not_observed_hours",
+        "other_users_waiting_hours",
+        "other_users_waiting_while_harvesting_hours",
+        "harvested_gpu_hours_meanwhile",
+        "most_jobs_waiting",
+    )
+    assert picked(answers(url, "other_users_waiting"), *columns) == [
+        (DAY, 0.1333, 0.3667, 0.0333, 0.0167, 0.05, 2)
+    ]

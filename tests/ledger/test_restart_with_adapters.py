@@ -6,9 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from scavenger.router.state import WorkerStatus
+from scavenger.protocol.messages import (
+    BaseWeights,
+    CloseRun,
+    Ok,
+    PublishVersion,
+    Serving,
+    UseWeights,
+    WeightsLoaded,
+    WeightSource,
+)
+from scavenger.router.core.state import WorkerStatus
 from scavenger.weights import manifest as manifests
-from scavenger.wire import BaseWeights, CloseRun, Ok, PublishVersion, Serving, UseWeights, WeightsLoaded, WeightSource
 from tests.ledger.conftest import new_database
 from tests.router.harness import SOURCE, Bench, specs
 from tests.router.memory_ledger import Ledger, StoredLedger
@@ -20,7 +29,9 @@ LAST = 8
 def made(number: int, base: bytes = b"") -> PublishVersion:
     """A version as a trainer publishes it: adapters where `base` names what they are merged with. All bases are equal."""
     adapter = manifests.Adapter(base, 2.0, "bfloat16") if base else None
-    manifest, _ = manifests.build(number, {"w": ("int8", (1,), memoryview(bytes([number if base else 0])))}, adapter=adapter)
+    manifest, _ = manifests.build(
+        number, {"w": ("int8", (1,), memoryview(bytes([number if base else 0])))}, adapter=adapter
+    )
     return PublishVersion(number, max(0, number - 2), manifest.root, manifests.encode(manifest), (SOURCE,))
 
 
@@ -35,12 +46,16 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
         yield Ledger()
         return
     sqlite = request.param == "sqlite"
-    stored = StoredLedger(request.getfixturevalue("sqlite_url") if sqlite else new_database(request.getfixturevalue("postgres")))
+    stored = StoredLedger(
+        request.getfixturevalue("sqlite_url") if sqlite else new_database(request.getfixturevalue("postgres"))
+    )
     yield stored
     stored.close()
 
 
-def restarted(ledger: Ledger, *, samples_of: int, base_again_as: int = 0) -> tuple[Bench, dict[int, PublishVersion]]:
+def restarted(
+    ledger: Ledger, *, samples_of: int, base_again_as: int = 0
+) -> tuple[Bench, dict[int, PublishVersion]]:
     """A run with a base and adapters until `LAST`, and samples that wait; then the daemon restarted, and the trainer is not there.
 
     `base_again_as`: the number, between those of the adapters, under which a trainer that had restarted published the base once more.
@@ -58,7 +73,9 @@ def restarted(ledger: Ledger, *, samples_of: int, base_again_as: int = 0) -> tup
     return bench, versions
 
 
-def greets(bench: Bench, conn: int, versions: dict[int, PublishVersion], serves: tuple[int, ...], loaded: int = -1) -> None:
+def greets(
+    bench: Bench, conn: int, versions: dict[int, PublishVersion], serves: tuple[int, ...], loaded: int = -1
+) -> None:
     """An engine finds the new daemon, and says what it serves and what it has loaded."""
     bench.hello(conn, loaded=loaded)
     for number in serves:
@@ -70,7 +87,9 @@ def greets(bench: Bench, conn: int, versions: dict[int, PublishVersion], serves:
 def test_the_newest_manifests_and_those_of_their_bases_are_read_and_no_others(ledger: Ledger) -> None:
     bench, versions = restarted(ledger, samples_of=8, base_again_as=3)
     known = bench.router.core.runs["r"].versions
-    assert {v: found.manifest for v, found in known.items() if found.manifest} == {v: versions[v].manifest for v in (1, 3, 5, 6, 7, 8)}
+    assert {v: found.manifest for v, found in known.items() if found.manifest} == {
+        v: versions[v].manifest for v in (1, 3, 5, 6, 7, 8)
+    }
     assert [known[v].base for v in (1, 3, 8)] == [b"", b"", versions[1].root]
 
 
@@ -87,10 +106,14 @@ def test_a_joiner_gets_adapters_and_base_from_engines_while_the_trainer_is_away(
     greets(bench, WITH_8, versions, (1, 8), loaded=8)
     greets(bench, JOINER, versions, ())
     base = BaseWeights(1, versions[1].manifest, (holder(WITH_8),), versions[1].root)
-    assert bench.take(JOINER, UseWeights) == [UseWeights(8, versions[8].manifest, (holder(WITH_8),), base=base)]
+    assert bench.take(JOINER, UseWeights) == [
+        UseWeights(8, versions[8].manifest, (holder(WITH_8),), base=base)
+    ]
 
 
-def test_an_engine_with_the_version_that_samples_wait_for_generates_on_while_the_trainer_is_away(ledger: Ledger) -> None:
+def test_an_engine_with_the_version_that_samples_wait_for_generates_on_while_the_trainer_is_away(
+    ledger: Ledger,
+) -> None:
     bench, versions = restarted(ledger, samples_of=7)
     greets(bench, WITH_8, versions, (1, 8), loaded=8)
     greets(bench, WITH_7, versions, (1, 7), loaded=7)

@@ -14,27 +14,32 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from scavenger import samples
-from scavenger.ledger import reader, retention, store
+from scavenger.cli import samples
 from scavenger.ledger import records as r
-from scavenger.ledger.reports import check
-from scavenger.ledger.retention import ChunkRow, Policy, RunSight, SampleSight, limit, merge, plan
+from scavenger.ledger import retention, store
+from scavenger.ledger.read import reader
+from scavenger.ledger.read.reports import check
+from scavenger.ledger.retention import ChunkRow, Policy, RetainedRun, RetainedSample, limit, merge, plan
 from tests.ledger.examples import T0, answer, chunk, group, witness, written
 from tests.ledger.histories import CHECKPOINTS, STEPS, answers, fetch, first_sample, keep, spoil, training
 
 COMPACT, DROP = Policy("compact", 0), Policy("drop", 0)
-RUN = RunSight(1, 1, 10, 8)
+RUN = RetainedRun(1, 1, 10, 8)
 #: The steps that the older of the two kept checkpoints covers.
 FINAL = (1, 2)
 
 
-def sight(sample_id: int, state: str = "consumed", step: int = 3, **other: object) -> SampleSight:
-    plain = SampleSight(sample_id, sample_id // 10, step, state, step if state != "superseded" else 0, 1, None, 100)
+def sight(sample_id: int, state: str = "consumed", step: int = 3, **other: object) -> RetainedSample:
+    plain = RetainedSample(
+        sample_id, sample_id // 10, step, state, step if state != "superseded" else 0, 1, None, 100
+    )
     return replace(plain, **other)  # type: ignore[arg-type]
 
 
-def planned(samples: list[SampleSight], run: RunSight = RUN, policy: Policy = COMPACT) -> list[int]:
-    return [sample_id for portion in plan(run, samples, policy, T0) for sample_id in portion.record.sample_ids]
+def planned(samples: list[RetainedSample], run: RetainedRun = RUN, policy: Policy = COMPACT) -> list[int]:
+    return [
+        sample_id for portion in plan(run, samples, policy, T0) for sample_id in portion.record.sample_ids
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,9 @@ def planned(samples: list[SampleSight], run: RunSight = RUN, policy: Policy = CO
         (replace(RUN, last_step=4), COMPACT, 4),  # an attempt that resumed from before the kept checkpoints
     ],
 )
-def test_the_policy_reaches_to_the_oldest_kept_checkpoint_and_keeps_its_distance(run: RunSight, policy: Policy, last: int) -> None:
+def test_the_policy_reaches_to_the_oldest_kept_checkpoint_and_keeps_its_distance(
+    run: RetainedRun, policy: Policy, last: int
+) -> None:
     assert limit(run, policy) == last
 
 
@@ -67,12 +74,17 @@ def test_every_final_state_is_reduced(state: str) -> None:
         sight(11, "poisoned", taken=0),
     ],
 )
-def test_one_sample_that_may_be_wanted_keeps_its_whole_group(other: SampleSight) -> None:
+def test_one_sample_that_may_be_wanted_keeps_its_whole_group(other: RetainedSample) -> None:
     assert planned([sight(10), other, sight(20)]) == [20]
 
 
 def test_what_is_done_is_not_done_again_and_compacted_may_still_be_dropped() -> None:
-    samples = [sight(10, contents="compacted"), sight(20, contents="dropped"), sight(30, contents="purged"), sight(40)]
+    samples = [
+        sight(10, contents="compacted"),
+        sight(20, contents="dropped"),
+        sight(30, contents="purged"),
+        sight(40),
+    ]
     assert planned(samples) == [40]
     assert planned(samples, policy=DROP) == [10, 40]
 
@@ -101,7 +113,11 @@ def test_merged_rows_are_one_a_lease_and_hold_every_token(cuts: list[tuple[int, 
     assert len(merged) == len({row.epoch for row in rows})
     for row in merged:
         mine = [x for x in rows if x.epoch == row.epoch]
-        assert (row.start_len, row.n_tokens, row.at) == (mine[0].start_len, sum(x.n_tokens for x in mine), mine[-1].at)
+        assert (row.start_len, row.n_tokens, row.at) == (
+            mine[0].start_len,
+            sum(x.n_tokens for x in mine),
+            mine[-1].at,
+        )
     # Any row that is gone, doubled or cut is noticed.
     victim = random.Random(seed).randrange(len(rows))
     for broken in (rows[:victim] + rows[victim + 1 :], rows[: victim + 1] + rows[victim:]):
@@ -141,22 +157,41 @@ def test_compaction_changes_no_token_no_report_and_nothing_that_a_resume_reads(u
     steps = range(1, STEPS + 1)
     before = replays(url), snapshot(url), answers(url, ["sample_life"]), [said(url, step) for step in steps]
     assert keep(url, COMPACT) == 2 * len(FINAL) + 1  # and the evaluation of step 2
-    assert (replays(url), snapshot(url), answers(url, ["sample_life"]), [said(url, step) for step in steps]) == before
+    assert (
+        replays(url),
+        snapshot(url),
+        answers(url, ["sample_life"]),
+        [said(url, step) for step in steps],
+    ) == before
     assert check(url) == []
-    rows = fetch(url, "SELECT sample_id, epoch, worker_id, start_len, n_tokens FROM chunks WHERE sample_id < 300 ORDER BY 1, 2")
+    rows = fetch(
+        url,
+        "SELECT sample_id, epoch, worker_id, start_len, n_tokens FROM chunks WHERE sample_id < 300 ORDER BY 1, 2",
+    )
     assert rows[:3] == [(101, 1, 1, 0, 5), (101, 2, 2, 5, 4), (102, 1, 2, 0, 4)], "one row a lease"
-    assert fetch(url, "SELECT count(*) FROM chunks WHERE sample_id BETWEEN 301 AND 302") == [(4,)], "step 3 may be replayed"
+    assert fetch(url, "SELECT count(*) FROM chunks WHERE sample_id BETWEEN 301 AND 302") == [(4,)], (
+        "step 3 may be replayed"
+    )
     assert keep(url, COMPACT) == 0
 
 
 def test_dropping_takes_the_tokens_and_nothing_that_a_resume_from_a_kept_checkpoint_reads(url: str) -> None:
     written(url, training())
     before = replays(url), snapshot(url), answers(url, ["sample_life"])
-    lengths = fetch(url, "SELECT sample_id, sum(n_tokens), max(at) FROM chunks GROUP BY sample_id, worker_id ORDER BY 1, 2")
+    lengths = fetch(
+        url,
+        "SELECT sample_id, sum(n_tokens), max(at) FROM chunks GROUP BY sample_id, worker_id ORDER BY 1, 2",
+    )
     keep(url, COMPACT)
     assert keep(url, DROP) == 2 * len(FINAL) + 1
     assert (replays(url), snapshot(url), answers(url, ["sample_life"])) == before
-    assert fetch(url, "SELECT sample_id, sum(n_tokens), max(at) FROM chunks GROUP BY sample_id, worker_id ORDER BY 1, 2") == lengths
+    assert (
+        fetch(
+            url,
+            "SELECT sample_id, sum(n_tokens), max(at) FROM chunks GROUP BY sample_id, worker_id ORDER BY 1, 2",
+        )
+        == lengths
+    )
     empty = fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0 ORDER BY 1")
     assert empty == [(101,), (102,), (201,), (202,), (1002,)]
     assert check(url) == []
@@ -167,12 +202,18 @@ def test_what_a_resume_from_a_checkpoint_that_is_really_kept_needs_is_not_droppe
     """The trainer keeps three where its configuration says two: the oldest is of step 1."""
     saved = {1: "[1]", 2: "[1,2]", 4: "[1,2,4]"}
     said_so = [
-        [msgspec.structs.replace(x, kept=saved[x.step]) if isinstance(x, r.CheckpointRecorded) else x for x in portion]
+        [
+            msgspec.structs.replace(x, kept=saved[x.step]) if isinstance(x, r.CheckpointRecorded) else x
+            for x in portion
+        ]
         for portion in training()
     ]
     written(url, said_so)
     assert keep(url, DROP) == 2  # step 1's
-    assert fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0 ORDER BY 1") == [(101,), (102,)]
+    assert fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0 ORDER BY 1") == [
+        (101,),
+        (102,),
+    ]
     # The next record says that those of steps 1 and 2 are about to be deleted.
     written(url, [[r.CheckpointRecorded(1, 4, 1, b"root", "/ckpt/4", T0 + 30, "[4]")]])
     keep(url, DROP)
@@ -183,7 +224,10 @@ def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Pa
     words = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))
     history = training()
-    history[0] = [msgspec.structs.replace(x, tokenizer=str(words)) if isinstance(x, r.RunCreated) else x for x in history[0]]
+    history[0] = [
+        msgspec.structs.replace(x, tokenizer=str(words)) if isinstance(x, r.RunCreated) else x
+        for x in history[0]
+    ]
     written(sqlite_url, history)
     keep(sqlite_url, DROP)
     prompt, first, second = samples.lines(sqlite_url, "sorting", 1, None, "train", jsonl=False)
@@ -191,7 +235,11 @@ def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Pa
     assert "(9 tokens, dropped)" in first
     assert "harvested@n3[0:5] > reserved@n0[5:9]" in first
     assert "(4 tokens, dropped)" in second
-    told = [json.loads(line) for step in (1, 4) for line in samples.lines(sqlite_url, "sorting", step, None, "train", jsonl=True)]
+    told = [
+        json.loads(line)
+        for step in (1, 4)
+        for line in samples.lines(sqlite_url, "sorting", step, None, "train", jsonl=True)
+    ]
     assert [(x["tokens"], x["contents"]) for x in told] == [(9, "dropped"), (4, "dropped"), (9, ""), (4, "")]
 
 
@@ -200,20 +248,39 @@ def test_a_group_whose_tokens_are_gone_never_equals_the_one_that_a_trainer_submi
     written(url, training())
     keep(url, DROP)
     engine = store.open_readonly(url)
-    found = {state.created.step: state for state in reader.replay_groups(engine, 1, 0) if state.created.purpose == "train"}
+    found = {
+        state.created.step: state
+        for state in reader.replay_groups(engine, 1, 0)
+        if state.created.purpose == "train"
+    }
     kept = reader.read_payloads(engine, [first_sample(4)])
     engine.dispose()
-    assert [found[step].created.prompt == b"" for step in range(1, STEPS + 1)] == [True, True, False, False, False]
+    assert [found[step].created.prompt == b"" for step in range(1, STEPS + 1)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert kept[first_sample(4)][0] == answer(first_sample(4), 9)
 
 
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        ("DELETE FROM chunks WHERE sample_id = 101 AND start_len = 3", "tokens missing: a chunk begins at 5, not at 3"),
-        ("UPDATE chunks SET start_len = 2 WHERE sample_id = 101 AND start_len = 3", "tokens doubled: a chunk begins at 2, not at 3"),
+        (
+            "DELETE FROM chunks WHERE sample_id = 101 AND start_len = 3",
+            "tokens missing: a chunk begins at 5, not at 3",
+        ),
+        (
+            "UPDATE chunks SET start_len = 2 WHERE sample_id = 101 AND start_len = 3",
+            "tokens doubled: a chunk begins at 2, not at 3",
+        ),
         ("DELETE FROM chunks WHERE sample_id = 101 AND start_len = 5", "5 tokens in its chunks, 9 accepted"),
-        ("UPDATE chunks SET logprobs = '' WHERE sample_id = 101 AND start_len = 5", "the chunk at 5 has 4 tokens and payloads of [0, 16]"),
+        (
+            "UPDATE chunks SET logprobs = '' WHERE sample_id = 101 AND start_len = 5",
+            "the chunk at 5 has 4 tokens and payloads of [0, 16]",
+        ),
     ],
 )
 def test_chunks_that_do_not_join_are_told_and_left_alone(url: str, damage: str, why: str) -> None:
@@ -226,7 +293,10 @@ def test_chunks_that_do_not_join_are_told_and_left_alone(url: str, damage: str, 
     assert str(events[0][1]).startswith(why)
     assert fetch(url, "SELECT id, start_len FROM chunks WHERE sample_id = 101 ORDER BY id") == left
     assert any("sample 101" in problem for problem in check(url))
-    assert fetch(url, "SELECT contents FROM samples WHERE sample_id IN (101, 102) ORDER BY sample_id") == [(None,), ("compacted",)]
+    assert fetch(url, "SELECT contents FROM samples WHERE sample_id IN (101, 102) ORDER BY sample_id") == [
+        (None,),
+        ("compacted",),
+    ]
 
 
 def test_an_attempt_that_was_granted_since_keeps_what_it_may_want(url: str) -> None:
@@ -236,13 +306,24 @@ def test_an_attempt_that_was_granted_since_keeps_what_it_may_want(url: str) -> N
         w.writer.submit(0, [r.AttemptGranted(1, 2, "h", 1, 0, "{}", "{}", T0), planned_before])
         w.wait_ticket(0)
         assert fetch(url, "SELECT count(*) FROM samples WHERE contents IS NOT NULL") == [(0,)]
-        w.writer.submit(1, [r.ContentsReduced(1, 2, (101, 102), "dropped", T0), r.AttemptGranted(1, 3, "h", 1, 0, "{}", "{}", T0)])
+        w.writer.submit(
+            1,
+            [
+                r.ContentsReduced(1, 2, (101, 102), "dropped", T0),
+                r.AttemptGranted(1, 3, "h", 1, 0, "{}", "{}", T0),
+            ],
+        )
         w.wait_ticket(1)
     assert fetch(url, "SELECT count(*) FROM samples WHERE contents = 'dropped'") == [(2,)]
 
 
 def test_a_sample_in_flight_is_never_reduced_whatever_a_record_says(url: str) -> None:
-    flight: list[r.Record] = [group(90, 901, 1, 6, 1), r.LeaseGranted(901, 1, 1, 1, 0, T0), chunk(901, 1, 0, 3, 1), chunk(901, 1, 3, 3, 1)]
+    flight: list[r.Record] = [
+        group(90, 901, 1, 6, 1),
+        r.LeaseGranted(901, 1, 1, 1, 0, T0),
+        chunk(901, 1, 0, 3, 1),
+        chunk(901, 1, 3, 3, 1),
+    ]
     written(url, [*training(), flight, [r.ContentsReduced(1, 1, (901,), "dropped", T0)]])
     assert fetch(url, "SELECT count(*), sum(length(tokens)) FROM chunks WHERE sample_id = 901") == [(2, 24)]
 
@@ -250,24 +331,44 @@ def test_a_sample_in_flight_is_never_reduced_whatever_a_record_says(url: str) ->
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ("UPDATE samples SET contents = 'dropped' WHERE sample_id = 201", "sample 201: dropped or purged, but its tokens are there"),
-        ("UPDATE samples SET contents = 'compacted' WHERE sample_id = 101", "sample 101: payload differs from its tokens"),
-        ("UPDATE samples SET contents = NULL WHERE sample_id = 102", "sample 102: payload differs from its tokens"),
-        ("UPDATE chunks SET raw_logprobs = '' WHERE sample_id = 301", "sample 301: payload differs from its tokens"),
-        ("UPDATE samples SET contents = 'compacted' WHERE sample_id = 301", "compacted, but in several rows of one lease"),
+        (
+            "UPDATE samples SET contents = 'dropped' WHERE sample_id = 201",
+            "sample 201: dropped or purged, but its tokens are there",
+        ),
+        (
+            "UPDATE samples SET contents = 'compacted' WHERE sample_id = 101",
+            "sample 101: payload differs from its tokens",
+        ),
+        (
+            "UPDATE samples SET contents = NULL WHERE sample_id = 102",
+            "sample 102: payload differs from its tokens",
+        ),
+        (
+            "UPDATE chunks SET raw_logprobs = '' WHERE sample_id = 301",
+            "sample 301: payload differs from its tokens",
+        ),
+        (
+            "UPDATE samples SET contents = 'compacted' WHERE sample_id = 301",
+            "compacted, but in several rows of one lease",
+        ),
         ("UPDATE samples SET state = 'complete' WHERE sample_id = 101", "dropped before its end"),
         ("DELETE FROM chunks WHERE sample_id = 101", "accepted length differs from its chunks"),
         ("UPDATE chunks SET worker_id = 2 WHERE sample_id = 201 AND epoch = 1", "chunk outside its lease"),
-        ("UPDATE groups SET prompt = '' WHERE group_id = 10", "groups without their prompt that were not purged: 1 row"),
+        (
+            "UPDATE groups SET prompt = '' WHERE group_id = 10",
+            "groups without their prompt that were not purged: 1 row",
+        ),
     ],
 )
 def test_the_check_names_what_retention_could_have_broken(sqlite_url: str, damage: str, said: str) -> None:
     written(sqlite_url, training())
     keep(sqlite_url, COMPACT)
-    keep(sqlite_url, replace(DROP, steps=STEPS - 1))  # step 1 is dropped, step 2 compacted, the others are as they came
-    assert fetch(sqlite_url, "SELECT contents FROM samples WHERE sample_id IN (101, 201, 301) ORDER BY sample_id") == [
-        ("dropped",), ("compacted",), (None,),
-    ]  # fmt: skip
+    keep(
+        sqlite_url, replace(DROP, steps=STEPS - 1)
+    )  # step 1 is dropped, step 2 compacted, the others are as they came
+    assert fetch(
+        sqlite_url, "SELECT contents FROM samples WHERE sample_id IN (101, 201, 301) ORDER BY sample_id"
+    ) == [("dropped",), ("compacted",), (None,)]
     assert check(sqlite_url) == []
     spoil(sqlite_url, damage)
     found = check(sqlite_url)

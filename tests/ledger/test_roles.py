@@ -15,15 +15,16 @@ import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
 
-from scavenger import dry_check, resources
-from scavenger.cli import app
+from scavenger import resources
+from scavenger.cli.main import app
 from scavenger.config import DaemonConfig
+from scavenger.daemon import check_config
 from scavenger.errors import Finding, LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.reports import check, report
-from scavenger.ledger.store import downgrade, open_engine, open_readonly
-from scavenger.wire import pack_logprobs, pack_tokens
+from scavenger.ledger.read.reports import check, report
+from scavenger.ledger.store import open_engine, open_readonly
+from scavenger.protocol.messages import pack_logprobs, pack_tokens
 from tests.conftest import lacks
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, group, prologue, written
@@ -42,13 +43,17 @@ class Site:
 
     def url(self, role: str) -> str:
         """The ledger as `role` sees it: the superuser's session, which gives its rights away first."""
-        return self.admin.update_query_dict({"options": f"-c role={role}"}).render_as_string(hide_password=False)
+        return self.admin.update_query_dict({"options": f"-c role={role}"}).render_as_string(
+            hide_password=False
+        )
 
     def psql(self, *argv: str) -> subprocess.CompletedProcess[str]:
         if missing := lacks("psql"):
             pytest.skip(missing)
         conninfo = self.admin.set(drivername="postgresql").render_as_string(hide_password=False)
-        return subprocess.run(["psql", "-X", "-q", *argv, conninfo], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            ["psql", "-X", "-q", *argv, conninfo], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
 
     def grant(self) -> subprocess.CompletedProcess[str]:
         return self.psql("-f", str(resources.path("sql/roles.sql")))
@@ -84,7 +89,11 @@ def made_site(postgres: sa.URL) -> Iterator[Site]:
     url = sa.make_url(new_database(postgres))
     if DAEMON not in there:
         execute(postgres, f"CREATE ROLE {DAEMON}")
-    execute(url, f'ALTER DATABASE "{url.database}" OWNER TO {DAEMON}', f"GRANT CREATE ON SCHEMA public TO {DAEMON}")
+    execute(
+        url,
+        f'ALTER DATABASE "{url.database}" OWNER TO {DAEMON}',
+        f"GRANT CREATE ON SCHEMA public TO {DAEMON}",
+    )
     try:
         yield Site(url)
     finally:
@@ -111,17 +120,23 @@ def ledger(postgres: sa.URL) -> Iterator[Site]:
 
 def test_a_reader_may_run_every_report(ledger: Site) -> None:
     for name in queries.report_names():
-        assert report(ledger.url("scavenger_read"), name, "csv") == report(ledger.url(DAEMON), name, "csv"), name
+        assert report(ledger.url("scavenger_read"), name, "csv") == report(ledger.url(DAEMON), name, "csv"), (
+            name
+        )
 
 
 def asked(url: str, folder: Path) -> Finding:
     """What `scavenger check-config` says of this ledger."""
     section = {"state_dir": str(folder), "ledger": url}
-    (found,) = (f for f in dry_check.check(DaemonConfig.model_validate({"daemon": section})) if f.what == "ledger")
+    (found,) = (
+        f for f in check_config.check(DaemonConfig.model_validate({"daemon": section})) if f.what == "ledger"
+    )
     return found
 
 
-def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(ledger: Site, tmp_path: Path) -> None:
+def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(
+    ledger: Site, tmp_path: Path
+) -> None:
     assert asked(ledger.url(DAEMON), tmp_path) == Finding("ledger", "")
     for role in ("scavenger_read", "scavenger_contents"):
         problem = asked(ledger.url(role), tmp_path).problem
@@ -153,20 +168,37 @@ def test_the_readers_configuration_works_as_it_is_printed(ledger: Site, tmp_path
 
 
 def test_a_reader_may_run_every_report_in_psql(ledger: Site) -> None:
-    files = [part for name in queries.report_names() for part in ("-f", str(resources.path(f"sql/reports/{name}.sql")))]
+    files = [
+        part
+        for name in queries.report_names()
+        for part in ("-f", str(resources.path(f"sql/reports/{name}.sql")))
+    ]
     done = ledger.psql("-v", "ON_ERROR_STOP=1", "-c", "SET ROLE scavenger_read", *files)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 DENIED = [
-    "SELECT tokens FROM chunks", "SELECT logprobs FROM chunks", "SELECT prompt FROM groups", "SELECT meta FROM groups",
-    "SELECT config FROM runs", "SELECT n_tokens FROM chunks", "SELECT tokens FROM v_sample_tokens", "SELECT prompt FROM v_sample_tokens",
-]  # fmt: skip
+    "SELECT tokens FROM chunks",
+    "SELECT logprobs FROM chunks",
+    "SELECT prompt FROM groups",
+    "SELECT meta FROM groups",
+    "SELECT config FROM runs",
+    "SELECT n_tokens FROM chunks",
+    "SELECT tokens FROM v_sample_tokens",
+    "SELECT prompt FROM v_sample_tokens",
+]
 WRITES = [
-    "INSERT INTO events (kind, run_id, subject, reason, detail, at) VALUES ('x', 0, '', '', '', 0)", "DELETE FROM chunks",
-    "UPDATE runs SET name = 'x'", "TRUNCATE samples", "INSERT INTO v_events SELECT * FROM v_events", "UPDATE v_runs SET name = 'x'",
-    "DELETE FROM v_chunks", "CREATE TABLE mine (x int)", "DROP VIEW v_chunks", "ALTER TABLE chunks ADD COLUMN x int",
-]  # fmt: skip
+    "INSERT INTO events (kind, run_id, subject, reason, detail, at) VALUES ('x', 0, '', '', '', 0)",
+    "DELETE FROM chunks",
+    "UPDATE runs SET name = 'x'",
+    "TRUNCATE samples",
+    "INSERT INTO v_events SELECT * FROM v_events",
+    "UPDATE v_runs SET name = 'x'",
+    "DELETE FROM v_chunks",
+    "CREATE TABLE mine (x int)",
+    "DROP VIEW v_chunks",
+    "ALTER TABLE chunks ADD COLUMN x int",
+]
 
 
 def denied(url: str, sql: str) -> str:
@@ -189,7 +221,9 @@ def test_a_reader_sees_no_contents(ledger: Site, sql: str) -> None:
 def test_nobody_but_the_daemon_writes(ledger: Site) -> None:
     for role in ROLES:
         for sql in WRITES:
-            assert any(word in denied(ledger.url(role), sql) for word in ("permission denied", "must be owner")), (role, sql)
+            assert any(
+                word in denied(ledger.url(role), sql) for word in ("permission denied", "must be owner")
+            ), (role, sql)
 
 
 def test_every_view_is_in_the_hands_of_one_role(ledger: Site) -> None:
@@ -208,10 +242,14 @@ def test_every_view_is_in_the_hands_of_one_role(ledger: Site) -> None:
 
 def test_contents_are_decoded_in_sql(ledger: Site) -> None:
     url = ledger.url("scavenger_contents")
-    assert scalar(url, "SELECT tokens FROM v_sample_tokens WHERE sample_id = 11") == [11000 + i for i in range(9)]
+    assert scalar(url, "SELECT tokens FROM v_sample_tokens WHERE sample_id = 11") == [
+        11000 + i for i in range(9)
+    ]
     assert scalar(url, "SELECT prompt FROM v_sample_tokens WHERE sample_id = 11") == [7, 8, 9]
     # `chunk` counts a chunk's logprobs from its own offset on
-    assert scalar(url, "SELECT logprobs FROM v_sample_tokens WHERE sample_id = 11") == [-0.5 - i for i in range(9)]
+    assert scalar(url, "SELECT logprobs FROM v_sample_tokens WHERE sample_id = 11") == [
+        -0.5 - i for i in range(9)
+    ]
     assert report(url, "preemptions", "csv") == report(ledger.url(DAEMON), "preemptions", "csv")
     assert check(url) == []
 
@@ -225,17 +263,34 @@ def test_the_file_says_what_is_missing(site: Site) -> None:
 
 def test_a_ledger_without_views_is_named_as_the_cause(site: Site) -> None:
     written(site.url(DAEMON), everything())
-    downgrade(site.url(DAEMON), "0004")
-    with pytest.raises(LedgerError, match=r"revision 0004(.|\n)*start this release's daemon"):
+    engine = open_engine(site.url(DAEMON))
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0004'")
+    engine.dispose()
+    with pytest.raises(
+        LedgerError, match=r"revision 0004, which was never released(.|\n)*scavenger ledger export"
+    ):
         report(site.url(DAEMON), "runs")
 
 
 # ---------------------------------------------------------------- decoding
 
 SPECIAL = [
-    0.0, -0.0, math.inf, -math.inf, 1.0, -1.0, 2.0**-149, -(2.0**-149), 2.0**-126, 2.0**-126 - 2.0**-149, 3.4028234663852886e38,
-    -3.4028234663852886e38, 1.0000001192092896, 0.1,
-]  # fmt: skip
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    1.0,
+    -1.0,
+    2.0**-149,
+    -(2.0**-149),
+    2.0**-126,
+    2.0**-126 - 2.0**-149,
+    3.4028234663852886e38,
+    -3.4028234663852886e38,
+    1.0000001192092896,
+    0.1,
+]
 
 
 def test_float32_is_decoded_to_the_last_bit(site: Site) -> None:
@@ -247,10 +302,16 @@ def test_float32_is_decoded_to_the_last_bit(site: Site) -> None:
     engine = open_readonly(site.url(DAEMON))
     with engine.connect() as connection:
         floats = connection.scalar(sa.text("SELECT ledger_float32(:packed)"), {"packed": packed})
-        nan = connection.scalar(sa.text("SELECT ledger_float32(:packed)"), {"packed": struct.pack("<f", math.nan)})
+        nan = connection.scalar(
+            sa.text("SELECT ledger_float32(:packed)"), {"packed": struct.pack("<f", math.nan)}
+        )
         ints = connection.scalar(sa.text("SELECT ledger_int32(:packed)"), {"packed": pack_tokens(ids)})
-        empty = connection.execute(sa.text("SELECT ledger_int32(:packed), ledger_float32(:packed)"), {"packed": b""}).one()
-        answer = connection.execute(sa.text("SELECT tokens, logprobs, raw_logprobs FROM v_sample_tokens")).one()
+        empty = connection.execute(
+            sa.text("SELECT ledger_int32(:packed), ledger_float32(:packed)"), {"packed": b""}
+        ).one()
+        answer = connection.execute(
+            sa.text("SELECT tokens, logprobs, raw_logprobs FROM v_sample_tokens")
+        ).one()
     engine.dispose()
     assert np.array(floats, np.float32).tobytes() == packed
     assert math.isnan(nan[0])

@@ -8,8 +8,7 @@ import pytest
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger.parameters import parameters
-from scavenger.ledger.statements import BARRIERS, KINDS, arrange, kinds, weigh
+from scavenger.ledger.write.statements import BARRIERS, KINDS, arrange, kinds, parameters, weigh
 from tests.ledger.examples import chunk, everything, group
 
 
@@ -48,13 +47,22 @@ def test_a_steady_stream_becomes_a_handful_of_batches() -> None:
             r.Decision("p", "a", "s", "r", "{}", 0.0),
         ]
     assert [kind.__name__ for kind, _ in arrange(records)] == [
-        "GroupCreated", "LeaseGranted", "ChunkAccepted", "LeaseEnded", "SampleFinished", "Decision",
-    ]  # fmt: skip
+        "GroupCreated",
+        "LeaseGranted",
+        "ChunkAccepted",
+        "LeaseEnded",
+        "SampleFinished",
+        "Decision",
+    ]
 
 
 def test_an_end_and_a_reopening_keep_their_order() -> None:
     ended, reopened = r.SampleEnded(1, "consumed", "", 1, 1, 1.0, 1.0, 0.0), r.SampleReopened(1, 2, 0.0)
-    assert [record for _, batch in arrange([ended, reopened, ended]) for record in batch] == [ended, reopened, ended]
+    assert [record for _, batch in arrange([ended, reopened, ended]) for record in batch] == [
+        ended,
+        reopened,
+        ended,
+    ]
 
 
 def test_text_from_a_peer_cannot_hold_what_postgres_refuses() -> None:

@@ -17,14 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import daemon as daemons
-from scavenger import keys, ownership, succession, toml
+from scavenger import toml
 from scavenger.config import DaemonConfig
+from scavenger.daemon import main as daemons
+from scavenger.daemon import ownership, takeover
+from scavenger.daemon.takeover import SILENT_S, WATCH_S, Manner, Sign, Verdict, Watch
 from scavenger.errors import Fenced, LedgerHeld
 from scavenger.ledger import store
 from scavenger.ledger.faults import WriterState
 from scavenger.ledger.records import Heartbeat
-from scavenger.succession import SILENT_S, WATCH_S, Manner, Sign, Verdict, Watch
+from scavenger.protocol import keys
 from tests.ledger.examples import WAIT_S, witness
 from tests.ledger.histories import fetch
 
@@ -51,7 +53,9 @@ def test_a_daemon_at_work_on_this_host_is_left_alone_unless_told_otherwise() -> 
     assert verdict(Watch(), HERE, 1000.0 + SILENT_S, 0.0) is Verdict.TAKE, "it hangs"
 
 
-def test_another_hosts_daemon_is_refused_for_when_its_heartbeat_is_seen_and_succeeded_when_none_comes() -> None:
+def test_another_hosts_daemon_is_refused_for_when_its_heartbeat_is_seen_and_succeeded_when_none_comes() -> (
+    None
+):
     watch = Watch()
     assert verdict(watch, ELSEWHERE, 1010.0, 0.0) is Verdict.WAIT
     assert verdict(watch, Sign("there", 1005.0, gone=False, here=False), 1011.0, 1.0) is Verdict.REFUSE
@@ -64,17 +68,30 @@ def test_another_hosts_daemon_is_refused_for_when_its_heartbeat_is_seen_and_succ
 def test_a_clock_that_is_wrong_makes_no_daemon_dead_or_immortal() -> None:
     behind, ahead = Watch(), Watch()
     assert verdict(behind, ELSEWHERE, 9000.0, 0.0) is Verdict.WAIT
-    assert verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0, 5.0) is Verdict.REFUSE, "it lives, by a slow clock"
+    assert verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0, 5.0) is Verdict.REFUSE, (
+        "it lives, by a slow clock"
+    )
     assert verdict(ahead, ELSEWHERE, 10.0, 0.0) is Verdict.WAIT
-    assert verdict(ahead, ELSEWHERE, 10.0 + SILENT_S, SILENT_S) is Verdict.TAKE, "it is dead, and its clock was fast"
-    assert verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0 + WATCH_S, 5.0 + WATCH_S) is Verdict.TAKE
+    assert verdict(ahead, ELSEWHERE, 10.0 + SILENT_S, SILENT_S) is Verdict.TAKE, (
+        "it is dead, and its clock was fast"
+    )
+    assert (
+        verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0 + WATCH_S, 5.0 + WATCH_S)
+        is Verdict.TAKE
+    )
 
 
 def test_a_daemon_standing_by_waits_while_the_other_lives_and_goes_on_after_it() -> None:
     watch = Watch(Manner.STAND_BY)
     for n in range(100):
-        assert verdict(watch, Sign("there", 1000.0 + n, gone=False, here=False), 1000.0 + n, float(n)) is Verdict.WAIT
-    assert verdict(watch, Sign("there", 1099.0, gone=False, here=False), 1099.0 + SILENT_S, 99.0 + SILENT_S) is Verdict.TAKE
+        assert (
+            verdict(watch, Sign("there", 1000.0 + n, gone=False, here=False), 1000.0 + n, float(n))
+            is Verdict.WAIT
+        )
+    assert (
+        verdict(watch, Sign("there", 1099.0, gone=False, here=False), 1099.0 + SILENT_S, 99.0 + SILENT_S)
+        is Verdict.TAKE
+    )
 
 
 def test_one_of_two_holders_is_enough_to_wait_or_refuse() -> None:
@@ -100,7 +117,9 @@ def test_a_process_that_took_a_dead_daemons_number_is_not_that_daemon() -> None:
             other.kill()
     assert ownership.process_started(other.pid) is None
     assert ownership.Holder(socket.gethostname(), other.pid, started + 0.5, started + 100.0).gone
-    assert ownership.Holder(socket.gethostname(), os.getpid(), 0.0, 2e9).gone, "a restarted container's daemon has the number of before"
+    assert ownership.Holder(socket.gethostname(), os.getpid(), 0.0, 2e9).gone, (
+        "a restarted container's daemon has the number of before"
+    )
 
 
 # ---------------------------------------------------------------- daemons
@@ -109,8 +128,9 @@ def test_a_process_that_took_a_dead_daemons_number_is_not_that_daemon() -> None:
 def config_of(tmp_path: Path, url: str) -> DaemonConfig:
     keys.init_state(tmp_path / "state", "ada")
     document: dict[str, dict[str, object]] = {
-        "daemon": {"state_dir": str(tmp_path / "state"), "ledger": url}, "harvest": {"enabled": False},
-    }  # fmt: skip
+        "daemon": {"state_dir": str(tmp_path / "state"), "ledger": url},
+        "harvest": {"enabled": False},
+    }
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
     return DaemonConfig.model_validate(document)
 
@@ -118,7 +138,7 @@ def config_of(tmp_path: Path, url: str) -> DaemonConfig:
 RUN = """
 import sys
 from pathlib import Path
-from scavenger import cli, config, daemon
+from scavenger.cli.main import main
 from scavenger.cluster import choose
 
 class Nobody:
@@ -126,7 +146,7 @@ class Nobody:
 
 choose.backend = lambda settings: Nobody()
 sys.argv = ["scavenger", "daemon", "--config", *sys.argv[1:]]
-cli.main()
+main()
 """
 
 
@@ -157,7 +177,9 @@ class Started:
 
     def until(self, words: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: words in self.said or "(end)" in self.said, WAIT_S), self.said
+            assert self._changed.wait_for(lambda: words in self.said or "(end)" in self.said, WAIT_S), (
+                self.said
+            )
             assert words in self.said, self.said
 
     def ended(self) -> int:
@@ -186,8 +208,12 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
             one.process.stderr.close()
 
 
-@pytest.mark.parametrize("url", ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.long))], indirect=True)
-def test_a_second_daemon_is_refused_a_killed_one_is_succeeded_at_once_and_taking_over_is_asked_for(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["sqlite", pytest.param("postgres", marks=(pytest.mark.postgres, pytest.mark.long))], indirect=True
+)
+def test_a_second_daemon_is_refused_a_killed_one_is_succeeded_at_once_and_taking_over_is_asked_for(
+    tmp_path: Path, url: str
+) -> None:
     config_of(tmp_path, url)
     with started(tmp_path) as start:
         first = start()
@@ -205,16 +231,20 @@ def test_a_second_daemon_is_refused_a_killed_one_is_succeeded_at_once_and_taking
         first.process.send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
         waiting.until("serving")
-        assert time.monotonic() - killed_at < SILENT_S / 2, "nobody waits for the heartbeat of a process that is gone"
+        assert time.monotonic() - killed_at < SILENT_S / 2, (
+            "nobody waits for the heartbeat of a process that is gone"
+        )
         assert "its process is gone" in waiting.said
 
         third = start("--take-over")
         third.until("serving")
-        assert f"held_by=\"the daemon with pid {waiting.process.pid}" in third.said
+        assert f'held_by="the daemon with pid {waiting.process.pid}' in third.said
         assert waiting.ended() == Fenced.exit_code, waiting.said
         third.process.terminate()
         assert third.ended() == 0, third.said
-        assert fetch(url, "SELECT count(*) FROM generations WHERE superseded_at IS NULL") == [(0,)], "it gave the ledger back"
+        assert fetch(url, "SELECT count(*) FROM generations WHERE superseded_at IS NULL") == [(0,)], (
+            "it gave the ledger back"
+        )
 
 
 async def serve_until(config: DaemonConfig, condition: Callable[[daemons.Daemon], bool]) -> None:
@@ -231,8 +261,11 @@ async def serve_until(config: DaemonConfig, condition: Callable[[daemons.Daemon]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with shorter times."""
     for module, name, value in (
-        (succession, "SILENT_S", 1.0), (succession, "WATCH_S", 0.3), (daemons, "LOOK_S", 0.05), (daemons, "BEAT_S", 0.05),
-    ):  # fmt: skip
+        (takeover, "SILENT_S", 1.0),
+        (takeover, "WATCH_S", 0.3),
+        (daemons, "CHECK_INTERVAL_S", 0.05),
+        (daemons, "BEAT_S", 0.05),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
@@ -266,7 +299,9 @@ def test_another_hosts_daemon_that_beats_is_left_alone_and_one_that_fell_silent_
         other.wait_state(WriterState.FENCED)
 
 
-def test_an_idle_daemon_shows_that_it_lives(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_daemon_shows_that_it_lives(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quick(monkeypatch)
     seen: set[float] = set()
 

@@ -13,12 +13,12 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
-from scavenger import cli
+from scavenger.cli import main
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import records as r
+from scavenger.ledger.read.tokens import show
 from scavenger.ledger.store import open_engine
-from scavenger.ledger.tokens import show
-from scavenger.wire import pack_logprobs, pack_tokens
+from scavenger.protocol.messages import pack_logprobs, pack_tokens
 from tests.ledger.examples import T0, everything, group, moved_group, prologue, written
 
 RAW = [-math.inf, -0.10000000149011612, 0.0]  # the second is a float32
@@ -35,8 +35,12 @@ def execute(url: str, sql: str, **parameters: object) -> None:
 def spoken(url: str, tokenizer: Path) -> None:
     """Sample 21 says 0 1 2, in two chunks; its run's tokenizer lies at `tokenizer`."""
     lease = r.LeaseGranted(21, 1, 2, 1, 0, T0)
-    first = r.ChunkAccepted(21, 1, 0, pack_tokens([0, 1]), pack_logprobs([-0.5, -1.5]), pack_logprobs(RAW[:2]), 1, 2, T0)
-    last = r.ChunkAccepted(21, 1, 2, pack_tokens([2]), pack_logprobs([-2.5]), pack_logprobs(RAW[2:]), 1, 2, T0)
+    first = r.ChunkAccepted(
+        21, 1, 0, pack_tokens([0, 1]), pack_logprobs([-0.5, -1.5]), pack_logprobs(RAW[:2]), 1, 2, T0
+    )
+    last = r.ChunkAccepted(
+        21, 1, 2, pack_tokens([2]), pack_logprobs([-2.5]), pack_logprobs(RAW[2:]), 1, 2, T0
+    )
     written(url, [prologue(), [group(20, 21, 2, 3, 1), lease, first, last]])
     words = Tokenizer(WordLevel({"the ": 0, "truth": 1, "!": 2}, unk_token="!"))
     words.decoder = Fuse()
@@ -90,8 +94,10 @@ def test_dropped_tokens_are_called_dropped_and_lost_ones_lost(url: str) -> None:
 
 def test_the_command_prints_them(sqlite_url: str, tmp_path: Path) -> None:
     spoken(sqlite_url, tmp_path / "tokenizer.json")
-    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{tmp_path}/state"\nledger = "{sqlite_url}"\n')
+    (tmp_path / "scavenger.toml").write_text(
+        f'[daemon]\nstate_dir = "{tmp_path}/state"\nledger = "{sqlite_url}"\n'
+    )
     config = ["--config", str(tmp_path / "scavenger.toml")]
     for fmt, said in (("ids", "0 1 2\n"), ("text", "the truth!\n")):
-        done = CliRunner().invoke(cli.app, ["ledger", "tokens", "21", "--format", fmt, *config])
+        done = CliRunner().invoke(main.app, ["ledger", "tokens", "21", "--format", fmt, *config])
         assert (done.exit_code, done.output) == (0, said)

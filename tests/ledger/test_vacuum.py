@@ -10,11 +10,11 @@ import pytest
 import sqlalchemy as sa
 from typer.testing import CliRunner
 
-from scavenger.cli import app
+from scavenger.cli.main import app
 from scavenger.errors import LedgerError
-from scavenger.ledger import purge, vacuum
 from scavenger.ledger import records as r
-from scavenger.ledger.reports import check
+from scavenger.ledger.maintain import purge, vacuum
+from scavenger.ledger.read.reports import check
 from tests.ledger.examples import T0, witness, written
 from tests.ledger.histories import answers, config, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, made_site
@@ -61,7 +61,13 @@ def test_postgres_is_vacuumed_beside_its_daemon(postgres: object, request: pytes
         w.wait_ticket(0)
     assert min(done.before, done.after) > 100_000
     assert check(url) == []
-    assert fetch(url, "SELECT count(*) FROM pg_stat_user_tables WHERE last_vacuum IS NOT NULL AND last_analyze IS NOT NULL")[0][0] >= 18
+    assert (
+        fetch(
+            url,
+            "SELECT count(*) FROM pg_stat_user_tables WHERE last_vacuum IS NOT NULL AND last_analyze IS NOT NULL",
+        )[0][0]
+        >= 18
+    )
 
 
 @pytest.mark.postgres
@@ -73,7 +79,9 @@ def test_a_role_that_may_not_vacuum_is_told_so(postgres: sa.URL, tmp_path: Path)
         done = CliRunner().invoke(app, ["ledger", "vacuum", "--config", str(path)])
         assert done.exit_code != 0, done.output
         assert isinstance(done.exception, LedgerError)
-        assert re.match(r"(\d+) of \1 tables were not vacuumed .*generations", done.exception.cause), done.exception.cause
+        assert re.match(r"(\d+) of \1 tables were not vacuumed .*generations", done.exception.cause), (
+            done.exception.cause
+        )
         assert "owner of the tables" in done.exception.remedy
         assert vacuum.vacuum(site.url(DAEMON)).after > 0
 
@@ -83,7 +91,10 @@ def test_sqlite_is_not_vacuumed_while_a_writer_or_a_reader_has_it_open(sqlite_ur
     with witness(sqlite_url) as w:
         w.writer.submit(0, [])  # as the daemon's first: it opens the writer's connection
         w.wait_ticket(0)
-        with pytest.raises(LedgerError, match=r"in use: it belongs to generation 2 \(host host, pid 1\)(.|\n)*stop the daemon"):
+        with pytest.raises(
+            LedgerError,
+            match=r"in use: it belongs to generation 2 \(host host, pid 1\)(.|\n)*stop the daemon",
+        ):
             vacuum.vacuum(sqlite_url)
         assert not w.states, "and the writer noticed nothing"
     reader = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
@@ -94,9 +105,11 @@ def test_sqlite_is_not_vacuumed_while_a_writer_or_a_reader_has_it_open(sqlite_ur
     assert vacuum.vacuum(sqlite_url).after > 0
 
 
-def test_a_disk_without_room_for_the_new_file_is_told_first(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_the_new_file_is_told_first(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(sqlite_url, training())
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("scavenger.ledger.vacuum.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("scavenger.ledger.maintain.vacuum.shutil.disk_usage", lambda path: usage)
     with pytest.raises(LedgerError, match="and 1,000 are free"):
         vacuum.vacuum(sqlite_url)

@@ -15,14 +15,14 @@ import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger import transaction
 from scavenger.ledger.faults import WriterState
-from scavenger.ledger.moves import Plan
-from scavenger.ledger.reader import rows
-from scavenger.ledger.statements import KINDS
+from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.transaction import Generation
-from scavenger.ledger.writer import Writer
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.moves import Plan
+from scavenger.ledger.write.statements import KINDS
+from scavenger.ledger.write.transaction import Generation
+from scavenger.ledger.write.writer import Writer
 from tests.ledger.examples import WAIT_S, event, everything, subjects, witness, written
 
 
@@ -34,13 +34,32 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
         for table in sa.inspect(engine).get_table_names()
         if table != "alembic_version"
     }
-    derived = rows(engine, "SELECT state, moves, epoch, accepted_len, regenerated, worker_id FROM samples ORDER BY sample_id").rows
+    derived = rows(
+        engine,
+        "SELECT state, moves, epoch, accepted_len, regenerated, worker_id FROM samples ORDER BY sample_id",
+    ).rows
     engine.dispose()
     assert counts == {
-        "generations": 1, "runs": 1, "attempts": 2, "weight_versions": 3, "steps": 2, "checkpoints": 1, "groups": 2, "samples": 3,
-        "sample_ends": 7, "leases": 5, "chunks": 4, "workers": 2, "jobs": 1, "job_states": 3, "holds": 1, "cluster_samples": 1,
-        "decisions": 1, "events": 1, "move_log": 0,
-    }  # fmt: skip
+        "generations": 1,
+        "runs": 1,
+        "attempts": 2,
+        "weight_versions": 3,
+        "steps": 2,
+        "checkpoints": 1,
+        "groups": 2,
+        "samples": 3,
+        "sample_ends": 7,
+        "leases": 5,
+        "chunks": 4,
+        "workers": 2,
+        "jobs": 1,
+        "job_states": 3,
+        "gpu_allocations": 1,
+        "cluster_polls": 1,
+        "decisions": 1,
+        "events": 1,
+        "move_log": 0,
+    }
     assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2), ("surplus", 0, 2, 0, 1, 2))
 
 
@@ -58,19 +77,33 @@ def test_one_transaction_or_many_leave_the_same_ledger(sqlite_url: str, tmp_path
 
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event, list[int]]:
     """Commits wait: the event that one has begun, the one that lets them go on, and how many records each has."""
-    entered, go_on, sizes, commit = threading.Event(), threading.Event(), list[int](), transaction.commit_batch
+    entered, go_on, sizes, commit = (
+        threading.Event(),
+        threading.Event(),
+        list[int](),
+        transaction.commit_batch,
+    )
 
-    def slow(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+    def slow(
+        connection: sa.Connection,
+        generation: Generation,
+        batch: int,
+        records: list[r.Record],
+        now: float,
+        plan: Plan,
+    ) -> bool:
         sizes.append(len(records))
         entered.set()
         assert go_on.wait(WAIT_S)
         return commit(connection, generation, batch, records, now, plan)
 
-    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", slow)
+    monkeypatch.setattr("scavenger.ledger.write.writer.commit_batch", slow)
     return entered, go_on, sizes
 
 
-def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The harvester does that with its events: `harvest_stopped` was never in the ledger, and counted as not durable for ever."""
     upgrade(url)
     entered, go_on, _ = held_commits(monkeypatch)
@@ -165,7 +198,9 @@ def test_a_new_generation_waits_for_the_transaction_in_progress(url: str) -> Non
     engine = open_engine(url)
     generation = transaction.grant_generation(engine, "h", 1, "v", 0.0)
     granted: list[int] = []
-    rival = threading.Thread(target=lambda: granted.append(transaction.grant_generation(engine, "h", 2, "v", 0.0)))
+    rival = threading.Thread(
+        target=lambda: granted.append(transaction.grant_generation(engine, "h", 2, "v", 0.0))
+    )
     with transaction.open_connection(engine) as connection, connection.begin():
         assert transaction._advance(connection, generation, 1, 0.0)
         rival.start()
@@ -184,7 +219,10 @@ def test_two_daemons_that_start_at_once_get_two_generations(url: str) -> None:
     engine = open_engine(url)
     granted: list[int] = []
     starters = [
-        threading.Thread(target=lambda n=n: granted.append(transaction.grant_generation(engine, "h", n, "v", 0.0))) for n in range(6)
+        threading.Thread(
+            target=lambda n=n: granted.append(transaction.grant_generation(engine, "h", n, "v", 0.0))
+        )
+        for n in range(6)
     ]
     for starter in starters:
         starter.start()
@@ -199,14 +237,21 @@ def test_a_commit_whose_answer_was_lost_is_not_repeated(url: str, monkeypatch: p
     upgrade(url)
     commit, calls = transaction.commit_batch, []
 
-    def lossy(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+    def lossy(
+        connection: sa.Connection,
+        generation: Generation,
+        batch: int,
+        records: list[r.Record],
+        now: float,
+        plan: Plan,
+    ) -> bool:
         done = commit(connection, generation, batch, records, now, plan)
         calls.append(done)
         if len(calls) == 1:
             raise sa.exc.DBAPIError("COMMIT", None, Exception("gone"), connection_invalidated=True)
         return done
 
-    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", lossy)
+    monkeypatch.setattr("scavenger.ledger.write.writer.commit_batch", lossy)
     with witness(url) as w:
         w.writer.submit(0, [event(0)])
         w.wait_ticket(0)
@@ -255,7 +300,7 @@ def test_close_drains(url: str) -> None:
 ENDLESS = """
 import sys, time
 from scavenger.ledger import records as r
-from scavenger.ledger.writer import Writer
+from scavenger.ledger.write.writer import Writer
 
 def acked(ticket):
     sys.stdout.write(f"{ticket}\\n")
@@ -275,7 +320,9 @@ def test_what_was_acknowledged_outlives_kill_9(url: str) -> None:
     upgrade(url)
     last = -1
     for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-c", ENDLESS, url, str(last + 1)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, url, str(last + 1)], stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout is not None
         deadline = time.monotonic() + WAIT_S
         first = last

@@ -11,21 +11,26 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from scavenger.ledger import transaction
 from scavenger.ledger.faults import WriterState
 from scavenger.ledger.store import open_engine, upgrade
+from scavenger.ledger.write import transaction
 from tests.ledger.examples import event, subjects, witness
 
 
 def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_when_it_can(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scavenger.ledger.wal.PATIENCE_MS", 5)  # this test's clock has it tried with every commit
+    monkeypatch.setattr(
+        "scavenger.ledger.write.wal.TIMEOUT_MS", 5
+    )  # this test's clock has it tried with every commit
     upgrade(sqlite_url)
     log_file, bound = tmp_path / "state" / "ledger.sqlite3-wal", 1_000_000
     reader = sqlite3.connect(tmp_path / "state" / "ledger.sqlite3", isolation_level=None)
     clock = count(step=2)  # more than a retry's pause from one look to the next
-    with witness(sqlite_url, most_wal_bytes=bound, now=lambda: float(next(clock))) as w, capture_logs() as told:
+    with (
+        witness(sqlite_url, most_wal_bytes=bound, now=lambda: float(next(clock))) as w,
+        capture_logs() as told,
+    ):
         w.writer.submit(0, [event(0)])
         w.wait_ticket(0)
         reader.execute("BEGIN")
@@ -63,13 +68,17 @@ def read_on_and_on(path: Path, hold_s: float, stop: threading.Event) -> None:
     connection.close()
 
 
-def test_short_readers_that_overlap_all_the_time_do_not_let_the_log_grow(sqlite_url: str, tmp_path: Path) -> None:
+def test_short_readers_that_overlap_all_the_time_do_not_let_the_log_grow(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     upgrade(sqlite_url)
     bound, stop, largest = 500_000, threading.Event(), 0
     clock = count(step=2)
     path = tmp_path / "state" / "ledger.sqlite3"
     readers = [threading.Thread(target=read_on_and_on, args=(path, 0.02 + 0.007 * n, stop)) for n in range(4)]
-    with witness(sqlite_url, most_wal_bytes=bound, checkpoint_bytes=bound // 2, now=lambda: float(next(clock))) as w:
+    with witness(
+        sqlite_url, most_wal_bytes=bound, checkpoint_bytes=bound // 2, now=lambda: float(next(clock))
+    ) as w:
         for thread in readers:
             thread.start()
         try:
@@ -85,7 +94,9 @@ def test_short_readers_that_overlap_all_the_time_do_not_let_the_log_grow(sqlite_
     assert largest < 4 * bound, "of about 6 MB that were written"
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc: which files a process has open is not told")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="no /proc: which files a process has open is not told"
+)
 def test_the_writer_makes_no_temporary_file(sqlite_url: str) -> None:
     """They would lie in /tmp, and a full /tmp would stall it."""
     upgrade(sqlite_url)
@@ -102,7 +113,9 @@ def test_the_writer_makes_no_temporary_file(sqlite_url: str) -> None:
     assert [name for name in opened if "etilqs" in name] == []
 
 
-def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url: str, tmp_path: Path) -> None:
+def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(
+    sqlite_url: str, tmp_path: Path
+) -> None:
     upgrade(sqlite_url)
     log_file = tmp_path / "state" / "ledger.sqlite3-wal"
     sizes = {}
@@ -118,7 +131,9 @@ def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url
     assert sizes[2_000_000] < 10_000_000
 
 
-def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upgrade(sqlite_url)
 
     def broken(watch: object, how: str) -> None:
@@ -126,7 +141,7 @@ def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
         raise error
 
-    monkeypatch.setattr("scavenger.ledger.wal.WalWatch._write_back", broken)
+    monkeypatch.setattr("scavenger.ledger.write.wal.WalWatch._write_back", broken)
     with witness(sqlite_url, most_wal_bytes=0) as w:
         w.writer.submit(0, [event(0)])
         w.wait_state(WriterState.FAILED)

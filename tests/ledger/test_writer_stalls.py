@@ -14,11 +14,12 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import faults, store, transaction
+from scavenger.ledger import faults, store
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
-from scavenger.ledger.reader import rows
+from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.writer import Backoff, Writer
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.writer import Backoff, Writer
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import event, subjects, witness
 from tests.ledger.test_roles import DAEMON, made_site
@@ -56,7 +57,9 @@ def _small_disk(where: Path, nbytes: int) -> Iterator[Path]:
     where.mkdir()
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(where)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(where)], capture_output=True, text=True
+    )
     if mounted.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     try:
@@ -212,7 +215,9 @@ def test_pauses_grow_up_to_a_bound() -> None:
 
 
 @pytest.mark.postgres
-def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_remedy_of_their_own(postgres: sa.URL) -> None:
+def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_remedy_of_their_own(
+    postgres: sa.URL,
+) -> None:
     with made_site(postgres) as site:
         upgrade(site.url(DAEMON))
         assert site.grant().returncode == 0
@@ -230,6 +235,8 @@ def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_reme
             assert faults.explain(locked.value).startswith("somebody holds a lock on the ledger: 55P03")
             assert faults.classify(locked.value) is WriterState.STALLED_LOCKED
             query = faults.remedy(locked.value).split("`")[1]
-            assert mine in [row[0] for row in rows(impatient, query).rows], "the remedy's own query names the holder"
+            assert mine in [row[0] for row in rows(impatient, query).rows], (
+                "the remedy's own query names the holder"
+            )
             impatient.dispose()
         holder.dispose()

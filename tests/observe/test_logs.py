@@ -27,7 +27,9 @@ def lines(journal: bool, **environ: str) -> list[str]:
     """What a process whose standard error is a pipe, of the journal or not, writes into it."""
     reading, writing = os.pipe()
     where = os.fstat(writing)
-    env = {**os.environ, "SCAVENGER_LOG": "WARNING", **environ} | ({"JOURNAL_STREAM": f"{where.st_dev}:{where.st_ino}"} if journal else {})
+    env = {**os.environ, "SCAVENGER_LOG": "WARNING", **environ} | (
+        {"JOURNAL_STREAM": f"{where.st_dev}:{where.st_ino}"} if journal else {}
+    )
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stderr=writing)
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:

@@ -14,13 +14,18 @@ from scavenger.errors import ConfigError
 from scavenger.ledger import records as rec
 from scavenger.observe import metrics
 from scavenger.observe.exporter import Exporter
-from scavenger.observe.metrics import METRICS, Figures, Reading, RunReading
+from scavenger.observe.metrics import METRICS, Reading, RunReading, StatusMetrics
 from scavenger.observe.tally import Counted, Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"\b(?:scavenger|process)_[a-z_]+\b")
 #: From prometheus_client's own collector.
-PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
+PROCESS = {
+    "process_cpu_seconds_total",
+    "process_resident_memory_bytes",
+    "process_open_fds",
+    "process_start_time_seconds",
+}
 EXPORTED = {metric.exported for metric in METRICS}
 
 
@@ -51,8 +56,12 @@ def test_every_metric_of_an_alert_exists_and_the_alerts_that_an_admin_needs_are_
 
 
 def test_the_manual_s_table_is_every_metric_with_its_labels() -> None:
-    rows = re.findall(r"^\| `(scavenger_\w+)(?:\{(\w+(?:, \w+)*)\})?` \|", (ROOT / "docs/admin.md").read_text(), re.M)
-    assert {name: tuple(filter(None, labels.split(", "))) for name, labels in rows} == {one.exported: one.labels for one in METRICS}
+    rows = re.findall(
+        r"^\| `(scavenger_\w+)(?:\{(\w+(?:, \w+)*)\})?` \|", (ROOT / "docs/admin.md").read_text(), re.M
+    )
+    assert {name: tuple(filter(None, labels.split(", "))) for name, labels in rows} == {
+        one.exported: one.labels for one in METRICS
+    }
 
 
 def test_labels_of_the_dashboard_s_queries_exist() -> None:
@@ -60,9 +69,15 @@ def test_labels_of_the_dashboard_s_queries_exist() -> None:
     by_name = {metric.exported: set(metric.labels) | {"instance", "job"} for metric in METRICS}
     for panel in json.loads((ROOT / "docs/grafana.json").read_text())["panels"]:
         for target in panel["targets"]:
-            used = {label for name in NAME.findall(target["expr"]) for label in by_name.get(name, {"instance"})}
+            used = {
+                label for name in NAME.findall(target["expr"]) for label in by_name.get(name, {"instance"})
+            }
             asked = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-            asked |= {word.strip() for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for word in group.split(",")}
+            asked |= {
+                word.strip()
+                for group in re.findall(r"by \(([^)]*)\)", target["expr"])
+                for word in group.split(",")
+            }
             asked |= set(re.findall(r"[{,](\w+)=", target["expr"]))
             assert asked <= used, (panel["title"], asked - used)
 
@@ -80,19 +95,30 @@ def worked() -> Tally:
         return rec.ChunkAccepted(1, 1, 0, tokens, tokens, tokens, 1, worker_id, 3.0)
 
     tally.add([run, joined(1, "reserved"), joined(2, "harvested"), chunk(1), chunk(2), chunk(2)])
-    tally.add([rec.WorkerLeft(2, "preempted", True, 3, 15, 2, 4.0), rec.HoldEnded("scv-1", 0, "preempted", 4.0)])
-    tally.add([rec.StepCommitted(1, 5, "train", 1, 1, '{"seconds": 10.0, "seconds_wait": 4.0, "loss": 1}', 5.0)])
+    tally.add(
+        [
+            rec.WorkerLeft(2, "preempted", True, 3, 15, 2, 4.0),
+            rec.AllocationEnded("scv-1", 0, "preempted", 4.0),
+        ]
+    )
+    tally.add(
+        [rec.StepCommitted(1, 5, "train", 1, 1, '{"seconds": 10.0, "seconds_wait": 4.0, "loss": 1}', 5.0)]
+    )
     tally.add([rec.StepCommitted(1, 6, "train", 1, 2, '{"seconds": 12.0, "seconds_wait": 1.0}', 9.0)])
-    tally.add([rec.StepCommitted(1, 6, "eval", 1, 2, "{}", 9.0), rec.ClusterSampled(3, 2, 7, 4, 1, 9, 8.0)])
-    tally.add([rec.Event("garbage", 0, "k", "r", "{}", 1.0), rec.Decision("harvest", "submit", "s", "r", "{}", 1.0)])
+    tally.add([rec.StepCommitted(1, 6, "eval", 1, 2, "{}", 9.0), rec.ClusterPolled(3, 2, 7, 4, 1, 9, 8.0)])
+    tally.add(
+        [rec.Event("garbage", 0, "k", "r", "{}", 1.0), rec.Decision("harvest", "submit", "s", "r", "{}", 1.0)]
+    )
     return tally
 
 
 def reading(tally: Tally) -> Reading:
     run = RunReading("ada", {("harvested", "ready"): 2}, {"queued": 3, "leased": 4}, 6, 2, 6, 8.5, 9.5)
-    return metrics.read(Figures(
-        10.0, "0.1", 3, 1.0, True, 0.5, 6, 700, 800, 1, 900, 1000, tally, (run,), 2, {"squeue": 11},
-    ))  # fmt: skip
+    return metrics.read(
+        StatusMetrics(
+            10.0, "0.1", 3, 1.0, True, 0.5, 6, 700, 800, 1, 900, 1000, tally, (run,), 2, {"squeue": 11}
+        )
+    )
 
 
 def scraped(exporter: Exporter) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -113,14 +139,31 @@ def test_a_scrape_has_what_the_daemon_did() -> None:
     def value(name: str, **labels: str) -> float:
         return found["scavenger_" + name, frozenset(labels.items())]
 
-    assert (value("tokens_total", run="ada", source="reserved"), value("tokens_total", run="ada", source="harvested")) == (10, 20)
-    assert (value("salvaged_tokens_total", run="ada"), value("regenerated_tokens_total", run="ada")) == (15, 2)
+    assert (
+        value("tokens_total", run="ada", source="reserved"),
+        value("tokens_total", run="ada", source="harvested"),
+    ) == (10, 20)
+    assert (value("salvaged_tokens_total", run="ada"), value("regenerated_tokens_total", run="ada")) == (
+        15,
+        2,
+    )
     assert (value("preemptions_total"), value("engines_lost_total", run="ada", notice="yes")) == (1, 1)
-    assert (value("gpus", state="idle"), value("gpus", state="harvested"), value("others_pending_jobs")) == (3, 2, 9)
+    assert (
+        value("gpus", state="idle"),
+        value("gpus", state="harvested"),
+        value("other_users_pending_jobs"),
+    ) == (3, 2, 9)
     assert (value("steps_total", run="ada"), value("step_seconds", run="ada", part="step")) == (2, 12)
-    assert (value("step_seconds", run="ada", part="wait"), value("step_part_seconds_total", run="ada", part="wait")) == (1, 5)
+    assert (
+        value("step_seconds", run="ada", part="wait"),
+        value("step_part_seconds_total", run="ada", part="wait"),
+    ) == (1, 5)
     assert value("run_progress_timestamp_seconds", run="ada") == 9, "a committed step is progress too"
-    assert (value("slurm_rpcs_total", kind="squeue"), value("quarantined_nodes"), value("weights_version", run="ada")) == (11, 2, 2)
+    assert (
+        value("slurm_rpcs_total", kind="squeue"),
+        value("quarantined_nodes"),
+        value("weights_version", run="ada"),
+    ) == (11, 2, 2)
     assert (value("ledger_lag_seconds"), value("ledger_wal_bytes"), value("ledger_ok")) == (0.5, 800, 1)
     assert (value("events_total", kind="garbage"), value("decisions_total", action="submit")) == (1, 1)
     assert {name for name, _ in found if name.startswith("scavenger_")} <= EXPORTED

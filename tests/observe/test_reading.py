@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scavenger.observe import reading
 from scavenger.observe.tally import Tally
-from scavenger.router.machine import Demand
+from scavenger.policy.demand import Demand
 from tests.observe.test_status import SEEN
 from tests.router.moves import W1, one_lease
 
@@ -13,7 +13,9 @@ def test_engines_samples_versions_and_progress_are_the_core_s() -> None:
     bench, lease = one_lease()
     core = bench.router.core
     (run,) = core.runs.values()
-    before = reading.take(SEEN, core, Tally(), 0.0, [Demand(run.id, run.name, 7, 1, "")], {"squeue": 5, "scontrol": 10}, 2).values
+    before = reading.take(
+        SEEN, core, Tally(), 0.0, [Demand(run.id, run.name, 7, 1, "")], {"squeue": 5, "scontrol": 10}, 2
+    ).values
     assert before["engines"] == {(run.name, "harvested", "ready"): 1}
     assert before["engines_wanted"][run.name,] == 7
     in_flight = {state: count for (_, state), count in before["samples_in_flight"].items()}
@@ -30,4 +32,6 @@ def test_engines_samples_versions_and_progress_are_the_core_s() -> None:
     assert after["slurm_rpcs"] == {}, "nothing was asked"
 
     core.workers[next(iter(core.workers))].suspect = True
-    assert reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values["engines"] == {(run.name, "harvested", "suspect"): 1}
+    assert reading.take(SEEN, core, Tally(), 0.0, (), {}, 0).values["engines"] == {
+        (run.name, "harvested", "suspect"): 1
+    }

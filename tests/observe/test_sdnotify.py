@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from scavenger import keys, toml
+from scavenger import toml
+from scavenger.daemon.systemd import Notifier
 from scavenger.observe import status
-from scavenger.observe.sdnotify import Notifier
+from scavenger.protocol import keys
 
 
 class Manager:
@@ -67,16 +68,25 @@ def configured(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def daemon(tmp_path: Path, manager: Manager, *options: str, watchdog_s: float = 1.0) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(
+    tmp_path: Path, manager: Manager, *options: str, watchdog_s: float = 1.0
+) -> Iterator[subprocess.Popen[bytes]]:
     """`scavenger daemon` as systemd starts it. It is killed at the end if it still runs."""
-    config = configured(tmp_path) if not (tmp_path / "scavenger.toml").exists() else tmp_path / "scavenger.toml"
+    config = (
+        configured(tmp_path) if not (tmp_path / "scavenger.toml").exists() else tmp_path / "scavenger.toml"
+    )
     env = {
-        **os.environ, "NOTIFY_SOCKET": manager.socket.getsockname(), "WATCHDOG_USEC": str(int(watchdog_s * 1e6)),
+        **os.environ,
+        "NOTIFY_SOCKET": manager.socket.getsockname(),
+        "WATCHDOG_USEC": str(int(watchdog_s * 1e6)),
         "SCAVENGER_LOG_FORMAT": "json",
-    }  # fmt: skip
+    }
     with (tmp_path / "log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "scavenger", "daemon", "--config", str(config), *options], env=env, stdin=subprocess.DEVNULL, stderr=log
+            [sys.executable, "-m", "scavenger", "daemon", "--config", str(config), *options],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
         )
     try:
         yield process
@@ -86,16 +96,22 @@ def daemon(tmp_path: Path, manager: Manager, *options: str, watchdog_s: float = 
         process.wait(10)
 
 
-def test_a_daemon_says_when_it_is_ready_alive_and_reloading_and_a_hung_one_says_nothing(tmp_path: Path, manager: Manager) -> None:
+def test_a_daemon_says_when_it_is_ready_alive_and_reloading_and_a_hung_one_says_nothing(
+    tmp_path: Path, manager: Manager
+) -> None:
     with daemon(tmp_path, manager) as process:
         ready = manager.until("READY")
         assert "serving at tcp://" in ready["STATUS"]
-        assert not any("WATCHDOG" in message for message in manager.heard), "nothing is alive before it is ready"
+        assert not any("WATCHDOG" in message for message in manager.heard), (
+            "nothing is alive before it is ready"
+        )
         manager.until("WATCHDOG")
         manager.until("WATCHDOG")
 
         text = (tmp_path / "scavenger.toml").read_text()
-        (tmp_path / "scavenger.toml").write_text(text.replace("enabled = false", "enabled = false\nmax_engines = 9\nquarantine_after = 7"))
+        (tmp_path / "scavenger.toml").write_text(
+            text.replace("enabled = false", "enabled = false\nmax_engines = 9\nquarantine_after = 7")
+        )
         before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         process.send_signal(signal.SIGHUP)
         assert int(manager.until("RELOADING")["MONOTONIC_USEC"]) >= before
@@ -128,24 +144,30 @@ def test_a_daemon_says_when_it_is_ready_alive_and_reloading_and_a_hung_one_says_
     assert "harvest.quarantine_after: 3 -> 7" in log
     engine = sa.create_engine(f"sqlite:///{tmp_path}/state/ledger.sqlite3")
     with engine.connect() as connection:
-        told = connection.execute(sa.text("SELECT kind FROM events WHERE kind LIKE 'config%' ORDER BY rowid")).scalars().all()
+        told = (
+            connection.execute(sa.text("SELECT kind FROM events WHERE kind LIKE 'config%' ORDER BY rowid"))
+            .scalars()
+            .all()
+        )
     engine.dispose()
     assert told == ["config_reloaded", "config_refused"]
 
 
 @pytest.mark.long
-def test_a_daemon_that_stands_by_asks_for_time_and_is_ready_when_it_takes_over(tmp_path: Path, manager: Manager) -> None:
+def test_a_daemon_that_stands_by_asks_for_time_and_is_ready_when_it_takes_over(
+    tmp_path: Path, manager: Manager
+) -> None:
     first = Manager(str(tmp_path / "first"))
     with daemon(tmp_path, first) as serving:
         first.until("READY")
-        with daemon(tmp_path, manager, "--standby") as standing:
+        with daemon(tmp_path, manager, "--standby") as stop_state:
             asked = manager.until("EXTEND_TIMEOUT_USEC")
             assert int(asked["EXTEND_TIMEOUT_USEC"]) >= 30e6, "more than it waits until it asks again"
             assert "waiting for another daemon" in asked["STATUS"]
             assert not any("READY" in message for message in manager.heard)
             serving.send_signal(signal.SIGTERM)
             manager.until("READY")
-            assert standing.poll() is None
+            assert stop_state.poll() is None
     first.socket.close()
 
 
@@ -177,7 +199,9 @@ def test_an_abstract_socket_is_reached_and_a_watchdog_of_another_process_is_not_
     manager = Manager(name)
     notifier = Notifier({"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "1"}, os.getpid())
     notifier.ready("well\nREADY=0")
-    assert manager.listen(1.0) == {"READY": "1", "STATUS": "well READY=0"}, "a status cannot smuggle in a field"
+    assert manager.listen(1.0) == {"READY": "1", "STATUS": "well READY=0"}, (
+        "a status cannot smuggle in a field"
+    )
     assert notifier.watchdog_s == 0
     notifier.close()
     manager.socket.close()

@@ -16,20 +16,22 @@ import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
-from scavenger import daemon, keys, toml
-from scavenger.cli import app
-from scavenger.cluster.local import LocalServer
+from scavenger import toml
+from scavenger.cli.main import app
+from scavenger.cluster.local.client import LocalServer
 from scavenger.config import DaemonConfig
+from scavenger.daemon import main
 from scavenger.errors import DaemonUnavailable, Fenced
 from scavenger.ledger import store
 from scavenger.ledger.records import Event
-from scavenger.ledger.transaction import grant_generation
+from scavenger.ledger.write.transaction import grant_generation
 from scavenger.observe import status
 from scavenger.observe.status import Harvest, Status
+from scavenger.protocol import keys
 
 SEEN = Status(
     1000.0, 3, "login1", 77, 100.0, "OK", "", 12, 2**20, 3 * 2**20, 4, 5, 6 * 2**20, 512 * 2**20, 7, 8
-)  # fmt: skip
+)
 
 
 async def until_written(state_dir: Path) -> Status:
@@ -54,7 +56,14 @@ def test_figures_are_in_a_private_file_and_now_and_then_in_the_log(tmp_path: Pat
     assert status.read(tmp_path) == looks[-1]
     assert stat.S_IMODE(status.path(tmp_path).stat().st_mode) == 0o600
     assert [entry["backlog_records"] for entry in told if entry["event"] == "status"] == [0, 1, 2, 3]
-    assert {"wal_bytes", "wal_written_back", "wal_blocked", "payload_evictions", "payload_reads", "ledger_state"} <= told[0].keys()
+    assert {
+        "wal_bytes",
+        "wal_written_back",
+        "wal_blocked",
+        "payload_evictions",
+        "payload_reads",
+        "ledger_state",
+    } <= told[0].keys()
 
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,19 +86,33 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch:
 
 def test_the_terminal_sees_the_figures_and_how_old_they_are() -> None:
     text = "\n".join(status.lines(SEEN, 1001.0))
-    for said in ("generation 3, pid 77 on login1", "12 records (1.0 MiB) not durable", "3.0 MiB (SQLite's)", "written back 4 times"):
+    for said in (
+        "generation 3, pid 77 on login1",
+        "12 records (1.0 MiB) not durable",
+        "3.0 MiB (SQLite's)",
+        "written back 4 times",
+    ):
         assert said in text
     assert "moves" not in text
     assert "10,000 are durable and not yet in what reports read" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, logged_moves=10_000), 1001.0)
     )
-    for said in ("prevented by a reader 5 times", "6.0 MiB of 512.0 MiB", "7 samples evicted", "8 reads back"):
+    for said in (
+        "prevented by a reader 5 times",
+        "6.0 MiB of 512.0 MiB",
+        "7 samples evicted",
+        "8 reads back",
+    ):
         assert said in text
     assert "old" not in text
     assert "NO DAEMON SERVES" not in text
     silent = status.lines(SEEN, 1500.0)
-    assert silent[0] == "NO DAEMON SERVES: SILENT for 500 s: it stopped, or hangs; the figures are its last ones"
-    assert silent[2].startswith("ledger    was OK at 1970-01-01 00:16:40 UTC; 12 records (1.0 MiB) not durable then")
+    assert (
+        silent[0] == "NO DAEMON SERVES: SILENT for 500 s: it stopped, or hangs; the figures are its last ones"
+    )
+    assert silent[2].startswith(
+        "ledger    was OK at 1970-01-01 00:16:40 UTC; 12 records (1.0 MiB) not durable then"
+    )
     assert "it hangs;" in status.lines(SEEN, 1500.0, True)[0]
     ill = msgspec.structs.replace(SEEN, ledger_state="DISK_FULL", ledger_reason="database or disk is full")
     assert "DISK_FULL (database or disk is full)" in "\n".join(status.lines(ill, 1001.0))
@@ -108,20 +131,33 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
         assert said in text
     assert "STOPPED" not in text
     assert "scancel" not in text
-    spare = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, spares=4))
+    spare = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, standby_jobs=4))
     assert "1 jobs of ours wait and 4 are spare" in "\n".join(status.lines(spare, 1001.0))
     stopped = msgspec.structs.replace(HELD, stopped="scavenger drain: ada: a talk")
-    assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0))
+    unread = msgspec.structs.replace(
+        stopped, stopped="", unread="the stop file (/x) cannot be read: Input/output error"
+    )
+    assert "NOT KNOWN whether somebody stopped it: the stop file (/x) cannot be read" in "\n".join(
+        status.lines(msgspec.structs.replace(SEEN, harvest=unread), 1001.0)
+    )
+    assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(
+        status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0)
+    )
     died = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0, False))
     assert "2 engines held 4 GPUs" in died
     assert "scancel -u $USER -p scavenge" in died
     unseen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, seen_at=0.0))
     assert "slurm     not seen yet" in status.lines(unseen, 1001.0)
-    assert "scavenge" not in "\n".join(status.lines(SEEN, 1001.0)), "one that does not harvest says nothing of it"
+    assert "scavenge" not in "\n".join(status.lines(SEEN, 1001.0)), (
+        "one that does not harvest says nothing of it"
+    )
 
 
 def test_the_log_tells_what_is_harvested_when_it_changed(tmp_path: Path) -> None:
-    stop, looks = asyncio.Event(), iter([HELD, msgspec.structs.replace(HELD, idle=7), msgspec.structs.replace(HELD, engines=1, gpus=2)])
+    stop, looks = (
+        asyncio.Event(),
+        iter([HELD, msgspec.structs.replace(HELD, idle=7), msgspec.structs.replace(HELD, engines=1, gpus=2)]),
+    )
 
     def look() -> Status:
         harvest = next(looks)
@@ -131,17 +167,22 @@ def test_the_log_tells_what_is_harvested_when_it_changed(tmp_path: Path) -> None
 
     with capture_logs() as told:
         asyncio.run(status.tell(tmp_path, look, stop, write_s=0.001))
-    assert [(entry["engines"], entry["gpus"], entry["because"]) for entry in told if entry["event"] == "harvest"] == [
-        (2, 4, "max_engines = 2 is reached"), (1, 2, "max_engines = 2 is reached"),
-    ]  # fmt: skip
+    assert [
+        (entry["engines"], entry["gpus"], entry["because"]) for entry in told if entry["event"] == "harvest"
+    ] == [(2, 4, "max_engines = 2 is reached"), (1, 2, "max_engines = 2 is reached")]
 
 
 def test_a_daemon_that_ended_or_died_does_not_serve() -> None:
     assert status.absent(SEEN, 1001.0, True) == status.absent(SEEN, 1001.0, None) == ""
     assert "DIED: no process 77 is left on login1" in status.absent(SEEN, 1001.0, False)
-    ended = msgspec.structs.replace(SEEN, state="FENCED", reason="another daemon owns this ledger now", stopped_at=1000.5)
+    ended = msgspec.structs.replace(
+        SEEN, state="FENCED", reason="another daemon owns this ledger now", stopped_at=1000.5
+    )
     # Its number may have been given to another process.
-    assert status.absent(ended, 1001.0, True) == "FENCED (another daemon owns this ledger now), stopped at 1970-01-01 00:16:40 UTC"
+    assert (
+        status.absent(ended, 1001.0, True)
+        == "FENCED (another daemon owns this ledger now), stopped at 1970-01-01 00:16:40 UTC"
+    )
 
 
 def test_postgres_has_no_log_of_sqlites() -> None:
@@ -158,7 +199,9 @@ def test_the_last_word_of_an_older_daemon_does_not_replace_a_newer_ones(tmp_path
     assert status.read(tmp_path).state == "CLOSED"
 
 
-def test_a_write_that_is_cancelled_is_over_before_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_cancelled_is_over_before_the_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go = threading.Event(), threading.Event()
     write = status.write
 
@@ -192,7 +235,10 @@ def play_daemon(tmp_path: Path, *, fenced: bool) -> tuple[Status, Status, Result
     """A daemon's life on a ledger of its own: its status while it serves and after, and the command's answers then."""
     state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
     keys.init_state(state_dir, "ada")
-    document: dict[str, dict[str, Any]] = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"enabled": False}}
+    document: dict[str, dict[str, Any]] = {
+        "daemon": {"state_dir": str(state_dir)},
+        "harvest": {"enabled": False},
+    }
     config.write_text(toml.dumps(document))
     settings = DaemonConfig.model_validate(document)
 
@@ -200,7 +246,7 @@ def play_daemon(tmp_path: Path, *, fenced: bool) -> tuple[Status, Status, Result
         return CliRunner().invoke(app, ["status", "--config", str(config)])
 
     async def play() -> tuple[Status, Result]:
-        served = daemon.Daemon(settings, None)
+        served = main.Daemon(settings, None)
         running = asyncio.create_task(served.run())
         try:
             seen = await until_written(state_dir)
@@ -235,24 +281,29 @@ def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
     assert "NO DAEMON SERVES: CLOSED, stopped at" in after.output
 
 
-@pytest.mark.parametrize(("sole_user", "consequence"), [(True, "only when Slurm preempts them"), (False, "nothing is harvested")])
+@pytest.mark.parametrize(
+    ("sole_user", "consequence"), [(True, "only when Slurm preempts them"), (False, "nothing is harvested")]
+)
 def test_a_daemon_that_may_not_see_others_jobs_says_that_courtesy_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sole_user: bool, consequence: str
 ) -> None:
     state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
     keys.init_state(state_dir, "ada")
-    document: dict[str, dict[str, Any]] = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"sole_user": sole_user}}
+    document: dict[str, dict[str, Any]] = {
+        "daemon": {"state_dir": str(state_dir)},
+        "harvest": {"sole_user": sole_user},
+    }
     config.write_text(toml.dumps(document))
     with LocalServer(tmp_path / "local") as server:
         cluster = server.cluster()
         public = cluster.info()
         monkeypatch.setattr(cluster, "info", lambda: dataclasses.replace(public, private=frozenset({"jobs"})))
-        served = daemon.Daemon(DaemonConfig.model_validate(document), cluster)
+        served = main.Daemon(DaemonConfig.model_validate(document), cluster)
 
         async def play() -> None:
             running = asyncio.create_task(served.run())
             async with asyncio.timeout(20):
-                while served.harvester is None or not served.harvester.standing.hidden:
+                while served.harvester is None or not served.harvester.stop_state.hidden:
                     assert not running.done(), running.result()
                     await asyncio.sleep(0.01)
                 served.stop.set()
@@ -261,11 +312,17 @@ def test_a_daemon_that_may_not_see_others_jobs_says_that_courtesy_is_off(
         asyncio.run(play())
     last = status.read(state_dir)
     assert (bool(last.hidden), last.blind) == (True, not sole_user)
-    (line,) = [line for line in status.lines(msgspec.structs.replace(last, state="SERVING"), last.at, True) if line.startswith("courtesy")]
+    (line,) = [
+        line
+        for line in status.lines(msgspec.structs.replace(last, state="SERVING"), last.at, True)
+        if line.startswith("courtesy")
+    ]
     assert "OFF: PrivateData hides jobs" in line
     assert consequence in line
     assert "courtesy  was OFF" in CliRunner().invoke(app, ["status", "--config", str(config)]).output
-    assert not any("courtesy" in line for line in status.lines(SEEN, SEEN.at, True)), "it is said only where it is so"
+    assert not any("courtesy" in line for line in status.lines(SEEN, SEEN.at, True)), (
+        "it is said only where it is so"
+    )
 
 
 def test_a_fenced_daemon_says_so_at_its_end(tmp_path: Path) -> None:
@@ -275,3 +332,37 @@ def test_a_fenced_daemon_says_so_at_its_end(tmp_path: Path) -> None:
     assert after.exit_code == 1
     assert "NO DAEMON SERVES: FENCED" in after.output
     assert "ledger    OK" not in after.output
+
+
+@pytest.mark.parametrize(
+    ("engines", "gpus", "connected", "connected_gpus"),
+    [(0, 0, 2, 2), (4, 4, 0, 0)],
+    ids=["started since", "left since"],
+)
+def test_between_two_polls_it_says_what_was_held_then_and_who_is_connected_now(
+    engines: int, gpus: int, connected: int, connected_gpus: int
+) -> None:
+    """It said 0 GPUs for minutes while two engines worked, and 4 for 14 s after all had left."""
+    held = msgspec.structs.replace(
+        HELD, engines=engines, gpus=gpus, connected=connected, connected_gpus=connected_gpus
+    )
+    seen = msgspec.structs.replace(SEEN, at=1002.0, harvest=held)
+    line = status.lines(seen, 1004.0, True)[1]
+    assert f"{engines} engines held {gpus} GPUs at the last poll, 14 s ago; " in line
+    assert f"{connected} engines on {connected_gpus} GPUs were connected 2 s ago" in line
+
+
+def test_where_slurm_and_engines_agree_it_says_it_once() -> None:
+    seen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, connected=2, connected_gpus=4))
+    assert "2 engines hold 4 GPUs, 1 jobs" in status.lines(seen, 1004.0, True)[1]
+
+
+def test_the_terminal_says_when_descriptors_are_few_and_when_strangers_were_cut_off() -> None:
+    few = msgspec.structs.replace(SEEN, open_files=900, open_files_limit=1024)
+    assert "900 of 1,024 files open, FEW ARE LEFT: raise the limit" in "\n".join(status.lines(few, 1001.0))
+    cut = msgspec.structs.replace(
+        SEEN, open_files=90, open_files_limit=65536, ended_connections=1400, unproven_connections=96
+    )
+    said = "\n".join(status.lines(cut, 1001.0))
+    assert "90 of 65,536 files open; 1,400 connections without a key ended, 96 there" in said
+    assert "sockets" not in "\n".join(status.lines(SEEN, 1001.0))

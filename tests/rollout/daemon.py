@@ -10,10 +10,10 @@ import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
-from scavenger import keys, wire
-from scavenger.keys import KeyPair, Rendezvous
+from scavenger.protocol import keys, messages
+from scavenger.protocol.keys import KeyPair, Rendezvous
 
-M = TypeVar("M", bound=wire.Message)
+M = TypeVar("M", bound=messages.Message)
 
 
 class _Allowed:
@@ -30,8 +30,8 @@ class FakeDaemon:
     def __init__(self, state_dir: Path, server: KeyPair, allowed: set[str], generation: int = 1) -> None:
         self.generation = generation
         self.answers = True
-        self.inbox: list[wire.Message] = []
-        self.beats: list[wire.Heartbeat] = []
+        self.inbox: list[messages.Message] = []
+        self.beats: list[messages.Heartbeat] = []
         self._arrived = asyncio.Event()
         self._peer = b""
         self._context = zmq.asyncio.Context()
@@ -40,26 +40,31 @@ class FakeDaemon:
         self._auth.configure_curve_callback("*", _Allowed(allowed))
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = server.public.encode(), server.secret.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = (
+            server.public.encode(),
+            server.secret.encode(),
+        )
         self._socket.linger = 0
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        keys.write_rendezvous(state_dir, Rendezvous(f"tcp://127.0.0.1:{port}", server.public, generation, 1, "here"))
+        keys.write_rendezvous(
+            state_dir, Rendezvous(f"tcp://127.0.0.1:{port}", server.public, generation, 1, "here")
+        )
         self._task = asyncio.create_task(self._receive())
 
     async def _receive(self) -> None:
         while True:
             self._peer, frame = await self._socket.recv_multipart()
-            message = wire.decode_to_daemon(frame)
-            if isinstance(message, wire.Heartbeat):
+            message = messages.decode_to_daemon(frame)
+            if isinstance(message, messages.Heartbeat):
                 self.beats.append(message)
                 if self.answers:
-                    self.send(wire.HeartbeatAck(self.generation))
+                    self.send(messages.HeartbeatAck(self.generation))
             else:
                 self.inbox.append(message)
             self._arrived.set()
 
-    def send(self, message: wire.Message) -> None:
-        self._socket.send_multipart([self._peer, wire.encode(message)])
+    def send(self, message: messages.Message) -> None:
+        self._socket.send_multipart([self._peer, messages.encode(message)])
 
     async def expect(self, kind: type[M], timeout_s: float = 60.0) -> M:
         """The next message of this kind; those before it stay in the inbox."""
@@ -76,9 +81,9 @@ class FakeDaemon:
         """Collect a sample's chunks, in order, until `length` tokens are there; checks that resends are exact."""
         have: list[int] = []
         while len(have) < length:
-            for chunk in (await self.expect(wire.Chunks, timeout_s)).chunks:
+            for chunk in (await self.expect(messages.Chunks, timeout_s)).chunks:
                 if chunk.sample_id == sample:
-                    new = wire.unpack_tokens(chunk.tokens)
+                    new = messages.unpack_tokens(chunk.tokens)
                     assert chunk.offset <= len(have)
                     overlap = have[chunk.offset :]
                     assert list(new[: len(overlap)]) == overlap

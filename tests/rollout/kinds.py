@@ -16,7 +16,7 @@ import pytest
 
 from rollout.engines.base import Engine, Host
 from rollout.engines.registry import builder, with_stops
-from scavenger.wire import EngineSpec
+from scavenger.protocol.messages import EngineSpec
 from tests.rollout import models
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Vllm(Reference):
                 return Kept(self, spec, self._idle[spec].pop())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # vLLM's own, at its import
-                from rollout.engines import vllm
+                from rollout.engines.vllm import engine as vllm
 
                 self._started.append(await vllm.build(spec, host))
                 return Kept(self, spec, self._started[-1])

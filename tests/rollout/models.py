@@ -9,9 +9,9 @@ import torch
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from scavenger.protocol.messages import EngineSpec
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest, TensorView
-from scavenger.wire import EngineSpec
 
 SMALL = {
     "hidden_size": 32,
@@ -34,7 +34,13 @@ def config_text(model_type: str = "qwen3", **changes: Any) -> str:
 
 
 def spec(
-    text: str | None = None, *, dtype: str = "float64", max_batch: int = 16, context: int = 128, pace: float = 0.0, name: str = "reference"
+    text: str | None = None,
+    *,
+    dtype: str = "float64",
+    max_batch: int = 16,
+    context: int = 128,
+    pace: float = 0.0,
+    name: str = "reference",
 ) -> EngineSpec:
     return EngineSpec(name, text or config_text(), dtype, max_batch, context, pace)
 
@@ -56,7 +62,11 @@ def weights(model: Any, version: int = 1) -> tuple[Manifest, memoryview]:
     tensors: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}
     for name, parameter in model.named_parameters():
         data = bytearray(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        tensors[name] = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), memoryview(data))
+        tensors[name] = (
+            str(parameter.dtype).removeprefix("torch."),
+            tuple(parameter.shape),
+            memoryview(data),
+        )
     return manifests.build(version, tensors)
 
 

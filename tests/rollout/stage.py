@@ -7,21 +7,22 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
-from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
-from rollout.events import Identity, Leave, Limits
+from rollout.engines.base import EngineInfo, Host, Weight
 from rollout.worker import Options, Worker
-from scavenger import keys, wire
 from scavenger.errors import EngineError
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
+from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import EndWorker, Identity, WorkerLimits
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
-from scavenger.wire import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
 from tests.rollout.daemon import FakeDaemon
 
 SERVER, ME = keys.generate(), keys.generate()
 WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
 SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
 BEAT_S = 0.1
-QUICK = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
+QUICK = WorkerLimits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
 #: The fixture `play`: runs a test's coroutine on a stage.
 Play = Callable[[Callable[["Stage"], Awaitable[None]]], None]
 
@@ -86,6 +87,9 @@ class Scripted:
     async def wake(self) -> None:
         self.calls.append("wake")
 
+    async def bytes_held(self) -> int:
+        return 512 if self.calls[-1:] == ["sleep"] else 4096
+
     def progress(self) -> int:
         return 1
 
@@ -100,7 +104,7 @@ class Scripted:
 class Stage:
     """A worker in this process, its engine, and the daemon that it talks to."""
 
-    def __init__(self, tmp_path: Path, limits: Limits) -> None:
+    def __init__(self, tmp_path: Path, limits: WorkerLimits) -> None:
         self.path = tmp_path
         self.engine = Scripted()
         self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
@@ -112,39 +116,54 @@ class Stage:
         return self.engine
 
     def welcome(self) -> None:
-        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8, relay=True))
+        self.daemon.send(
+            messages.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8, relay=True)
+        )
 
     def use(self, version: int, corrupt: bool = False) -> bytes:
-        manifest, blob = manifests.build(version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))})
+        manifest, blob = manifests.build(
+            version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))}
+        )
         if corrupt:
             blob[0] ^= 1
         source = self.source.publish(manifest, blob)
-        self.daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source,)))
+        self.daemon.send(messages.UseWeights(version, manifests.encode(manifest), (source,)))
         return manifest.root
 
     async def ready(self) -> None:
-        await self.daemon.expect(wire.WorkerHello)
+        await self.daemon.expect(messages.WorkerHello)
         self.welcome()
         root = self.use(1)
-        loaded = await self.daemon.expect(wire.WeightsLoaded)
+        loaded = await self.daemon.expect(messages.WeightsLoaded)
         assert (loaded.version, loaded.root) == (1, root)
 
-    def assign(self, sample: int, most: int, epoch: int = 1, prompt: tuple[int, ...] = (1,), accepted: tuple[int, ...] = ()) -> None:
+    def assign(
+        self,
+        sample: int,
+        most: int,
+        epoch: int = 1,
+        prompt: tuple[int, ...] = (1,),
+        accepted: tuple[int, ...] = (),
+    ) -> None:
         key = SampleKey("train", 0, sample, 0)
-        self.daemon.send(wire.Assign((Lease(sample, epoch, 1, pack_tokens(prompt), pack_tokens(accepted), Sampling(most), 0, key),)))
+        self.daemon.send(
+            messages.Assign(
+                (Lease(sample, epoch, 1, pack_tokens(prompt), pack_tokens(accepted), Sampling(most), 0, key),)
+            )
+        )
 
     def restart_daemon(self) -> None:
         """Another socket, another port, another generation; nothing is remembered."""
         self.daemon.close()
         self.daemon = FakeDaemon(self.path, SERVER, {ME.public}, self.daemon.generation + 1)
 
-    async def ends(self, code: int, within_s: float = 30.0) -> Leave:
-        leave = await asyncio.wait_for(self.worker, within_s)
-        assert leave.code == code
-        return leave
+    async def ends(self, code: int, within_s: float = 30.0) -> EndWorker:
+        end = await asyncio.wait_for(self.worker, within_s)
+        assert end.code == code
+        return end
 
 
-async def beat(stage: Stage, until: Callable[[wire.Heartbeat], bool] = lambda _beat: True) -> None:
+async def beat(stage: Stage, until: Callable[[messages.Heartbeat], bool] = lambda _beat: True) -> None:
     """Wait for a further heartbeat that says so."""
     async with asyncio.timeout(5.0):
         while True:

@@ -20,8 +20,8 @@ from rollout.engines import published  # noqa: E402  needs torch, as all that fo
 from rollout.engines.base import Host  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.registry import builder  # noqa: E402
-from rollout.engines.vllm import VllmEngine  # noqa: E402
-from rollout.engines.vllm_worker import _told  # noqa: E402
+from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
+from rollout.engines.vllm.worker import _encoded  # noqa: E402
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 
 
@@ -54,10 +54,12 @@ class Llm:
         sums = {}
         for weight, dtype, shape, offset, nbytes in table:
             kind = published.STORED[dtype]
-            value = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset).reshape(shape)
+            value = torch.frombuffer(
+                memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset
+            ).reshape(shape)
             if self.damage and weight.endswith("q_proj.weight"):
                 value[0, 0] += 1
-            sums[weight] = _told(checksum(value))
+            sums[weight] = _encoded(checksum(value))
         self.held = dict(sums)
         if self.misplaces:
             self.flip()
@@ -66,7 +68,7 @@ class Llm:
     def flip(self) -> None:
         """One weight of those that it holds is another one."""
         name = min(self.held)
-        self.held = self.held | {name: _told(checksum(torch.ones(self.held[name][1])))}
+        self.held = self.held | {name: _encoded(checksum(torch.ones(self.held[name][1])))}
 
 
 def engine_of(llm: Llm) -> VllmEngine:
@@ -92,7 +94,9 @@ def test_what_comes_while_it_sleeps_is_summed_then_and_must_be_found_at_the_wake
         else:
             await engine.wake()
             assert llm.calls.index("scavenger_load") < llm.calls.index("resume_generation")
-            assert await engine.load(2, trained.merged_by_engine(), summed=True) == trained.digest(), "awake, the same"
+            assert await engine.load(2, trained.merged_by_engine(), summed=True) == trained.digest(), (
+                "awake, the same"
+            )
 
     asyncio.run(main())
 
@@ -123,7 +127,11 @@ def test_a_wake_without_a_new_version_finds_what_went_to_sleep(damage: bool) -> 
             assert "resume_generation" not in llm.calls, "nothing is generated with it"
         else:
             await engine.wake()
-            assert llm.calls.index("wake_up") < llm.calls.index("scavenger_held") < llm.calls.index("resume_generation")
+            assert (
+                llm.calls.index("wake_up")
+                < llm.calls.index("scavenger_held")
+                < llm.calls.index("resume_generation")
+            )
 
     asyncio.run(main())
 
@@ -145,7 +153,9 @@ def test_weights_that_do_not_sit_in_the_engine_as_published_are_told_from_those_
     async def main() -> None:
         llm = Llm()
         llm.misplaces = True
-        with pytest.raises(WeightsDiffer, match=r"version 1 does not sit in the engine as published: .* does not hold"):
+        with pytest.raises(
+            WeightsDiffer, match=r"version 1 does not sit in the engine as published: .* does not hold"
+        ):
             await engine_of(llm).load(1, kinds.Reference().views)
         assert "resume_generation" not in llm.calls
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
-adapters = pytest.importorskip("trainer.adapters")
+adapters = pytest.importorskip("trainer.model.adapters")
 from rollout.engines import lora, merging  # noqa: E402  needs torch, as all that follows
 from rollout.engines.checksum import checksum, digest  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
@@ -44,10 +44,17 @@ class Trained:
                     value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
 
     def merged_by_trainer(self) -> list[Weight]:
-        return [*manifests.views(*_version(3, dict(adapters.merged(self.model, adapters.shapes(self.model)))))]
+        return [
+            *manifests.views(*_version(3, dict(adapters.merged(self.model, adapters.shapes(self.model)))))
+        ]
 
     def digest(self) -> bytes:
-        return digest({name: checksum(value) for name, value in adapters.merged(self.model, adapters.shapes(self.model))})
+        return digest(
+            {
+                name: checksum(value)
+                for name, value in adapters.merged(self.model, adapters.shapes(self.model))
+            }
+        )
 
     def merged_by_engine(self, base: Manifest | None = None) -> list[Weight]:
         adapter = manifests.Adapter(self.base.root, LORA.alpha / LORA.rank, "float32")
@@ -55,7 +62,9 @@ class Trained:
         return merging.views(own[0], manifests.views(*own), base or self.base, memoryview(self.blob))
 
 
-def _version(number: int, tensors: dict[str, Any], adapter: manifests.Adapter | None = None) -> tuple[Manifest, memoryview]:
+def _version(
+    number: int, tensors: dict[str, Any], adapter: manifests.Adapter | None = None
+) -> tuple[Manifest, memoryview]:
     entries = {}
     for name, value in tensors.items():
         raw = bytearray(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -88,14 +97,20 @@ def watch(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @kinds.EVERY
-def test_merged_by_the_engine_is_merged_by_the_trainer_and_nothing_adds_up(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_by_the_engine_is_merged_by_the_trainer_and_nothing_adds_up(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = Trained(kind)
 
     async def main() -> None:
         engine: Engine = await kind.start(kind.spec())
         seen = watch(engine, monkeypatch)
         answers, digests = [], []
-        for seed, views in ((1, trained.merged_by_trainer), (2, trained.merged_by_engine), (1, trained.merged_by_engine)):
+        for seed, views in (
+            (1, trained.merged_by_trainer),
+            (2, trained.merged_by_engine),
+            (1, trained.merged_by_engine),
+        ):
             trained.step(seed)
             digests.append(await engine.load(2, views(), summed=True))
             assert digests[-1] == trained.digest(), "of what the trainer makes of the same"
@@ -107,7 +122,9 @@ def test_merged_by_the_engine_is_merged_by_the_trainer_and_nothing_adds_up(kind:
         right, merged = trained.digest(), lora.merged
         with monkeypatch.context() as wrong:
             wrong.setattr(lora, "merged", lambda base, down, up, scale: merged(base, down, up, 0.5 * scale))
-            assert right not in {await engine.load(2, trained.merged_by_engine(), summed=True), b""}, "wrongly merged"
+            assert right not in {await engine.load(2, trained.merged_by_engine(), summed=True), b""}, (
+                "wrongly merged"
+            )
         assert await engine.load(2, kind.views) == b"", "nobody asked"
         assert seen[4] != seen[0], "adapters change something"
         with pytest.raises(EngineError, match="is of base"):

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engines.base import Delta, Engine, Request
+from rollout.engines.base import Engine
 from scavenger.errors import EngineError
-from scavenger.wire import EngineSpec, SampleKey, Sampling
+from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling
+from scavenger.protocol.worker.engine import Delta, Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
@@ -39,13 +40,22 @@ async def loaded(kind: Kind, spec: EngineSpec | None = None, views: Any = None) 
 
 def same(kind: Kind, one: dict[int, Delta], other: dict[int, Delta]) -> None:
     """The same answers, their logprobs as close as two ways to compute them are."""
-    assert {h: (d.token_ids, d.finish, d.error) for h, d in one.items()} == {h: (d.token_ids, d.finish, d.error) for h, d in other.items()}
+    assert {h: (d.token_ids, d.finish, d.error) for h, d in one.items()} == {
+        h: (d.token_ids, d.finish, d.error) for h, d in other.items()
+    }
     for handle, delta in one.items():
         for column in ("logprobs", "raw_logprobs"):
-            assert getattr(delta, column) == pytest.approx(getattr(other[handle], column), abs=kind.close_logprobs)
+            assert getattr(delta, column) == pytest.approx(
+                getattr(other[handle], column), abs=kind.close_logprobs
+            )
 
 
-def request(handle: int, sampling: Sampling = RANDOM, accepted: tuple[int, ...] = (), prompt: tuple[int, ...] | None = None) -> Request:
+def request(
+    handle: int,
+    sampling: Sampling = RANDOM,
+    accepted: tuple[int, ...] = (),
+    prompt: tuple[int, ...] | None = None,
+) -> Request:
     key = SampleKey("train", 3, handle // 4, handle % 4)
     words = prompt if prompt is not None else tuple(1 + (handle * 7 + i) % 20 for i in range(3 + handle % 5))
     return Request(handle, words, accepted, sampling.max_tokens - len(accepted), sampling, 11, key)
@@ -79,7 +89,9 @@ async def finish(engine: Engine, *requests: Request, never: tuple[int, ...] = ()
 
 
 @kinds.EVERY
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, Sampling(24, 0.7, 0.9, 7)], ids=["greedy", "sampled", "truncated"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, RANDOM, Sampling(24, 0.7, 0.9, 7)], ids=["greedy", "sampled", "truncated"]
+)
 def test_an_interrupted_and_moved_sample_equals_the_uninterrupted_one(kind: Kind, sampling: Sampling) -> None:
     async def main() -> None:
         engine = await loaded(kind)
@@ -88,7 +100,9 @@ def test_an_interrupted_and_moved_sample_equals_the_uninterrupted_one(kind: Kind
         assert len(set(whole)) > 1
         for cut in (1, 5, 23):
             other = await loaded(kind)
-            moved = await finish(other, *(request(i, sampling) for i in range(2, 6)), request(1, sampling, whole[:cut]))
+            moved = await finish(
+                other, *(request(i, sampling) for i in range(2, 6)), request(1, sampling, whole[:cut])
+            )
             if kind.draws_by_place or sampling is GREEDY:
                 assert whole[:cut] + moved[1].token_ids == whole
             else:
@@ -131,7 +145,10 @@ def test_tokens_do_not_depend_on_how_many_fit_at_once(kind: Kind) -> None:
 def test_a_sample_is_named_by_seed_and_key_not_by_its_handle(kind: Kind) -> None:
     async def main() -> None:
         engine = await loaded(kind)
-        first, second = request(1), Request(99, *(getattr(request(1), f) for f in Request.__dataclass_fields__ if f != "handle"))
+        first, second = (
+            request(1),
+            Request(99, *(getattr(request(1), f) for f in Request.__dataclass_fields__ if f != "handle")),
+        )
         other = Request(7, first.prompt, (), 24, RANDOM, 12, first.key)
         made = await finish(engine, first, second, other)
         assert made[1].token_ids == made[99].token_ids != made[7].token_ids
@@ -152,7 +169,9 @@ def test_a_sample_is_named_by_seed_and_key_not_by_its_handle(kind: Kind) -> None
     ],
     indirect=["kind"],
 )
-def test_logprobs_are_those_of_a_plain_forward(kind: Kind, model_type: str, dtype: str, tolerance: float) -> None:
+def test_logprobs_are_those_of_a_plain_forward(
+    kind: Kind, model_type: str, dtype: str, tolerance: float
+) -> None:
     text = kind.text(model_type, tie_word_embeddings=model_type == "qwen3")
     model = models.plain_model(text, seed=3)
     sampling = Sampling(24, 0.8, 0.95, 9)
@@ -251,7 +270,12 @@ def test_one_budget_holds_over_all_leases(kind: Kind) -> None:
         engine = await loaded(kind)
         whole = (await finish(engine, request(1)))[1]
         rest = (await finish(engine, request(1, accepted=whole.token_ids[:20])))[1]
-        assert (whole.finish, len(whole.token_ids), rest.finish, len(rest.token_ids)) == ("length", 24, "length", 4)
+        assert (whole.finish, len(whole.token_ids), rest.finish, len(rest.token_ids)) == (
+            "length",
+            24,
+            "length",
+            4,
+        )
         await engine.close()
 
     kind.run(main())
@@ -351,7 +375,11 @@ def test_weights_that_do_not_fit_are_refused_and_leave_none(kind: Kind) -> None:
     async def main() -> None:
         engine = await loaded(kind)
         wrong = models.views(models.plain_model(kind.text(vocab_size=31)))
-        for bad, words in ((wrong, "not \\(29, 32\\)"), (kind.views[:-1], "1 weights are missing"), ([], "weights are missing")):
+        for bad, words in (
+            (wrong, "not \\(29, 32\\)"),
+            (kind.views[:-1], "1 weights are missing"),
+            ([], "weights are missing"),
+        ):
             with pytest.raises(EngineError, match=words):
                 await engine.load(2, bad)
             with pytest.raises(EngineError, match="no weights"):
@@ -384,8 +412,12 @@ def test_nan_weights_fail_each_request_and_not_the_engine(kind: Kind) -> None:
 
 
 @kinds.REFERENCE_ONLY
-@pytest.mark.parametrize("error", [IndexError("list index out of range"), KeyError("rope_type"), RuntimeError("out of memory")])
-def test_whatever_the_model_raises_is_the_engine_s_failure(kind: Kind, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [IndexError("list index out of range"), KeyError("rope_type"), RuntimeError("out of memory")]
+)
+def test_whatever_the_model_raises_is_the_engine_s_failure(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     async def main() -> None:
         engine = await loaded(kind)
 
@@ -411,7 +443,9 @@ def test_a_sample_with_nan_does_not_touch_its_neighbours(kind: Kind) -> None:
         engine = await loaded(kind, kind.spec(kind.text(tie_word_embeddings=False), max_batch=4), views)
         clean = {i: (await finish(engine, request(i, GREEDY)))[i] for i in range(4)}
         for _ in range(3):
-            made = await finish(engine, request(9, GREEDY, prompt=(1, 2, 28, 4)), *(request(i, GREEDY) for i in range(4)))
+            made = await finish(
+                engine, request(9, GREEDY, prompt=(1, 2, 28, 4)), *(request(i, GREEDY) for i in range(4))
+            )
             assert made.pop(9).error is not None
             assert {i: d.token_ids for i, d in made.items()} == {i: d.token_ids for i, d in clean.items()}
         await engine.close()
@@ -448,7 +482,13 @@ def test_pace_bounds_each_samples_rate(kind: Kind) -> None:
 def test_a_config_that_names_no_causal_lm_is_refused(kind: Kind) -> None:
     async def main() -> None:
         sliding = kind.text(layer_types=["sliding_attention"] * 2)
-        for text in ("[]", "{", '{"model_type": "no-such"}', '{"vocab_size": 3}', *([sliding] if kind.draws_by_place else [])):
+        for text in (
+            "[]",
+            "{",
+            '{"model_type": "no-such"}',
+            '{"vocab_size": 3}',
+            *([sliding] if kind.draws_by_place else []),
+        ):
             with pytest.raises(EngineError):
                 await kind.start(kind.spec(text))
         with pytest.raises(EngineError, match="dtype"):
@@ -467,7 +507,9 @@ def test_moved_samples_have_the_models_distribution(kind: Kind) -> None:
     how = Sampling(length)
 
     def ask(i: int, accepted: tuple[int, ...], upto: int) -> Request:
-        return Request(i, prompt, accepted, upto - len(accepted), how, 5, SampleKey("train", 0, i // 8, i % 8))
+        return Request(
+            i, prompt, accepted, upto - len(accepted), how, 5, SampleKey("train", 0, i // 8, i % 8)
+        )
 
     async def main() -> list[tuple[int, tuple[int, ...]]]:
         spec = kind.spec(text, dtype="float32", max_batch=1024 if kind.draws_by_place else 128, context=16)
@@ -479,14 +521,19 @@ def test_moved_samples_have_the_models_distribution(kind: Kind) -> None:
         return [(cuts[i], heads[i].token_ids + tails[i].token_ids) for i in range(count)]
 
     samples = kind.run(main())
-    texts = [tuple(int(d) for d in torch.unravel_index(torch.tensor(n), (vocab,) * length)) for n in range(vocab**length)]
+    texts = [
+        tuple(int(d) for d in torch.unravel_index(torch.tensor(n), (vocab,) * length))
+        for n in range(vocab**length)
+    ]
     logits = model(torch.tensor([prompt + t for t in texts])).logits[:, 1:-1].double()
     logprobs = torch.log_softmax(logits, -1).gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].sum(1)
     exact = {t: math.exp(float(x)) for t, x in zip(texts, logprobs, strict=True)}
     for cut in range(1, length):  # the pair of tokens on either side of a move at `cut`
         mine = [t[cut - 1 : cut + 1] for c, t in samples if c == cut]
         pairs = sorted({t[cut - 1 : cut + 1] for t in texts})
-        expected = [len(mine) * sum(p for t, p in exact.items() if t[cut - 1 : cut + 1] == pair) for pair in pairs]
+        expected = [
+            len(mine) * sum(p for t, p in exact.items() if t[cut - 1 : cut + 1] == pair) for pair in pairs
+        ]
         assert min(expected) > 5
         assert stats.chisquare([mine.count(pair) for pair in pairs], expected).pvalue > 0.001
     counts = [sum(1 for _, t in samples if t == text) for text in texts]
@@ -494,4 +541,7 @@ def test_moved_samples_have_the_models_distribution(kind: Kind) -> None:
     few = [i for i, e in enumerate(expected) if e < 5]
     rest = [i for i, e in enumerate(expected) if e >= 5]
     observed = [counts[i] for i in rest] + [sum(counts[i] for i in few)]
-    assert stats.chisquare(observed, [expected[i] for i in rest] + [sum(expected[i] for i in few)]).pvalue > 0.001
+    assert (
+        stats.chisquare(observed, [expected[i] for i in rest] + [sum(expected[i] for i in few)]).pvalue
+        > 0.001
+    )

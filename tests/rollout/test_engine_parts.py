@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.base import Delta, EngineInfo, Request
-from rollout.engines.seeds import lease_seed
+from rollout.engines.base import EngineInfo
 from rollout.engines.stopping import Matcher, Stopping
+from rollout.engines.vllm.engine import lease_seed
 from scavenger.errors import EngineError
-from scavenger.wire import SampleKey, Sampling
+from scavenger.protocol.messages import SampleKey, Sampling
+from scavenger.protocol.worker.engine import Delta, Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
@@ -31,7 +32,9 @@ def test_every_lease_has_a_seed_of_its_own_and_always_the_same() -> None:
     seeds = {lease_seed(seed, key, accepted) for seed in (0, 1) for key in keys for accepted in (0, 1, 7)}
     assert len(seeds) == 2 * len(keys) * 3
     assert all(0 <= seed < 2**63 - 1 for seed in seeds)
-    assert lease_seed(7, KEY, 0) == 3965738676063495186, "another seed for the same lease would change what a rerun samples"
+    assert lease_seed(7, KEY, 0) == 3965738676063495186, (
+        "another seed for the same lease would change what a rerun samples"
+    )
 
 
 # ---------------------------------------------------------------- checksums
@@ -54,7 +57,12 @@ TIED = {"lm_head.weight": "embed.weight"}
 def fused(given: dict[str, Any]) -> dict[str, Any]:
     qkv = torch.cat([given[f"l.{part}.weight"] for part in PACKED["qkv_proj"]])
     padded = torch.cat([given["embed.weight"], torch.zeros(57, 4, dtype=torch.bfloat16)])
-    return {"l.qkv_proj.weight": qkv.t(), "l.norm.weight": given["l.norm.weight"], "embed.weight": padded, "lm_head.weight": padded}
+    return {
+        "l.qkv_proj.weight": qkv.t(),
+        "l.norm.weight": given["l.norm.weight"],
+        "embed.weight": padded,
+        "lm_head.weight": padded,
+    }
 
 
 def test_fused_padded_packed_and_tied_weights_are_recognised() -> None:
@@ -63,7 +71,11 @@ def test_fused_padded_packed_and_tied_weights_are_recognised() -> None:
 
 @pytest.mark.parametrize(
     ("parameter", "words"),
-    [("l.qkv_proj.weight", "l.q_proj.weight"), ("lm_head.weight", "embed.weight"), ("l.norm.weight", "l.norm.weight")],
+    [
+        ("l.qkv_proj.weight", "l.q_proj.weight"),
+        ("lm_head.weight", "embed.weight"),
+        ("l.norm.weight", "l.norm.weight"),
+    ],
 )
 def test_one_altered_element_is_found(parameter: str, words: str) -> None:
     held = fused(weights())
@@ -78,9 +90,13 @@ def test_one_altered_element_is_found(parameter: str, words: str) -> None:
 def test_a_tensor_that_nothing_holds_and_one_of_nobody_are_found() -> None:
     held = fused(weights())
     del held["l.norm.weight"]
-    assert checksum.faults(sums(weights()), [sums(held)], PACKED, TIED, 2) == ["l.norm.weight is held by no parameter"]
+    assert checksum.faults(sums(weights()), [sums(held)], PACKED, TIED, 2) == [
+        "l.norm.weight is held by no parameter"
+    ]
     held["bias"] = torch.ones(3)
-    assert "bias is not made of published tensors" in checksum.faults(sums(weights()), [sums(held)], PACKED, TIED, 2)
+    assert "bias is not made of published tensors" in checksum.faults(
+        sums(weights()), [sums(held)], PACKED, TIED, 2
+    )
 
 
 def test_slices_of_all_ranks_make_the_whole_and_key_value_heads_may_lie_on_several() -> None:
@@ -89,7 +105,11 @@ def test_slices_of_all_ranks_make_the_whole_and_key_value_heads_may_lie_on_sever
     ranks = []
     for rank in range(4):  # two key-value heads of two rows: each lies on two ranks
         head = rank // 2
-        own = {"l.qkv_proj.weight": torch.cat([q[2 * rank : 2 * rank + 2], k[2 * head : 2 * head + 2], v[2 * head : 2 * head + 2]])}
+        own = {
+            "l.qkv_proj.weight": torch.cat(
+                [q[2 * rank : 2 * rank + 2], k[2 * head : 2 * head + 2], v[2 * head : 2 * head + 2]]
+            )
+        }
         rows = torch.zeros(2, 4, dtype=torch.bfloat16)
         mine = given["embed.weight"][2 * rank : 2 * rank + 2]
         rows[: len(mine)] = mine
@@ -107,7 +127,7 @@ def test_what_is_not_a_number_agrees_only_with_what_is_not() -> None:
 
 
 def test_a_packed_copy_that_was_not_renewed_is_found() -> None:
-    worker = pytest.importorskip("rollout.engines.vllm_worker")
+    worker = pytest.importorskip("rollout.engines.vllm.worker")
     model = torch.nn.Module()
     model.head = torch.nn.Linear(4, 6, bias=False)
     kept = model.head.weight.detach().clone()
@@ -156,7 +176,9 @@ class Fixed:
         for start in range(0, len(left), self.size):
             ids = tuple(left[start : start + self.size])
             last = start + self.size >= len(left)
-            self.queue.append(Delta(request.handle, ids, (-1.0,) * len(ids), (-2.0,) * len(ids), "length" if last else None))
+            self.queue.append(
+                Delta(request.handle, ids, (-1.0,) * len(ids), (-2.0,) * len(ids), "length" if last else None)
+            )
 
     async def next(self) -> list[Delta]:
         return [self.queue.pop(0)]
@@ -177,7 +199,9 @@ def ids(tokenizer: Path, text: str) -> list[int]:
     return list(Tokenizer.from_file(str(tokenizer)).encode(text).ids)
 
 
-def answer(tokenizer: Path, text: str, how: Sampling, accepted: int = 0, size: int = 1) -> tuple[list[Delta], Fixed]:
+def answer(
+    tokenizer: Path, text: str, how: Sampling, accepted: int = 0, size: int = 1
+) -> tuple[list[Delta], Fixed]:
     tokens = ids(tokenizer, text)
     inner = Fixed(tokens, size)
     engine = Stopping(inner, str(tokenizer))  # type: ignore[arg-type]

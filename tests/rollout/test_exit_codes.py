@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rollout import events
-from scavenger.harvest import sights
+from scavenger.harvest.track import observed_jobs
+from scavenger.protocol.worker import events
 from trainer import reserved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,16 +15,20 @@ CODES = {name.removeprefix("EXIT_"): code for name, code in vars(events).items()
 
 def test_who_acts_on_a_code_has_the_worker_s() -> None:
     assert len(CODES) == len(set(CODES.values())) > 5
-    assert sights.REFUSED == events.EXIT_REFUSED
-    assert events.EXIT_PREEMPTED in sights._LEFT_ON_NOTICE
-    assert not ({*CODES.values()} - {events.EXIT_PREEMPTED}) & {*sights._LEFT_ON_NOTICE}, "no other is a leave on notice"
+    assert observed_jobs.REFUSED == events.EXIT_REFUSED
+    assert events.EXIT_PREEMPTED in observed_jobs._LEFT_ON_NOTICE
+    assert not ({*CODES.values()} - {events.EXIT_PREEMPTED}) & {*observed_jobs._LEFT_ON_NOTICE}, (
+        "no other is a leave on notice"
+    )
     engine = (reserved.ENGINE_DRAINED, reserved.ENGINE_CANNOT_START, reserved.ENGINE_REFUSED)
     assert engine == (events.EXIT_DRAINED, events.EXIT_CANNOT_START, events.EXIT_REFUSED)
 
 
 def test_every_code_is_in_the_table_and_in_the_job_script() -> None:
     table = dict(re.findall(r"^    (\d+) +(\w+(?: \w+)?)  ", events.__doc__ or "", re.MULTILINE))
-    assert {int(code): name.upper().replace(" ", "_") for code, name in table.items()} == {code: name for name, code in CODES.items()}
+    assert {int(code): name.upper().replace(" ", "_") for code, name in table.items()} == {
+        code: name for name, code in CODES.items()
+    }
     script = (ROOT / "scripts" / "rollout.sbatch.j2").read_text()
     head = " ".join(line.removeprefix("#").strip() for line in script.splitlines() if line.startswith("#"))
     told = re.search(r"Exit codes of the worker [^:]*: ([^.]*)\.", head.replace("events.py", "events"))

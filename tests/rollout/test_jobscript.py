@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import keys, resources, wire
-from scavenger.cluster.local import LocalCluster, LocalServer
+from scavenger import resources
+from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import Job, JobFlag, JobSpec, JobState
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ConfigError
-from scavenger.jobscript import TEMPLATE, JobScript, render
+from scavenger.harvest.execute.job_script import TEMPLATE, JobScript, render
+from scavenger.protocol import keys, messages
 from tests.clusters import wait_for
 from tests.rollout.daemon import FakeDaemon
 
@@ -27,7 +28,14 @@ SERVER, ME = keys.generate(), keys.generate()
 
 
 def script(backend: str = "local", **changes: str) -> str:
-    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/a.key", "run": "run", "engine": "reference", **changes}
+    values = {
+        "python": sys.executable,
+        "state_dir": "/state",
+        "key": "/state/a.key",
+        "run": "run",
+        "engine": "reference",
+        **changes,
+    }
     return render(resources.text(TEMPLATE), JobScript(backend=backend, **values))  # type: ignore[arg-type]
 
 
@@ -39,8 +47,20 @@ def test_every_value_reaches_the_script_as_one_word(backend: str, nasty: str, tm
     show = f"worker={head}\nprintf '%s\\0' \"${{worker[@]}}\""
     words = subprocess.run(["bash", "-c", show], capture_output=True, check=True).stdout.decode().split("\0")
     assert words[:-1] == [
-        sys.executable, "-m", "rollout", "--state-dir", nasty, "--key", nasty, "--kind", "harvested", "--run", nasty, "--engine", nasty,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "rollout",
+        "--state-dir",
+        nasty,
+        "--key",
+        nasty,
+        "--kind",
+        "harvested",
+        "--run",
+        nasty,
+        "--engine",
+        nasty,
+    ]
     assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
 
 
@@ -67,15 +87,19 @@ def test_a_job_that_waits_for_slurm_outlives_a_squeue_that_fails(tmp_path: Path)
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    text = script("slurm", leave="wait")
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
+    text = script("slurm", after_drain="wait")
+    done = subprocess.run(
+        ["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.returncode == 75
     assert path.read_text().count("asked") == 4, "until Slurm took the job"
 
 
-@pytest.mark.parametrize("leave", ["requeue", "wait"])
+@pytest.mark.parametrize("after_drain", ["requeue", "wait"])
 @pytest.mark.parametrize("when", ["srun", "squeue"])
-def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(tmp_path: Path, leave: str, when: str) -> None:
+def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(
+    tmp_path: Path, after_drain: str, when: str
+) -> None:
     """GraceTime 0: Slurm's signal reaches the script, and the squeue that it may be running, which dies of it."""
     shell = 'kill -TERM "$(cat shell)"; kill -KILL $$'
     bodies = {"srun": "exit 75", "squeue": "echo RUNNING", "scontrol": "exit 0", "sleep": "exit 0"}
@@ -84,9 +108,13 @@ def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(tmp_path: Path, lea
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name}$1 >> called\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    text = f"echo $$ > {tmp_path}/shell\n" + script("slurm", leave=leave)
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 143, "Slurm has its own word for the end by then; of another's signal it is the truth"
+    text = f"echo $$ > {tmp_path}/shell\n" + script("slurm", after_drain=after_drain)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 143, (
+        "Slurm has its own word for the end by then; of another's signal it is the truth"
+    )
     assert "ended by SIGTERM" in done.stderr
     called = (tmp_path / "called").read_text().split()
     assert not [one for one in called if one.startswith("scontrol")]
@@ -100,18 +128,25 @@ def test_a_signal_to_the_script_alone_puts_the_job_back(tmp_path: Path, signals:
     shell = 'kill -TERM "$(cat shell)"\n'
     bodies = {
         "srun": f"trap 'exit 75' TERM\necho $$ > engine\n{(shell + 'sleep 0.2' + chr(10)) * signals}while :; do sleep 0.05; done",
-        "squeue": "echo RUNNING", "scontrol": f'{shell}kill -TERM "$(cat engine)"',
-    }  # fmt: skip
+        "squeue": "echo RUNNING",
+        "scontrol": f'{shell}kill -TERM "$(cat engine)"',
+    }
     for name, body in bodies.items():
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name} $1 >> called\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     text = f"echo $$ > {tmp_path}/shell\n" + script("slurm")
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.returncode == 143
     assert "not the scheduler's: the job puts itself back" in done.stderr
     assert "ended by SIGTERM (worker's code 75)" in done.stderr
-    assert (tmp_path / "called").read_text().splitlines() == ["srun --ntasks=1", "squeue -h", "scontrol requeue"]
+    assert (tmp_path / "called").read_text().splitlines() == [
+        "srun --ntasks=1",
+        "squeue -h",
+        "scontrol requeue",
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 69, 70, 72, 78])
@@ -119,7 +154,10 @@ def test_the_job_ends_with_its_workers_code(tmp_path: Path, code: int) -> None:
     (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
     (tmp_path / "srun").chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    assert subprocess.run(["bash", "-c", script("slurm")], env=environ, timeout=90, check=False).returncode == code
+    assert (
+        subprocess.run(["bash", "-c", script("slurm")], env=environ, timeout=90, check=False).returncode
+        == code
+    )
 
 
 class Site:
@@ -136,12 +174,23 @@ class Site:
 
     def submit(self, partition: str) -> int:
         return self.cluster.submit(
-            JobSpec("engine", "ours", partition, self.script, gpus=1, nodelist=("node1",), output=str(self.output), time_s=600)
-        )  # fmt: skip
+            JobSpec(
+                "engine",
+                "ours",
+                partition,
+                self.script,
+                gpus=1,
+                nodelist=("node1",),
+                output=str(self.output),
+                time_s=600,
+            )
+        )
 
     def take_the_node_back(self) -> int:
         sleep = "#!/bin/bash\nexec sleep 300\n"
-        return self.cluster.submit(JobSpec("other", "theirs", "normal", sleep, gpus=4, nodelist=("node1",), time_s=600))
+        return self.cluster.submit(
+            JobSpec("other", "theirs", "normal", sleep, gpus=4, nodelist=("node1",), time_s=600)
+        )
 
     def job(self, job_id: int) -> Job | None:
         return next((job for job in self.cluster.view().jobs if job.job_id == job_id), None)
@@ -160,9 +209,9 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
     return Site(local, "local", tmp_path, str(server.dir))
 
 
-async def greeted(daemon: FakeDaemon) -> wire.WorkerHello:
-    hello = await daemon.expect(wire.WorkerHello, 90.0)
-    daemon.send(wire.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
+async def greeted(daemon: FakeDaemon) -> messages.WorkerHello:
+    hello = await daemon.expect(messages.WorkerHello, 90.0)
+    daemon.send(messages.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
     return hello
 
 
@@ -174,9 +223,9 @@ def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, part
             hello = await greeted(daemon)
             assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
             other = site.take_the_node_back()
-            goodbye = await daemon.expect(wire.Goodbye, 90.0)
+            goodbye = await daemon.expect(messages.Goodbye, 90.0)
             assert goodbye.notice
-            daemon.send(wire.GoodbyeAck())
+            daemon.send(messages.GoodbyeAck())
             await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
             await site.until("the engine's job waits", lambda: _is(site.job(job_id), JobState.PENDING))
             site.cluster.cancel((other,))
@@ -194,8 +243,8 @@ def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
             job_id = site.submit("scavenge")
             await greeted(daemon)
             site.cluster.cancel((job_id,))
-            await daemon.expect(wire.Goodbye, 90.0)
-            daemon.send(wire.GoodbyeAck())
+            await daemon.expect(messages.Goodbye, 90.0)
+            daemon.send(messages.GoodbyeAck())
             await site.until("the job has ended", lambda: _ended(site.job(job_id)))
             return job_id
 
@@ -208,9 +257,9 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
         with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
             job_id = site.submit("scavenge")
             await greeted(daemon)
-            daemon.send(wire.Drain("surplus"))
-            await daemon.expect(wire.Goodbye, 90.0)
-            daemon.send(wire.GoodbyeAck())
+            daemon.send(messages.Drain("surplus"))
+            await daemon.expect(messages.Goodbye, 90.0)
+            daemon.send(messages.GoodbyeAck())
             await site.until("the job has ended", lambda: _ended(site.job(job_id)))
             return job_id
 
@@ -219,14 +268,22 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(("whom", "state", "restarts"), [("--batch", JobState.PENDING, 1), ("--full", JobState.FAILED, 0)])
-def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str, state: JobState, restarts: int) -> None:
+@pytest.mark.parametrize(
+    ("whom", "state", "restarts"), [("--batch", JobState.PENDING, 1), ("--full", JobState.FAILED, 0)]
+)
+def test_a_signal_by_hand_is_no_scheduler_s(
+    slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str, state: JobState, restarts: int
+) -> None:
     """To the script alone: the job puts itself back. To all of it: it has ended, by a signal. The engine is a stand-in."""
     engine, output, cluster = tmp_path / "python", tmp_path / "job.out", SlurmCluster(slurm_sandbox.env)
     engine.write_text("#!/bin/bash\ntrap 'exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
     engine.chmod(0o755)
     text = script("slurm", python=str(engine))
-    job_id = cluster.submit(JobSpec("engine", "ours", "scavenge", text, gpus=1, nodelist=("node1",), output=str(output), time_s=600))
+    job_id = cluster.submit(
+        JobSpec(
+            "engine", "ours", "scavenge", text, gpus=1, nodelist=("node1",), output=str(output), time_s=600
+        )
+    )
 
     def now() -> Job:
         return next(job for job in cluster.view().jobs if job.job_id == job_id)

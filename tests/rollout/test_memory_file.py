@@ -7,22 +7,33 @@ import os
 
 import pytest
 
-from rollout.engines.memory_file import MemoryFile
+from rollout.engines.vllm.setup import MemoryFile
 from scavenger.weights.manifest import TensorView
 
 
 def test_tensors_are_where_the_table_says_and_cannot_be_written() -> None:
-    views = [TensorView("a", "int8", (3,), memoryview(b"abc")), TensorView("b", "int16", (2,), memoryview(b"wxyz").cast("h"))]
+    views = [
+        TensorView("a", "int8", (3,), memoryview(b"abc")),
+        TensorView("b", "int16", (2,), memoryview(b"wxyz").cast("h")),
+    ]
     with MemoryFile(views) as memory:
         with open(memory.path, "rb") as file:
             # as the engine's worker maps it: its own writes stay its own
-            private = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        found = {name: bytes(private[offset : offset + nbytes]) for name, _, _, offset, nbytes in memory.table}
+            private = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        found = {
+            name: bytes(private[offset : offset + nbytes]) for name, _, _, offset, nbytes in memory.table
+        }
         assert found == {"a": b"abc", "b": b"wxyz"}
         private[0] = 0
         again = os.open(memory.path, os.O_RDWR)
         try:
-            for change in (lambda: os.pwrite(again, b"x", 0), lambda: os.ftruncate(again, 0), lambda: os.ftruncate(again, 1 << 20)):
+            for change in (
+                lambda: os.pwrite(again, b"x", 0),
+                lambda: os.ftruncate(again, 0),
+                lambda: os.ftruncate(again, 1 << 20),
+            ):
                 with pytest.raises(PermissionError):
                     change()
             with pytest.raises(PermissionError):

@@ -32,11 +32,18 @@ def drawn(*shape: int, seed: int, dtype: Any = None) -> Any:
 
 
 def base(dtype: Any = None) -> Made:
-    return version(1, {"a.q.weight": drawn(6, 10, seed=1, dtype=dtype), "norm.weight": drawn(6, seed=2, dtype=dtype)})
+    return version(
+        1, {"a.q.weight": drawn(6, 10, seed=1, dtype=dtype), "norm.weight": drawn(6, seed=2, dtype=dtype)}
+    )
 
 
-def adapters(of: Made, number: int = 2, scale: float = 2.0, dtype: str = "float32", layer: str = "a.q", width: int = 10) -> Made:
-    tensors = {f"{layer}.lora_A.weight": drawn(3, width, seed=number), f"{layer}.lora_B.weight": drawn(6, 3, seed=10 + number)}
+def adapters(
+    of: Made, number: int = 2, scale: float = 2.0, dtype: str = "float32", layer: str = "a.q", width: int = 10
+) -> Made:
+    tensors = {
+        f"{layer}.lora_A.weight": drawn(3, width, seed=number),
+        f"{layer}.lora_B.weight": drawn(6, 3, seed=10 + number),
+    }
     return version(number, tensors, manifests.Adapter(of[0].root, scale, dtype))
 
 
@@ -51,7 +58,10 @@ def test_it_is_the_base_and_the_scaled_product_each_rounded_once(dtype: str) -> 
     of = adapters(under, dtype=dtype)
     found = loaded(of, under)
     weight, down, up = drawn(6, 10, seed=1), drawn(3, 10, seed=2), drawn(6, 3, seed=12)
-    exact = [[sum(float(up[i, k]) * float(down[k, j]) for k in range(3)) * 2.0 for j in range(10)] for i in range(6)]
+    exact = [
+        [sum(float(up[i, k]) * float(down[k, j]) for k in range(3)) * 2.0 for j in range(10)]
+        for i in range(6)
+    ]
     expected = weight + torch.tensor(exact, dtype=torch.float64).float()
     assert torch.equal(found["a.q.weight"], expected.to(getattr(torch, dtype)))
     assert torch.equal(found["norm.weight"], drawn(6, seed=2).to(getattr(torch, dtype)))
@@ -84,14 +94,20 @@ def test_the_number_of_threads_and_a_slice_of_rows_change_no_bit() -> None:
     finally:
         torch.set_num_threads(threads)
     for first in range(0, 257, 5):
-        assert torch.equal(lora.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5])
+        assert torch.equal(
+            lora.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5]
+        )
 
 
-@pytest.mark.parametrize(("dtype", "rank", "size"), [("float32", 16, 1.0), ("float32", 129, 1e-20), ("float64", 16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "rank", "size"), [("float32", 16, 1.0), ("float32", 129, 1e-20), ("float64", 16, 1e-3)]
+)
 def test_the_order_in_which_a_machine_sums_changes_no_bit(dtype: str, rank: int, size: float) -> None:
     """Where plain float64 does change: its sums, and one weight in some 2^29 of what is rounded to float32."""
     kind = getattr(torch, dtype)
-    weight, down, up = (drawn(*shape, seed=seed).to(kind) for seed, shape in enumerate(((64, 96), (rank, 96), (64, rank))))
+    weight, down, up = (
+        drawn(*shape, seed=seed).to(kind) for seed, shape in enumerate(((64, 96), (rank, 96), (64, rank)))
+    )
     up *= size * torch.logspace(-6, 6, 64, dtype=kind)[:, None]  # rows of very different sizes
     plain = up.double() @ down.double()
     whole, seen = lora.merged(weight, down, up, 0.5), 0
@@ -104,7 +120,9 @@ def test_the_order_in_which_a_machine_sums_changes_no_bit(dtype: str, rank: int,
         assert torch.equal(lora.merged(zeros, down[order], up[:, order], 0.5), bare)
     assert seen > 1000, "the plain sum shows every order"
     scale = up.double().abs() @ down.double().abs()
-    assert float(((bare.double() - 0.5 * plain) / scale).abs().max()) < (1e-7 if dtype == "float32" else 1e-15)
+    assert float(((bare.double() - 0.5 * plain) / scale).abs().max()) < (
+        1e-7 if dtype == "float32" else 1e-15
+    )
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -145,16 +163,24 @@ def test_a_manifest_that_states_no_possible_digest_is_refused(change: dict[str, 
 def test_adapters_of_another_base_are_refused_with_both_hashes() -> None:
     under, other = base(), version(1, {"a.q.weight": drawn(6, 10, seed=5)})
     of = adapters(under)
-    with pytest.raises(EngineError, match=rf"version 2 is of base {under[0].root.hex()}, not of {other[0].root.hex()}"):
+    with pytest.raises(
+        EngineError, match=rf"version 2 is of base {under[0].root.hex()}, not of {other[0].root.hex()}"
+    ):
         loaded(of, other)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"layer": "a.k"}, r"2 adapters belong to no weight of the base, the first is 'a\.k\.lora_A\.weight'"),
+        (
+            {"layer": "a.k"},
+            r"2 adapters belong to no weight of the base, the first is 'a\.k\.lora_A\.weight'",
+        ),
         ({"layer": "norm"}, r"weight 'norm\.weight' \(6,\) has an adapter that does not fit"),
-        ({"width": 9}, r"weight 'a\.q\.weight' \(6, 10\) has an adapter that does not fit: A is float32\(3, 9\)"),
+        (
+            {"width": 9},
+            r"weight 'a\.q\.weight' \(6, 10\) has an adapter that does not fit: A is float32\(3, 9\)",
+        ),
         ({"dtype": "int8"}, r"version 2 is to be merged in int8"),
     ],
 )

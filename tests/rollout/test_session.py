@@ -8,8 +8,10 @@ import random
 import msgspec
 import pytest
 
-from rollout.engines.base import Delta
-from rollout.events import (
+from scavenger.protocol import messages as wire
+from scavenger.protocol.messages import Held, unpack_tokens
+from scavenger.protocol.worker.engine import Delta
+from scavenger.protocol.worker.events import (
     Abort,
     Add,
     AddRefused,
@@ -18,22 +20,21 @@ from rollout.events import (
     Connect,
     Connected,
     Generated,
-    Limits,
-    Load,
     Loaded,
     LoadFailed,
-    Phase,
+    LoadWeights,
+    LogNote,
     Send,
     SleepEngine,
     Slept,
-    Tick,
     Unreachable,
     WakeEngine,
     Woken,
+    WorkerLimits,
+    WorkerPhase,
+    WorkerTick,
 )
-from rollout.session import LEGAL, IllegalTransition, Session
-from scavenger import wire
-from scavenger.wire import Held, unpack_tokens
+from scavenger.protocol.worker.session import LEGAL, IllegalTransition, Session
 from tests.rollout.talk import LIMITS, ME, SPEC, WELCOME, Talk, chunks, lease, of, sent
 
 
@@ -44,7 +45,7 @@ def test_a_first_connection_greets_builds_loads_and_works() -> None:
     assert (hello.session, hello.loaded_version, hello.held) == ("5e55", -1, ())
     assert Build(SPEC) in t.hear(WELCOME)
     use = wire.UseWeights(7, b"m", ())
-    assert Load(use) in t.hear(use)
+    assert LoadWeights(use) in t.hear(use)
     assert t.assign(lease(1)) == []  # waits for its version
     actions = t.do(Loaded(7, b"root", 1.0, 2.0))
     assert sent(actions) == [wire.WeightsLoaded(7, b"root", 1.0, 2.0)]
@@ -57,12 +58,25 @@ def test_a_late_welcome_and_its_orders_do_nothing_and_the_next_welcome_builds() 
     t = Talk()
     t.do(Connected())
     t.wait(LIMITS.hello_s + 0.1)
-    assert t.session.phase is Phase.CONNECTING
-    for late in (WELCOME, wire.UseWeights(7, b"", ()), wire.Sleep(), wire.Wake(), wire.Assign((lease(1),)), wire.Revoke(((1, 1),), "")):
-        assert of(Build, t.hear(late)) == of(SleepEngine, t.log) == of(Load, t.log) == of(WakeEngine, t.log) == []
+    assert t.session.phase is WorkerPhase.CONNECTING
+    for late in (
+        WELCOME,
+        wire.UseWeights(7, b"", ()),
+        wire.Sleep(1),
+        wire.Wake(2),
+        wire.Assign((lease(1),)),
+        wire.Revoke(((1, 1),), ""),
+    ):
+        assert (
+            of(Build, t.hear(late))
+            == of(SleepEngine, t.log)
+            == of(LoadWeights, t.log)
+            == of(WakeEngine, t.log)
+            == []
+        )
     t.do(Connected())
     assert Build(SPEC) in t.hear(WELCOME)
-    assert SleepEngine() in t.hear(wire.Sleep())
+    assert SleepEngine(1) in t.hear(wire.Sleep(1))
 
 
 def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
@@ -71,13 +85,21 @@ def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
     assert not sent(t.made(1, 11))
     assert not sent(t.made(2, 21))
     t.now += 0.09
-    assert not sent(t.do(Tick()))
+    assert not sent(t.do(WorkerTick()))
     t.now += 0.01
-    (message,) = sent(t.do(Tick()))
+    (message,) = sent(t.do(WorkerTick()))
     assert isinstance(message, wire.Chunks)
-    assert [(c.sample_id, c.offset, unpack_tokens(c.tokens)) for c in message.chunks] == [(1, 0, (11,)), (2, 0, (21,))]
+    assert [(c.sample_id, c.offset, unpack_tokens(c.tokens)) for c in message.chunks] == [
+        (1, 0, (11,)),
+        (2, 0, (21,)),
+    ]
     (chunk,) = chunks(t.made(1, 12, 13, 14, 15))
-    assert (chunk.offset, unpack_tokens(chunk.tokens), chunk.version, chunk.epoch) == (1, (12, 13, 14, 15), 7, 1)
+    assert (chunk.offset, unpack_tokens(chunk.tokens), chunk.version, chunk.epoch) == (
+        1,
+        (12, 13, 14, 15),
+        7,
+        1,
+    )
     assert wire.unpack_logprobs(chunk.logprobs) == (-12.0, -13.0, -14.0, -15.0)
 
 
@@ -106,7 +128,9 @@ def test_a_finished_lease_is_held_until_all_of_it_is_durable() -> None:
 
 
 @pytest.mark.parametrize(("accepted", "finish"), [((1, 2, 3), "length"), ((1, 9), "stop")])
-def test_a_sample_that_is_complete_already_says_so_without_a_token(accepted: tuple[int, ...], finish: str) -> None:
+def test_a_sample_that_is_complete_already_says_so_without_a_token(
+    accepted: tuple[int, ...], finish: str
+) -> None:
     t = Talk().joined()
     actions = t.assign(lease(1, accepted=accepted, most=3, stop=(9,)))
     assert not of(Add, actions)
@@ -144,12 +168,17 @@ def test_under_another_history_of_the_ledger_every_lease_and_the_weights_are_voi
     talk.made(1, 11, 12)
     (hello,) = sent(talk.hear(wire.HelloAgain("restarted")))
     assert isinstance(hello, wire.WorkerHello)
-    assert (hello.ledger, hello.loaded_version, hello.loaded_root, len(hello.held)) == ("before", 7, b"root", 1)
+    assert (hello.ledger, hello.loaded_version, hello.loaded_root, len(hello.held)) == (
+        "before",
+        7,
+        b"root",
+        1,
+    )
     again = talk.hear(msgspec.structs.replace(WELCOME, ledger="after"))
     assert of(Abort, again) == [Abort((1,))]
     assert chunks(again) == []
     assert talk.session.work.held() == ()
-    (load,) = of(Load, talk.hear(wire.UseWeights(7, b"", ())))
+    (load,) = of(LoadWeights, talk.hear(wire.UseWeights(7, b"", ())))
     assert load.weights.version == 7, "version 7 is another one now"
     talk.do(Loaded(7, b"other", 0.1, 0.1))
     (add,) = of(Add, talk.assign(lease(1)))
@@ -168,7 +197,7 @@ def test_three_unanswered_heartbeats_mean_a_new_socket() -> None:
     assert not of(Connect, actions)
     (connect,) = of(Connect, t.wait(1.0))
     assert connect.delay_s <= LIMITS.backoff_s
-    assert t.session.phase is Phase.CONNECTING
+    assert t.session.phase is WorkerPhase.CONNECTING
 
 
 def test_any_answer_keeps_the_connection() -> None:
@@ -181,9 +210,9 @@ def test_any_answer_keeps_the_connection() -> None:
 def test_a_stopped_process_goes_on_after_sigcont_without_a_new_socket() -> None:
     t = Talk().joined()
     t.now += 300.0
-    assert not of(Connect, t.do(Tick()))
+    assert not of(Connect, t.do(WorkerTick()))
     t.hear(wire.HeartbeatAck(1))
-    assert t.session.phase is Phase.JOINED
+    assert t.session.phase is WorkerPhase.JOINED
 
 
 def test_lost_chunks_are_sent_again_while_the_daemon_answers() -> None:
@@ -209,7 +238,7 @@ def test_waits_between_connects_grow_to_a_bound() -> None:
 
 
 def test_the_engine_pauses_at_the_bound_of_unacked_tokens_and_goes_on_after_the_ack() -> None:
-    t = Talk(Limits(max_unacked=8)).joined()
+    t = Talk(WorkerLimits(max_unacked=8)).joined()
     t.assign(lease(1, most=100))
     t.made(1, *range(7))
     assert t.session.may_generate
@@ -255,7 +284,7 @@ def test_new_weights_end_running_leases_flush_first_and_keep_finished_ones() -> 
     t.made(2, 2, finish="stop")
     actions = t.hear(wire.UseWeights(8, b"m", ()))
     assert {c.sample_id for c in chunks(actions)} == {1, 2}
-    assert len(of(Abort, actions)) == len(of(Load, actions)) == 1
+    assert len(of(Abort, actions)) == len(of(LoadWeights, actions)) == 1
     assert t.session.work.leases.held() == (Held(2, 1, 1),)
     assert t.hear(wire.UseWeights(8, b"m", ())) == []  # a repeat while it loads
     t.do(Loaded(8, b"r8", 0.0, 0.0))
@@ -274,36 +303,65 @@ def test_weights_that_fail_are_reported_and_may_be_asked_again() -> None:
     t = Talk().joined()
     t.hear(wire.UseWeights(8, b"", ()))
     assert sent(t.do(LoadFailed(8, "hash"))) == [wire.WeightsFailed(8, "hash")]
-    assert of(Load, t.hear(wire.UseWeights(8, b"", ())))
+    assert of(LoadWeights, t.hear(wire.UseWeights(8, b"", ())))
 
 
 def test_sleep_flushes_then_aborts_then_answers() -> None:
     t = Talk().joined()
     t.assign(lease(1))
     t.made(1, 1)
-    actions = t.hear(wire.Sleep())
+    actions = t.hear(wire.Sleep(1))
     assert [type(a) for a in actions] == [Send, Abort, SleepEngine]
     assert t.session.work.leases.held() == ()
-    assert sent(t.do(Slept())) == [wire.Asleep()]
-    assert sent(t.hear(wire.Sleep())) == [wire.Asleep()]
-    assert of(WakeEngine, t.hear(wire.Wake()))
-    assert t.hear(wire.Wake()) == []
+    assert sent(t.hear(wire.Sleep(1))) == [], "repeated while the engine is at it"
+    assert sent(t.do(Slept(1, 512))) == [wire.Asleep(1, 512)]
+    assert sent(t.hear(wire.Sleep(1))) == [wire.Asleep(1, 512)]
+    assert of(WakeEngine, t.hear(wire.Wake(2)))
+    assert t.hear(wire.Wake(2)) == []
     assert of(Add, t.assign(lease(1, epoch=2)))
+    assert sent(t.do(Woken(2, 0.5, 4096))) == [wire.Awake(2, 4096)]
+    assert sent(t.hear(wire.Sleep(1))) == [wire.Awake(2, 4096)], "an order that comes late is none"
+
+
+def test_an_order_is_acknowledged_by_what_the_engine_did_for_it_and_not_for_one_before() -> None:
+    """Told to sleep, wake and sleep again before the engine was done with the first: its memory is taken in between."""
+    t = Talk().joined()
+    assert [a for order in (wire.Sleep(1), wire.Wake(2), wire.Sleep(3)) for a in t.hear(order)] == [
+        SleepEngine(1),
+        WakeEngine(2),
+        SleepEngine(3),
+    ]
+    assert sent(t.do(Slept(1, 512))) == []
+    assert t.session.work.memory == "falling-asleep"
+    assert sent(t.do(Woken(2, 0.5, 4096))) == []
+    assert sent(t.do(Slept(3, 256))) == [wire.Asleep(3, 256)]
+
+
+def test_an_order_in_between_that_was_lost_changes_nothing_but_the_number() -> None:
+    t = Talk().joined()
+    t.hear(wire.Sleep(1))
+    assert t.hear(wire.Sleep(3)) == []
+    assert sent(t.do(Slept(1, 512))) == [wire.Asleep(3, 512)]
+    assert sent(t.hear(wire.Sleep(5))) == [wire.Asleep(5, 512)]
 
 
 def test_falling_asleep_while_disconnected_is_told_after_the_welcome() -> None:
     t = Talk().joined()
-    t.hear(wire.Sleep())
-    t.hear(wire.HelloAgain("restarted"))
-    assert not sent(t.do(Slept()))
-    assert wire.Asleep() in sent(t.hear(WELCOME))
+    t.hear(wire.Sleep(1))
+    (hello,) = [m for m in sent(t.hear(wire.HelloAgain("restarted"))) if isinstance(m, wire.WorkerHello)]
+    assert (hello.memory, hello.memory_order) == ("falling-asleep", 1)
+    assert not sent(t.do(Slept(1, 512)))
+    assert wire.Asleep(1, 512) in sent(t.hear(WELCOME))
 
 
-def test_work_for_a_sleeper_means_that_the_wake_was_lost() -> None:
+def test_nothing_but_the_order_wakes_a_sleeper() -> None:
+    """Work for it means that the order was lost: it is repeated, and the leases are assigned again."""
     t = Talk().joined()
-    t.hear(wire.Sleep())
-    t.do(Slept())
-    assert [type(a) for a in t.assign(lease(1))] == [WakeEngine, Add]
+    t.hear(wire.Sleep(1))
+    t.do(Slept(1, 512))
+    assert [type(a) for a in t.assign(lease(1))] == [LogNote]
+    (beat,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
+    assert (beat.held, beat.memory, beat.memory_order, beat.bytes_held) == ((), "asleep", 1, 512)
 
 
 def test_a_failed_sample_leaves_what_it_made_before() -> None:
@@ -327,11 +385,11 @@ def test_a_reserved_engine_names_its_slot_in_every_hello() -> None:
 
 
 def test_the_table_of_phases_is_kept() -> None:
-    assert set(LEGAL) == set(Phase)
+    assert set(LEGAL) == set(WorkerPhase)
     t = Talk()
     with pytest.raises(IllegalTransition):
-        t.session._enter(Phase.JOINED)
-    assert t.session.phase is Phase.CONNECTING
+        t.session._enter(WorkerPhase.JOINED)
+    assert t.session.phase is WorkerPhase.CONNECTING
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -397,9 +455,9 @@ def test_what_the_engine_says_of_itself_is_told_with_its_weights_and_when_it_gre
 def test_heartbeats_say_what_the_last_waking_took() -> None:
     t = Talk().joined()
     (before,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
-    t.hear(wire.Sleep())
-    t.do(Slept())
-    t.hear(wire.Wake())
-    t.do(Woken(0.75))
+    t.hear(wire.Sleep(1))
+    t.do(Slept(1, 0))
+    t.hear(wire.Wake(2))
+    t.do(Woken(2, 0.75, 0))
     (after,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
     assert (before.wake_s, after.wake_s) == (0.0, 0.75)

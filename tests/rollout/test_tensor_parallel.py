@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import vllm_setup  # noqa: E402  needs torch, as all that follows
+from rollout.engines.vllm import setup  # noqa: E402  needs torch, as all that follows
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
@@ -36,14 +36,18 @@ else:
 def test_all_of_the_job_s_gpus_are_one_engine_s_ranks(gpus: int, gpu: bool, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        program = importlib.import_module("rollout.__main__")  # sets a handler for SIGTERM that is not for this process
+        program = importlib.import_module(
+            "rollout.__main__"
+        )  # sets a handler for SIGTERM that is not for this process
     finally:
         signal.signal(signal.SIGTERM, before)
     argv = ["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run"]
-    me = program.identity(program._arguments(argv), {"SCAVENGER_GPUS": str(gpus)})  # as the job script counts its devices
+    me = program.identity(
+        program._arguments(argv), {"SCAVENGER_GPUS": str(gpus)}
+    )  # as the job script counts its devices
     spec = models.spec(name="vllm", dtype="float32")
-    _, _, config = vllm_setup.checked_config(spec)
-    chosen = vllm_setup.arguments(spec, Host(me.run, me.gpus), tmp_path, config, gpu)
+    _, _, config = setup.checked_config(spec)
+    chosen = setup.arguments(spec, Host(me.run, me.gpus), tmp_path, config, gpu)
     assert chosen["tensor_parallel_size"] == gpus
     assert chosen.get("distributed_executor_backend") == (None if gpu else "uni" if gpus == 1 else "mp")
 
@@ -61,7 +65,7 @@ class Wide(kinds.Vllm):  # type: ignore[misc, name-defined]  # of a module that 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
 def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout.engines import vllm
+    from rollout.engines.vllm import engine as vllm
 
     kind: Any = Wide()
     trained = Trained(kind)
@@ -70,7 +74,9 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
         engine = await vllm.build(kind.spec(), Host("run", gpus))
         said: list[Any] = []
         verify = engine._verify
-        monkeypatch.setattr(engine, "_verify", lambda version, told: (said.append(told), verify(version, told)))
+        monkeypatch.setattr(
+            engine, "_verify", lambda version, told: (said.append(told), verify(version, told))
+        )
         made = []
         try:
             for seed in (0, 1, 2):

@@ -15,15 +15,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 import pytest
 
-from rollout.engines.base import Engine, Request
-from rollout.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED
-from scavenger import keys, wire
+from rollout.engines.base import Engine
 from scavenger.client import Client
 from scavenger.config import RunConfig
 from scavenger.errors import EngineError
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import (
+    GroupSpec,
+    Lease,
+    SampleKey,
+    Sampling,
+    pack_tokens,
+    unpack_logprobs,
+    unpack_tokens,
+)
+from scavenger.protocol.worker.engine import Request
+from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
-from scavenger.wire import GroupSpec, Lease, SampleKey, Sampling, pack_tokens, unpack_logprobs, unpack_tokens
 from tests.rollout.daemon import FakeDaemon
 from tests.router.edge import LiveDaemon
 
@@ -37,7 +46,7 @@ if TYPE_CHECKING:
 else:
     Kind = kinds.Kind
 PATIENCE_S = 300.0  # for an engine to start on a busy machine
-M = TypeVar("M", bound=wire.Message)
+M = TypeVar("M", bound=messages.Message)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -69,8 +78,8 @@ def test_siblings_differ_whichever_engine_serves_them(kind: Kind) -> None:
 
 @kinds.VLLM_ONLY_LONG
 def test_siblings_on_8_fresh_engines_differ(kind: Kind) -> None:
-    from rollout.engines import vllm
     from rollout.engines.base import Host
+    from rollout.engines.vllm import engine as vllm
 
     async def main() -> None:
         made = []
@@ -85,7 +94,9 @@ def test_siblings_on_8_fresh_engines_differ(kind: Kind) -> None:
 
 
 @kinds.VLLM_ONLY
-def test_a_move_draws_anew_and_its_logprobs_are_the_model_s_before_and_after_it_and_a_swap(kind: Kind) -> None:
+def test_a_move_draws_anew_and_its_logprobs_are_the_model_s_before_and_after_it_and_a_swap(
+    kind: Kind,
+) -> None:
     fresh = models.plain_model(kind.text(), seed=5)
 
     async def main() -> None:
@@ -93,8 +104,12 @@ def test_a_move_draws_anew_and_its_logprobs_are_the_model_s_before_and_after_it_
         whole = (await finish(engine, sibling(1)))[1]
         head = whole.token_ids[:7]
         moved = (await finish(other, sibling(1, head)))[1]
-        assert moved.token_ids != whole.token_ids[7:], "the generator started over, or went on as if nothing had happened"
-        assert moved.token_ids[:7] != head, "the moved sample repeats the numbers that its first tokens were drawn from"
+        assert moved.token_ids != whole.token_ids[7:], (
+            "the generator started over, or went on as if nothing had happened"
+        )
+        assert moved.token_ids[:7] != head, (
+            "the moved sample repeats the numbers that its first tokens were drawn from"
+        )
         _agree(kind.model, head + moved.token_ids, whole.logprobs[:7] + moved.logprobs)
         await other.load(2, models.views(fresh))
         swapped = (await finish(other, sibling(1, head)))[1]
@@ -116,7 +131,9 @@ def test_no_stop_token_is_drawn_before_min_tokens_of_the_whole_sample(kind: Kind
         engine = await loaded(kind)
         stops = tuple(range(15))  # half of the vocabulary: a free sample ends at once
         how = Sampling(24, stop_token_ids=stops, min_tokens=12)
-        made = (await finish(engine, *(request(i, how) for i in range(6)), request(7, how, accepted=(20,) * 10)))
+        made = await finish(
+            engine, *(request(i, how) for i in range(6)), request(7, how, accepted=(20,) * 10)
+        )
         for delta in (made[i] for i in range(6)):
             assert not set(delta.token_ids[:11]) & set(stops)
             assert delta.finish == "stop"
@@ -170,7 +187,9 @@ async def _until_it_dies(engine: Engine, busy: bool) -> None:
 
 
 def core_of(worker: int) -> psutil.Process:
-    (core,) = [c for c in psutil.Process(worker).children(recursive=True) if "EngineCore" in " ".join(c.cmdline())]
+    (core,) = [
+        c for c in psutil.Process(worker).children(recursive=True) if "EngineCore" in " ".join(c.cmdline())
+    ]
     return core
 
 
@@ -214,8 +233,10 @@ async def hear(daemon: FakeDaemon, worker: asyncio.subprocess.Process, kind: typ
     return message.result()
 
 
-def _lease(sample: int, version: int, how: Sampling) -> wire.Assign:
-    return wire.Assign((Lease(sample, 1, version, pack_tokens((3, 1, 2)), b"", how, 11, SampleKey("train", 3, 0, sample)),))
+def _lease(sample: int, version: int, how: Sampling) -> messages.Assign:
+    return messages.Assign(
+        (Lease(sample, 1, version, pack_tokens((3, 1, 2)), b"", how, 11, SampleKey("train", 3, 0, sample)),)
+    )
 
 
 def _greedy(model: Any, tokens: list[int]) -> bool:
@@ -223,7 +244,9 @@ def _greedy(model: Any, tokens: list[int]) -> bool:
 
 
 @kinds.VLLM_ONLY
-def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in_time(kind: Kind, tmp_path: Path) -> None:
+def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in_time(
+    kind: Kind, tmp_path: Path
+) -> None:
     fresh = models.plain_model(kind.text(), seed=5)
     wrong = models.plain_model(kind.text(vocab_size=31))
 
@@ -232,20 +255,24 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
 
             def use(version: int, model: Any) -> None:
                 manifest, blob = models.weights(model, version)
-                daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source.publish(manifest, blob),)))
+                daemon.send(
+                    messages.UseWeights(
+                        version, manifests.encode(manifest), (source.publish(manifest, blob),)
+                    )
+                )
 
             async with worker_process(tmp_path, ME) as worker:
-                await hear(daemon, worker, wire.WorkerHello)
-                daemon.send(wire.Welcome(1, 1, "r", kind.spec(context=500, pace=100.0), 0.5, 20.0, 8))
+                await hear(daemon, worker, messages.WorkerHello)
+                daemon.send(messages.Welcome(1, 1, "r", kind.spec(context=500, pace=100.0), 0.5, 20.0, 8))
                 use(1, wrong)
-                failed = await hear(daemon, worker, wire.WeightsFailed)
+                failed = await hear(daemon, worker, messages.WeightsFailed)
                 assert (failed.version, "not (29, 32)" in failed.reason) == (1, True)
                 use(2, kind.model)
-                assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 2
+                assert (await hear(daemon, worker, messages.WeightsLoaded)).version == 2
                 daemon.send(_lease(1, 2, Sampling(400, temperature=0.0)))
                 old = await daemon.tokens(1, 20, PATIENCE_S)
                 use(3, fresh)
-                assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 3
+                assert (await hear(daemon, worker, messages.WeightsLoaded)).version == 3
                 daemon.inbox.clear()
                 daemon.send(_lease(2, 3, Sampling(24, temperature=0.0)))
                 new = await daemon.tokens(2, 24, PATIENCE_S)
@@ -258,7 +285,7 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
                 began = time.monotonic()
                 os.kill(core.pid, signal.SIGTERM)  # as Slurm does, to every process of the step
                 worker.send_signal(signal.SIGTERM)
-                goodbye = await daemon.expect(wire.Goodbye)
+                goodbye = await daemon.expect(messages.Goodbye)
                 assert (goodbye.notice, goodbye.failed) == (True, False)
                 assert await worker.wait() == EXIT_PREEMPTED
                 assert time.monotonic() - began < 2.0
@@ -272,11 +299,13 @@ def test_a_worker_that_is_killed_takes_its_core_along(kind: Kind, tmp_path: Path
     async def main() -> None:
         with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
             async with worker_process(tmp_path, ME) as worker:
-                await hear(daemon, worker, wire.WorkerHello)
-                daemon.send(wire.Welcome(1, 1, "r", kind.spec(), 0.5, 20.0, 8))
+                await hear(daemon, worker, messages.WorkerHello)
+                daemon.send(messages.Welcome(1, 1, "r", kind.spec(), 0.5, 20.0, 8))
                 manifest, blob = models.weights(kind.model)
-                daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-                await hear(daemon, worker, wire.WeightsLoaded)
+                daemon.send(
+                    messages.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),))
+                )
+                await hear(daemon, worker, messages.WeightsLoaded)
                 core = core_of(worker.pid)
                 worker.kill()
                 await worker.wait()
@@ -289,10 +318,16 @@ def test_a_worker_that_is_killed_takes_its_core_along(kind: Kind, tmp_path: Path
 
 
 @contextmanager
-def a_run(daemon: LiveDaemon, spec: wire.EngineSpec) -> Iterator[Any]:
+def a_run(daemon: LiveDaemon, spec: messages.EngineSpec) -> Iterator[Any]:
     config = RunConfig.model_validate(
         {
-            "run": {"name": "r", "seed": 11, "steps": 3, "state_dir": daemon.state_dir, "out_dir": daemon.state_dir / "out"},
+            "run": {
+                "name": "r",
+                "seed": 11,
+                "steps": 3,
+                "state_dir": daemon.state_dir,
+                "out_dir": daemon.state_dir / "out",
+            },
             "model": {"path": daemon.state_dir, "context_length": spec.context_length},
             "engine": {"name": "vllm"},
             "sampling": {"max_tokens": 24},
@@ -303,8 +338,10 @@ def a_run(daemon: LiveDaemon, spec: wire.EngineSpec) -> Iterator[Any]:
 
 
 @kinds.VLLM_ONLY
-def test_a_group_comes_through_the_real_worker_and_daemon_and_a_killed_core_ends_the_worker(kind: Kind, tmp_path: Path) -> None:
-    spec = wire.EngineSpec("vllm", kind.text(), "float32", 16, 128)
+def test_a_group_comes_through_the_real_worker_and_daemon_and_a_killed_core_ends_the_worker(
+    kind: Kind, tmp_path: Path
+) -> None:
+    spec = messages.EngineSpec("vllm", kind.text(), "float32", 16, 128)
 
     async def main() -> None:
         with LiveDaemon(tmp_path / "state") as daemon, a_run(daemon, spec) as run, WeightSource() as source:
@@ -332,4 +369,8 @@ def test_a_group_comes_through_the_real_worker_and_daemon_and_a_killed_core_ends
 
 
 def _said(daemon: LiveDaemon, words: str) -> bool:
-    return any(words in str(value) for row in daemon.query("SELECT * FROM workers") + daemon.query("SELECT * FROM events") for value in row)
+    return any(
+        words in str(value)
+        for row in daemon.query("SELECT * FROM workers") + daemon.query("SELECT * FROM events")
+        for value in row
+    )

@@ -15,11 +15,12 @@ from types import ModuleType
 
 import pytest
 
-from rollout.events import EXIT_CANNOT_START, EXIT_PREEMPTED, EXIT_REFUSED
-from scavenger import __version__, keys, wire
+from scavenger import __version__
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import Lease, SampleKey, Sampling, pack_tokens
+from scavenger.protocol.worker.events import EXIT_CANNOT_START, EXIT_PREEMPTED, EXIT_REFUSED
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
-from scavenger.wire import Lease, SampleKey, Sampling, pack_tokens
 from tests.rollout.daemon import FakeDaemon
 from tests.rollout.stage import ME, SERVER
 
@@ -43,14 +44,22 @@ def program() -> Iterator[ModuleType]:
         ("harvested", [], {"SCAVENGER_SLOT": "e1"}, ""),
     ],
 )
-def test_only_a_reserved_engine_has_a_slot(program: ModuleType, kind: str, argv: list[str], environment: dict[str, str], slot: str) -> None:
-    arguments = program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", kind, "--run", "run", *argv])
+def test_only_a_reserved_engine_has_a_slot(
+    program: ModuleType, kind: str, argv: list[str], environment: dict[str, str], slot: str
+) -> None:
+    arguments = program._arguments(
+        ["--state-dir", "/s", "--key", "/k", "--kind", kind, "--run", "run", *argv]
+    )
     assert program.identity(arguments, environment).slot == slot
 
 
-def test_a_slot_for_a_harvested_engine_is_refused(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slot_for_a_harvested_engine_is_refused(
+    program: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--slot", "e1"])
+        program._arguments(
+            ["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--slot", "e1"]
+        )
     assert "reserved engines" in capsys.readouterr().err
 
 
@@ -58,7 +67,18 @@ def test_a_job_that_was_submitted_for_another_release_is_refused(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before it reads its key or asks the daemon anything."""
-    argv = ["--state-dir", str(tmp_path), "--key", "/none", "--kind", "harvested", "--run", "run", "--code", "0.0.1"]
+    argv = [
+        "--state-dir",
+        str(tmp_path),
+        "--key",
+        "/none",
+        "--kind",
+        "harvested",
+        "--run",
+        "run",
+        "--code",
+        "0.0.1",
+    ]
     assert program.main(argv, {}) == EXIT_REFUSED
     said = capsys.readouterr().err
     assert f"submitted for release 0.0.1, and {sys.executable} has release {__version__}" in said
@@ -72,19 +92,40 @@ def test_a_job_that_was_submitted_for_another_release_is_refused(
     [("/not-mounted/worker.key", {}, "does not exist"), ("", {"SCAVENGER_GPUS": "two"}, "is not a number")],
 )
 def test_a_worker_that_lacks_something_where_it_runs_was_not_refused(
-    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, environment: dict[str, str], said: str
+    program: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    environment: dict[str, str],
+    said: str,
 ) -> None:
     """That may be so on this node alone, which is to be seen by the exit code."""
     path = key or str(_key_file(tmp_path, ME))
-    argv = ["--state-dir", str(tmp_path), "--key", path, "--kind", "harvested", "--run", "run", "--code", __version__]
+    argv = [
+        "--state-dir",
+        str(tmp_path),
+        "--key",
+        path,
+        "--kind",
+        "harvested",
+        "--run",
+        "run",
+        "--code",
+        __version__,
+    ]
     assert program.main(argv, environment) == EXIT_CANNOT_START
     assert said in capsys.readouterr().err
 
 
-def test_arguments_of_a_later_release_are_refused_as_its_jobs_are(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_a_later_release_are_refused_as_its_jobs_are(
+    program: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2 would be held against the node."""
     with pytest.raises(SystemExit) as left:
-        program.main(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--of-tomorrow", "1"], {})
+        program.main(
+            ["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--of-tomorrow", "1"],
+            {},
+        )
     assert left.value.code == EXIT_REFUSED
     said = capsys.readouterr().err
     assert "--of-tomorrow" in said
@@ -93,10 +134,29 @@ def test_arguments_of_a_later_release_are_refused_as_its_jobs_are(program: Modul
 
 @asynccontextmanager
 async def process(state_dir: Path, key: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    argv = ["-m", "rollout", "--state-dir", str(state_dir), "--key", str(key), "--kind", "harvested", "--run", "run"]
-    facts = {"SCAVENGER_JOB_ID": "17", "SCAVENGER_RESTART_COUNT": "2", "SCAVENGER_NODE": "node3", "SCAVENGER_GPUS": "1"}
+    argv = [
+        "-m",
+        "rollout",
+        "--state-dir",
+        str(state_dir),
+        "--key",
+        str(key),
+        "--kind",
+        "harvested",
+        "--run",
+        "run",
+    ]
+    facts = {
+        "SCAVENGER_JOB_ID": "17",
+        "SCAVENGER_RESTART_COUNT": "2",
+        "SCAVENGER_NODE": "node3",
+        "SCAVENGER_GPUS": "1",
+    }
     started = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, env={**os.environ, **facts, "OMP_NUM_THREADS": "1"}, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        *argv,
+        env={**os.environ, **facts, "OMP_NUM_THREADS": "1"},
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         yield started
@@ -123,25 +183,34 @@ def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Pa
     async def main() -> None:
         with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
             async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
-                hello = await daemon.expect(wire.WorkerHello)
-                assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (17, 2, "node3", 1, worker.pid)
-                daemon.send(wire.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
-                daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-                await daemon.expect(wire.WeightsLoaded, 60.0)
+                hello = await daemon.expect(messages.WorkerHello)
+                assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (
+                    17,
+                    2,
+                    "node3",
+                    1,
+                    worker.pid,
+                )
+                daemon.send(messages.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
+                daemon.send(
+                    messages.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),))
+                )
+                await daemon.expect(messages.WeightsLoaded, 60.0)
                 leases = [
-                    Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0)) for i in range(16)
-                ]  # fmt: skip
-                daemon.send(wire.Assign(tuple(leases)))
+                    Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0))
+                    for i in range(16)
+                ]
+                daemon.send(messages.Assign(tuple(leases)))
                 await daemon.tokens(0, 20)
                 worker.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(0.8)
                 daemon.inbox.clear()
                 worker.send_signal(signal.SIGCONT)
-                await daemon.expect(wire.Chunks)  # goes on, on the same connection
-                assert not any(isinstance(m, wire.WorkerHello) for m in daemon.inbox)
+                await daemon.expect(messages.Chunks)  # goes on, on the same connection
+                assert not any(isinstance(m, messages.WorkerHello) for m in daemon.inbox)
                 began = time.monotonic()
                 worker.send_signal(signal.SIGTERM)
-                goodbye = await daemon.expect(wire.Goodbye)
+                goodbye = await daemon.expect(messages.Goodbye)
                 assert (goodbye.reason, goodbye.notice) == ("SIGTERM", True)
                 assert await worker.wait() == EXIT_PREEMPTED  # the daemon never acks
                 assert time.monotonic() - began < 1.0

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from rollout.engines.base import Weight
-from rollout.events import EXIT_ENGINE_FAILED
-from scavenger import keys, wire
+from scavenger.protocol import keys, messages
+from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
 from tests.rollout.stage import Play, Stage, kind_of
@@ -19,16 +19,16 @@ from tests.rollout.stage import Play, Stage, kind_of
 def test_a_worker_serves_on_what_it_loaded_and_says_so_again_to_a_restarted_daemon(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
-        told = await stage.daemon.expect(wire.Serving)
+        told = await stage.daemon.expect(messages.Serving)
         assert told.source is not None
         assert told.source.complete
         manifest, blob = manifests.build(1, {"w": ("float32", (256,), memoryview(bytes([1]) * 1024))})
         assert told.root == manifest.root
         assert (await pull(manifest, [told.source], keys.generate(), 5.0)).view == blob
         stage.restart_daemon()
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
-        assert await stage.daemon.expect(wire.Serving) == told
+        assert await stage.daemon.expect(messages.Serving) == told
 
     play(scene)
 
@@ -38,72 +38,87 @@ def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play
 
     def adapters(number: int) -> tuple[manifests.Manifest, memoryview]:
         data = memoryview(bytearray(array("f", [float(number)] * 32).tobytes()))
-        tensors = {"a.lora_A.weight": ("float32", (2, 8), data[:64]), "a.lora_B.weight": ("float32", (16, 2), data)}
+        tensors = {
+            "a.lora_A.weight": ("float32", (2, 8), data[:64]),
+            "a.lora_B.weight": ("float32", (16, 2), data),
+        }
         return manifests.build(number, tensors, adapter=manifests.Adapter(base.root, 0.5, "bfloat16"))
 
     async def scene(stage: Stage) -> None:
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
-        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
+        under = messages.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
         for number in (2, 3):
             manifest, own = adapters(number)
-            order = wire.UseWeights(number, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
-            wrong = wire.BaseWeights(9, order.manifest, order.sources)
+            order = messages.UseWeights(
+                number, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under
+            )
+            wrong = messages.BaseWeights(9, order.manifest, order.sources)
             stage.daemon.send(msgspec.structs.replace(order, base=wrong))
-            assert f"is of the base {base.root.hex()}, and" in (await stage.daemon.expect(wire.WeightsFailed)).reason
+            assert (
+                f"is of the base {base.root.hex()}, and"
+                in (await stage.daemon.expect(messages.WeightsFailed)).reason
+            )
             stage.daemon.send(order)
-            loaded = await stage.daemon.expect(wire.WeightsLoaded)
+            loaded = await stage.daemon.expect(messages.WeightsLoaded)
             assert (loaded.version, loaded.root) == (number, manifest.root)
         assert stage.engine.calls == ["load 2 256", "load 3 256"], "16 x 8 numbers in bfloat16"
         assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 2 * (512 + 192)
-        said = {said.version for said in stage.daemon.inbox if isinstance(said, wire.Serving)}
+        said = {said.version for said in stage.daemon.inbox if isinstance(said, messages.Serving)}
         assert said >= {1, 2, 3}
 
     play(scene)
 
 
-def stated() -> tuple[manifests.Manifest, Callable[[Stage], wire.UseWeights]]:
+def stated() -> tuple[manifests.Manifest, Callable[[Stage], messages.UseWeights]]:
     """Adapters whose trainer says what they make of their base, and the order to load them."""
     torch = pytest.importorskip("torch", reason="merging needs torch")
     from rollout.engines import checksum
 
     base, blob = manifests.build(1, {"a.weight": ("float32", (16, 8), memoryview(bytes(512)))})
     data = memoryview(bytearray(array("f", [3.0] * 32).tobytes()))
-    tensors = {"a.lora_A.weight": ("float32", (2, 8), data[:64]), "a.lora_B.weight": ("float32", (16, 2), data)}
+    tensors = {
+        "a.lora_A.weight": ("float32", (2, 8), data[:64]),
+        "a.lora_B.weight": ("float32", (16, 2), data),
+    }
     plain, own = manifests.build(2, tensors, adapter=manifests.Adapter(base.root, 0.5, "bfloat16"))
     right = checksum.digest({"a.weight": checksum.checksum(torch.full((16, 8), 9.0, dtype=torch.bfloat16))})
     manifest = msgspec.structs.replace(plain, merged=right)
 
-    def order(stage: Stage) -> wire.UseWeights:
-        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
-        return wire.UseWeights(2, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
+    def order(stage: Stage) -> messages.UseWeights:
+        under = messages.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
+        return messages.UseWeights(
+            2, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under
+        )
 
     return manifest, order
 
 
-def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_again(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, order_of = stated()
     right = manifest.merged
     from rollout.engines import lora
 
     async def scene(stage: Stage) -> None:
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         order = order_of(stage)
         with monkeypatch.context() as wrong:
             merged = lora.merged
             wrong.setattr(lora, "merged", lambda weight, down, up, scale: merged(weight, down, up, 2 * scale))
             stage.daemon.send(order)
-            failed = await stage.daemon.expect(wire.WeightsFailed)
+            failed = await stage.daemon.expect(messages.WeightsFailed)
             assert "merged here to other weights" in failed.reason
             assert failed.refused, "all of it came: the daemon counts who will not serve it"
             assert f"than by its trainer ({right.hex()[:16]})" in failed.reason
             assert "remedy: run engines and trainer of one release" in failed.reason
         stage.daemon.send(order)
-        loaded = await stage.daemon.expect(wire.WeightsLoaded)
+        loaded = await stage.daemon.expect(messages.WeightsLoaded)
         assert (loaded.version, loaded.root, loaded.merged) == (2, manifest.root, right)
         stage.restart_daemon()
-        hello = await stage.daemon.expect(wire.WorkerHello)
+        hello = await stage.daemon.expect(messages.WorkerHello)
         assert (hello.loaded_version, hello.loaded_merged) == (2, right)
 
     play(scene)
@@ -123,24 +138,26 @@ def test_after_a_mismatch_what_is_held_is_hashed_and_what_flipped_is_pulled_anew
             return await load(version, given, summed=summed)
 
         stage.engine.load = flips  # type: ignore[method-assign]
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         order = order_of(stage)
         stage.daemon.send(order)
-        gone = await stage.daemon.expect(wire.Serving)
+        gone = await stage.daemon.expect(messages.Serving)
         while gone.source is not None:
-            gone = await stage.daemon.expect(wire.Serving)
+            gone = await stage.daemon.expect(messages.Serving)
         assert gone.version == 1, "the base is not served on; the adapters are as published"
-        assert "merged here to other weights" in (await stage.daemon.expect(wire.WeightsFailed)).reason
+        assert "merged here to other weights" in (await stage.daemon.expect(messages.WeightsFailed)).reason
         stage.daemon.send(order)
-        assert (await stage.daemon.expect(wire.WeightsLoaded)).merged == manifest.merged
+        assert (await stage.daemon.expect(messages.WeightsLoaded)).merged == manifest.merged
 
     from rollout.engines import merging
 
     play(scene)
 
 
-def test_an_engine_that_merges_otherwise_a_second_time_ends_with_70(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_merges_otherwise_a_second_time_ends_with_70(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, order_of = stated()
     from rollout.engines import lora
 
@@ -148,49 +165,56 @@ def test_an_engine_that_merges_otherwise_a_second_time_ends_with_70(play: Play, 
     monkeypatch.setattr(lora, "merged", lambda weight, down, up, scale: merged(weight, down, up, 2 * scale))
 
     async def scene(stage: Stage) -> None:
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         order = order_of(stage)
         for _ in range(2):
             stage.daemon.send(order)
-            failed = await stage.daemon.expect(wire.WeightsFailed)
-        goodbye = await stage.daemon.expect(wire.Goodbye)
+            failed = await stage.daemon.expect(messages.WeightsFailed)
+        goodbye = await stage.daemon.expect(messages.Goodbye)
         assert (goodbye.reason, goodbye.failed, goodbye.notice) == (failed.reason, True, False)
-        stage.daemon.send(wire.GoodbyeAck())
+        stage.daemon.send(messages.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
-        assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 512 + 512 + 192, "what was held was as published, and stayed"
+        assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 512 + 512 + 192, (
+            "what was held was as published, and stayed"
+        )
 
     play(scene)
 
 
 def test_a_pull_whose_only_holder_is_silent_goes_on_with_those_that_the_daemon_names(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         manifest, blob = manifests.build(1, {"w": ("float32", (256,), memoryview(bytes([1]) * 1024))})
-        nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
-        stage.daemon.send(wire.UseWeights(1, manifests.encode(manifest), (nobody,)))
-        stage.daemon.send(wire.UseWeights(1, b"", (nobody, stage.source.publish(manifest, blob)), more=True))
-        assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
+        nobody = messages.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
+        stage.daemon.send(messages.UseWeights(1, manifests.encode(manifest), (nobody,)))
+        stage.daemon.send(
+            messages.UseWeights(1, b"", (nobody, stage.source.publish(manifest, blob)), more=True)
+        )
+        assert (await stage.daemon.expect(messages.WeightsLoaded)).root == manifest.root
 
     play(scene)
 
 
 def test_a_base_whose_only_holder_is_silent_comes_from_those_that_the_daemon_names_later(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        await stage.daemon.expect(wire.WorkerHello)
+        await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         base, blob = manifests.build(1, {"a.weight": ("float32", (2, 2), memoryview(bytes(16)))})
         nothing = memoryview(bytes(8))
-        tensors = {"a.lora_A.weight": ("float32", (1, 2), nothing), "a.lora_B.weight": ("float32", (2, 1), nothing)}
+        tensors = {
+            "a.lora_A.weight": ("float32", (1, 2), nothing),
+            "a.lora_B.weight": ("float32", (2, 1), nothing),
+        }
         manifest, own = manifests.build(2, tensors, adapter=manifests.Adapter(base.root, 1.0, "float32"))
         sources = (stage.source.publish(manifest, own),)
-        nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
-        first = wire.BaseWeights(1, manifests.encode(base), (nobody,))
-        stage.daemon.send(wire.UseWeights(2, manifests.encode(manifest), sources, base=first))
-        later = wire.BaseWeights(1, b"", (nobody, stage.source.publish(base, blob)))
-        stage.daemon.send(wire.UseWeights(2, b"", sources, more=True, base=later))
-        assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
+        nobody = messages.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
+        first = messages.BaseWeights(1, manifests.encode(base), (nobody,))
+        stage.daemon.send(messages.UseWeights(2, manifests.encode(manifest), sources, base=first))
+        later = messages.BaseWeights(1, b"", (nobody, stage.source.publish(base, blob)))
+        stage.daemon.send(messages.UseWeights(2, b"", sources, more=True, base=later))
+        assert (await stage.daemon.expect(messages.WeightsLoaded)).root == manifest.root
 
     play(scene)
 
@@ -199,27 +223,29 @@ def test_corrupt_weights_are_reported_and_the_next_version_is_loaded(play: Play)
     async def scene(stage: Stage) -> None:
         await stage.ready()
         stage.use(2, corrupt=True)
-        failed = await stage.daemon.expect(wire.WeightsFailed)
+        failed = await stage.daemon.expect(messages.WeightsFailed)
         assert (failed.version, "hash" in failed.reason, failed.refused) == (2, True, False)
         stage.use(3)
-        assert (await stage.daemon.expect(wire.WeightsLoaded)).version == 3
+        assert (await stage.daemon.expect(messages.WeightsLoaded)).version == 3
         assert stage.engine.calls == ["load 1 1024", "load 3 1024"]
 
     play(scene)
 
 
-def test_a_pull_that_fails_in_an_unforeseen_way_is_reported_and_tried_again_when_asked(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_that_fails_in_an_unforeseen_way_is_reported_and_tried_again_when_asked(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fails(*_args: object, **_keywords: object) -> bytearray:
         raise ValueError("not a port")
 
     async def scene(stage: Stage) -> None:
         await stage.ready()
         with monkeypatch.context() as patch:
-            patch.setattr("scavenger.weights.store.Pull.finish", fails)
+            patch.setattr("scavenger.weights.engine_store.Pull.finish", fails)
             stage.use(2)
-            failed = await stage.daemon.expect(wire.WeightsFailed)
+            failed = await stage.daemon.expect(messages.WeightsFailed)
             assert (failed.version, kind_of(failed.reason)) == (2, "ValueError at test_worker_weights.py")
         stage.use(2)
-        assert (await stage.daemon.expect(wire.WeightsLoaded)).version == 2
+        assert (await stage.daemon.expect(messages.WeightsLoaded)).version == 2
 
     play(scene)

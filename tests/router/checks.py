@@ -11,6 +11,7 @@
          `World.make_calm` (every submitted step gets done)
     I10  `Watch.restored` (a restart has every committed token), `Watch.promised` (nothing is sent twice), `harness.Ledger`
     I11  `World.make_calm(alone=True)`: reserved engines finish alone
+    -    `World.apply`: no trainer is at work while one of its reserved engines has its memory, or is about to take it
     I12  `audit_ledger`: every lease, worker and token of the ledger is explained by its rows
 
 `Truth` follows the ledger across daemons; `Watch` looks at one daemon. Samples' contents are read from the ledger's rows alone.
@@ -19,9 +20,21 @@
 from __future__ import annotations
 
 from scavenger.ledger import records as rec
-from scavenger.router.core import Core
-from scavenger.router.events import Committed, RouterEvent
-from scavenger.wire import Accepted, Ack, Assign, GoodbyeAck, GroupDone, Lease, Message, Reply, RunOpened, UseWeights, Welcome
+from scavenger.protocol.messages import (
+    Accepted,
+    Ack,
+    Assign,
+    GoodbyeAck,
+    GroupDone,
+    Lease,
+    Message,
+    Reply,
+    RunOpened,
+    UseWeights,
+    Welcome,
+)
+from scavenger.router.core.events import Committed, RouterEvent
+from scavenger.router.core.tables import Core
 from tests.router.engines import MAX_TOKENS, payload
 from tests.router.memory_ledger import Ledger, plain
 
@@ -64,7 +77,9 @@ class Truth:
                 self._end(record)
             case rec.VersionPublished():
                 key = (record.run_id, record.version)
-                assert key not in self.roots, f"version {record.version} of run {record.run_id} was used twice (I3)"
+                assert key not in self.roots, (
+                    f"version {record.version} of run {record.run_id} was used twice (I3)"
+                )
                 self.roots[key] = record.root
             case rec.RunCreated():
                 self.runs[record.name] = record.run_id
@@ -78,7 +93,9 @@ class Truth:
         mine, first, n = payload(chunk.sample_id), 4 * chunk.offset, len(chunk.tokens)
         assert chunk.offset + n // 4 <= MAX_TOKENS, f"sample {chunk.sample_id}: over its budget (I5)"
         got = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs)
-        assert got == tuple(p[first : first + n] for p in mine), f"sample {chunk.sample_id}: others' tokens were accepted (I1)"
+        assert got == tuple(p[first : first + n] for p in mine), (
+            f"sample {chunk.sample_id}: others' tokens were accepted (I1)"
+        )
         group = self.ledger.samples[chunk.sample_id].group_id
         root = self.roots[self.ledger.groups[group].run_id, chunk.version]
         assert root == self.root_of_group(group), f"sample {chunk.sample_id}: a chunk of other weights (I4)"
@@ -104,7 +121,10 @@ class Truth:
     def taken(self, run: str, purpose: str, step: int) -> bool:
         """Whether a step stands; an older attempt's may have been rewound before its answer arrived."""
         run_id = self.runs[run]
-        return any(isinstance(r, rec.StepCommitted) and (r.run_id, r.purpose, r.step) == (run_id, purpose, step) for r in self.ledger.log)
+        return any(
+            isinstance(r, rec.StepCommitted) and (r.run_id, r.purpose, r.step) == (run_id, purpose, step)
+            for r in self.ledger.log
+        )
 
 
 class Watch:
@@ -120,7 +140,9 @@ class Watch:
         rows = self.truth.ledger.samples
         for sample in core.samples.values():
             row = rows[sample.id]
-            assert sample.accepted == len(row.tokens) // 4, f"sample {sample.id}: a restart lost committed tokens (I10)"
+            assert sample.accepted == len(row.tokens) // 4, (
+                f"sample {sample.id}: a restart lost committed tokens (I10)"
+            )
             assert sample.epoch == row.epoch, f"sample {sample.id}: a restart forgot its epoch (I10)"
         self._all_known(core)
 
@@ -130,14 +152,18 @@ class Watch:
             now = (sample.accepted, sample.epoch)
             last = lengths.get(sample.id)
             if last != now:
-                assert last is None or (now[0] >= last[0] and now[1] >= last[1]), f"sample {sample.id}: {last} became {now} (I1)"
+                assert last is None or (now[0] >= last[0] and now[1] >= last[1]), (
+                    f"sample {sample.id}: {last} became {now} (I1)"
+                )
                 lengths[sample.id] = now
         if isinstance(event, Committed) and not core.unsettled:
             self._all_known(core)
             rows = self.truth.ledger.samples
             for sample in core.samples.values():
                 row = rows[sample.id]
-                assert (sample.accepted, sample.epoch) == (len(row.tokens) // 4, row.epoch), f"sample {sample.id}: not as committed (I12)"
+                assert (sample.accepted, sample.epoch) == (len(row.tokens) // 4, row.epoch), (
+                    f"sample {sample.id}: not as committed (I12)"
+                )
 
     def _all_known(self, core: Core) -> None:
         forgotten = self.truth.open - core.samples.keys()
@@ -149,35 +175,57 @@ class Watch:
         match message:
             case Ack(durable=durable):
                 for held in durable:
-                    assert held.length * 4 <= len(rows[held.sample_id].tokens), f"sample {held.sample_id}: acked before its commit (I2)"
+                    assert held.length * 4 <= len(rows[held.sample_id].tokens), (
+                        f"sample {held.sample_id}: acked before its commit (I2)"
+                    )
             case Assign(leases=leases):
                 for lease in leases:
                     self._lease(lease)
             case GroupDone(samples=samples):
-                assert (conn, message.group_id) not in self.delivered, f"group {message.group_id} was sent twice over one connection (I10)"
+                assert (conn, message.group_id) not in self.delivered, (
+                    f"group {message.group_id} was sent twice over one connection (I10)"
+                )
                 self.delivered.add((conn, message.group_id))
-                assert message.group_id in truth.ledger.delivered, f"group {message.group_id}: delivered before its record (I2)"
+                assert message.group_id in truth.ledger.delivered, (
+                    f"group {message.group_id}: delivered before its record (I2)"
+                )
                 for done in samples:
                     row = rows[done.sample_id]
                     # What ended it meanwhile (the run was closed, or opened again) may have been committed at once with its delivery.
-                    whole = row.state == "poisoned" if done.error is not None else bool(row.finish) and row.state != "open"
+                    whole = (
+                        row.state == "poisoned"
+                        if done.error is not None
+                        else bool(row.finish) and row.state != "open"
+                    )
                     assert whole, f"sample {done.sample_id}: delivered while {row.state} in the ledger (I2)"
                     if done.error is None:
-                        same = (row.tokens, row.logprobs, row.finish) == (done.tokens, done.logprobs, done.finish)
-                        assert same, f"sample {done.sample_id}: delivered with other tokens than the ledger's (I2)"
+                        same = (row.tokens, row.logprobs, row.finish) == (
+                            done.tokens,
+                            done.logprobs,
+                            done.finish,
+                        )
+                        assert same, (
+                            f"sample {done.sample_id}: delivered with other tokens than the ledger's (I2)"
+                        )
             case Welcome(worker_id=worker_id):
                 assert worker_id in truth.joined, f"worker {worker_id}: welcomed before its commit (I2)"
                 self.welcomed[conn] = worker_id
             case UseWeights(version=version):
-                assert any(v == version for _, v in truth.roots), f"version {version}: named before its commit (I2)"
+                assert any(v == version for _, v in truth.roots), (
+                    f"version {version}: named before its commit (I2)"
+                )
             case GoodbyeAck():
                 worker_id = self.welcomed.get(conn, 0)
-                assert worker_id in truth.left, f"worker {worker_id}: its goodbye was acked before its commit (I2)"
+                assert worker_id in truth.left, (
+                    f"worker {worker_id}: its goodbye was acked before its commit (I2)"
+                )
             case Reply(body=RunOpened(run_id=run_id, attempt=attempt)):
                 granted = truth.ledger.runs[run_id]["attempt"] if run_id in truth.ledger.runs else 0
                 assert attempt <= granted, "an attempt was answered before its commit (I2)"  # type: ignore[operator]
             case Reply(body=Accepted(group_ids=group_ids)):
-                assert all(i in truth.ledger.groups for i in group_ids), f"groups {group_ids}: accepted before their commit (I2)"
+                assert all(i in truth.ledger.groups for i in group_ids), (
+                    f"groups {group_ids}: accepted before their commit (I2)"
+                )
 
     def _lease(self, lease: Lease) -> None:
         granted = self.truth.granted.get((lease.sample_id, lease.epoch))
@@ -186,14 +234,16 @@ class Watch:
         whole = 4 * granted.offset == len(lease.accepted) and tokens[: len(lease.accepted)] == lease.accepted
         assert whole, f"sample {lease.sample_id}: moved without its own tokens (I6)"
         assert lease.version == granted.version
-        assert lease.sampling.max_tokens == MAX_TOKENS, f"sample {lease.sample_id}: the budget changed with the lease (I5)"
+        assert lease.sampling.max_tokens == MAX_TOKENS, (
+            f"sample {lease.sample_id}: the budget changed with the lease (I5)"
+        )
 
 
 def audit_groups(ledger: Ledger, run_id: int, next_step: int) -> None:
-    """Each prompt of a train step has one group that stands (I3), and its takes are numbered without a gap or a repeat."""
+    """Each prompt of a train step has one group that stands (I3), and its retries are numbered without a gap or a repeat."""
     standing: dict[tuple[int, int], list[int]] = {}
     poisoned: set[tuple[int, int]] = set()
-    takes: dict[tuple[int, int], list[int]] = {}
+    retries: dict[tuple[int, int], list[int]] = {}
     for group_id, made in sorted(ledger.groups.items()):
         if made.run_id != run_id or made.purpose != "train":
             continue
@@ -201,9 +251,9 @@ def audit_groups(ledger: Ledger, run_id: int, next_step: int) -> None:
         states = {ledger.samples[made.first_sample_id + i].state for i in range(made.n)}
         standing.setdefault(key, []).extend([group_id] if states & STANDING else [])
         poisoned |= {key} if "poisoned" in states else set()
-        takes.setdefault(key, []).append(made.take)
-    for key, numbers in takes.items():
-        assert numbers == list(range(len(numbers))), f"step and prompt {key}: takes {numbers} (I3)"
+        retries.setdefault(key, []).append(made.retry)
+    for key, numbers in retries.items():
+        assert numbers == list(range(len(numbers))), f"step and prompt {key}: retries {numbers} (I3)"
     for (step, prompt), groups in standing.items():
         least = 1 if step < next_step and (step, prompt) not in poisoned else 0
         assert least <= len(groups) <= 1, f"step {step}, prompt {prompt}: groups {groups} stand (I3)"
@@ -217,5 +267,7 @@ def audit_ledger(truth: Truth) -> None:
         over = key in truth.ended or (row.lease is not None and row.lease[0] == key[1])
         assert over, f"sample {key[0]}: the end of lease {key[1]} is not told (I12)"
     for sample_id, row in ledger.samples.items():
-        assert len(row.tokens) // 4 == truth.chunks.get(sample_id, 0), f"sample {sample_id}: tokens without chunks (I12)"
+        assert len(row.tokens) // 4 == truth.chunks.get(sample_id, 0), (
+            f"sample {sample_id}: tokens without chunks (I12)"
+        )
     assert truth.joined == truth.left | ledger.workers.keys(), "a worker's end is not told (I12)"

@@ -10,20 +10,29 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollout.events import Phase
-from rollout.session import LEGAL
-from scavenger.router.core import Core
-from scavenger.router.state import TRANSITIONS, Sample, SampleStatus
+from scavenger.protocol.worker.events import WorkerPhase
+from scavenger.protocol.worker.session import LEGAL
+from scavenger.router.core.state import (
+    TRANSITIONS,
+    WORKER_TRANSITIONS,
+    Sample,
+    SampleStatus,
+    SampleStep,
+    Worker,
+    WorkerStatus,
+    WorkerStep,
+)
+from scavenger.router.core.tables import Core
 
-#: A worker's status has no table in the core: these are the steps that one event may make it take. "-": not there.
-WORKERS: dict[str, tuple[str, ...]] = {
-    "-": ("loading", "ready", "sleeping", "draining", "away"),
+#: Where one event may bring a worker, by one step of the core's table or by several. "-": not there.
+WITHIN_ONE_EVENT: dict[str, tuple[str, ...]] = {
+    "-": ("loading", "ready", "sleeping", "asleep", "draining", "away"),
     "loading": ("ready", "sleeping", "draining", "-"),
     "ready": ("loading", "sleeping", "draining", "-"),
     "sleeping": ("asleep", "loading", "ready", "draining", "-"),
     "asleep": ("loading", "ready", "draining", "-"),
     "draining": ("-",),
-    "away": ("loading", "ready", "sleeping", "draining", "-"),
+    "away": ("loading", "ready", "sleeping", "asleep", "draining", "-"),
 }
 IMPOSSIBLE = {
     ("queued", "finish"): "no code takes it: a chunk is accepted under a lease only",
@@ -38,16 +47,44 @@ _TRAINERS = tuple(f"trainer {s}" for s in ("open", "publish", "submit", "collect
 #: Which fault must have met which states. A job's faults meet no sleeper: only reserved engines sleep, and they have no job. An engine can
 #: fail a request, or lie of one, where it holds one: `ready`, and what its daemon may take it for meanwhile.
 FAULTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("SIGTERM", "engine dies", "killed", "stopped", "goes on", "clock jumps", "connection lost"), _ENGINES),
-    **dict.fromkeys(("given back", *(f"scheduler: {r}" for r in ("PREEMPTED", "NODE_FAIL", "CANCELLED", "FAILED", "REQUEUED"))), _JOBS),
-    **dict.fromkeys(("clock of the daemon jumps", "commit fails", "daemon killed", "daemon superseded"), _SAMPLES),
-    **dict.fromkeys(("daemon killed before its commit", "daemon killed before the commit's answer"), _SAMPLES),
+    **dict.fromkeys(
+        ("SIGTERM", "engine dies", "killed", "stopped", "goes on", "clock jumps", "connection lost"), _ENGINES
+    ),
+    **dict.fromkeys(
+        (
+            "given back",
+            *(f"scheduler: {r}" for r in ("PREEMPTED", "NODE_FAIL", "CANCELLED", "FAILED", "REQUEUED")),
+        ),
+        _JOBS,
+    ),
+    **dict.fromkeys(
+        ("clock of the daemon jumps", "commit fails", "daemon killed", "daemon superseded"), _SAMPLES
+    ),
+    **dict.fromkeys(
+        ("daemon killed before its commit", "daemon killed before the commit's answer"), _SAMPLES
+    ),
     **dict.fromkeys(("trainer killed", "second trainer", "trainer connects again"), _TRAINERS),
     **dict.fromkeys(
-        (f"lies: {lie}" for lie in ("stale epoch", "other version", "over budget", "gap", "not a number", "another answer")),
+        (
+            f"lies: {lie}"
+            for lie in (
+                "stale epoch",
+                "other version",
+                "over budget",
+                "gap",
+                "not a number",
+                "another answer",
+            )
+        ),
         ("worker ready", "worker loading", "worker away", "worker unknown"),
     ),
-    "old chunks again": ("worker ready", "worker loading", "worker away", "worker unknown", "worker draining"),
+    "old chunks again": (
+        "worker ready",
+        "worker loading",
+        "worker away",
+        "worker unknown",
+        "worker draining",
+    ),
     "request fails": ("worker ready", "worker away", "worker unknown"),
     "load fails": ("worker loading",),
     "daemon unreachable": ("worker unknown", "worker loading", "worker away"),
@@ -55,39 +92,108 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "an older attempt speaks": ("trainer publish", "trainer submit", "trainer commit"),
     "run closed": ("trainer collect", "trainer publish", "trainer submit"),
     "lost": (
-        "WorkerHello", "Welcome", "Heartbeat", "HeartbeatAck", "Chunks", "Ack", "Assign", "Revoke", "UseWeights", "WeightsLoaded",
-        "Goodbye", "GoodbyeAck", "HelloAgain", "Drain", "Sleep", "Wake", "Rejected", "OpenRun", "RunOpened", "Attach", "PublishVersion",
+        "WorkerHello",
+        "Welcome",
+        "Heartbeat",
+        "HeartbeatAck",
+        "Chunks",
+        "Ack",
+        "Assign",
+        "Revoke",
+        "UseWeights",
+        "WeightsLoaded",
+        "Goodbye",
+        "GoodbyeAck",
+        "HelloAgain",
+        "Drain",
+        "Sleep",
+        "Wake",
+        "Rejected",
+        "OpenRun",
+        "RunOpened",
+        "Attach",
+        "PublishVersion",
         "Accepted",
-        "SetReserved", "GroupDone", "Ok", "Ping", "Pong", "Fleet",
+        "SetReserved",
+        "GroupDone",
+        "Ok",
+        "Ping",
+        "Pong",
+        "Fleet",
     ),
     "doubled": (
-        "WorkerHello", "Welcome", "Heartbeat", "HeartbeatAck", "Chunks", "Ack", "Assign", "Revoke", "UseWeights", "Goodbye", "HelloAgain",
-        "Rejected", "Accepted", "SetReserved", "GroupDone", "Ok", "Ping", "Pong", "Fleet",
+        "WorkerHello",
+        "Welcome",
+        "Heartbeat",
+        "HeartbeatAck",
+        "Chunks",
+        "Ack",
+        "Assign",
+        "Revoke",
+        "UseWeights",
+        "Goodbye",
+        "HelloAgain",
+        "Rejected",
+        "Accepted",
+        "SetReserved",
+        "GroupDone",
+        "Ok",
+        "Ping",
+        "Pong",
+        "Fleet",
     ),
-    "late": ("WorkerHello", "Chunks", "Heartbeat", "Goodbye", "Attach", "PublishVersion", "SetReserved", "Ping"),
-}  # fmt: skip
+    "late": (
+        "WorkerHello",
+        "Chunks",
+        "Heartbeat",
+        "Goodbye",
+        "Attach",
+        "PublishVersion",
+        "SetReserved",
+        "Ping",
+    ),
+}
 
 #: Met five times or less in 2,000 schedules: counted and printed, but any change of the core may move them out of these.
-RARE = frozenset({
-    ("goes on", "worker draining"), ("goes on", "worker asleep"), ("given back", "worker draining"),
-    ("scheduler: FAILED", "worker draining"), ("scheduler: REQUEUED", "worker draining"),
-    ("lost", "WeightsLoaded"), ("lost", "RunOpened"), ("doubled", "Accepted"),
-    ("doubled", "GroupDone"), ("doubled", "Ping"),
-})  # fmt: skip
+RARE = frozenset(
+    {
+        ("goes on", "worker draining"),
+        ("goes on", "worker asleep"),
+        ("given back", "worker draining"),
+        ("scheduler: FAILED", "worker draining"),
+        ("scheduler: REQUEUED", "worker draining"),
+        ("lost", "WeightsLoaded"),
+        ("lost", "RunOpened"),
+        ("doubled", "Accepted"),
+        ("doubled", "GroupDone"),
+        ("doubled", "Ping"),
+    }
+)
 _MESSAGES = (*FAULTS["lost"], "CloseRun", "Denied", "RecordCheckpoint", "SampleFailed", "WeightsFailed")
 _FAMILIES = (_ENGINES, (*_SAMPLES, _ENDED), (*_TRAINERS, "trainer over"), _MESSAGES)
 _SELDOM = "met only while an order or an answer is under way: in some thousands of schedules, or in none"
 #: Why the other states of a fault are not demanded. Which these are is computed: every state of the fault's family.
 EXCUSED: dict[str, str] = {
-    **dict.fromkeys((kind for kind in FAULTS if kind.startswith(("scheduler", "given back"))), "only reserved engines sleep: no job"),
-    **dict.fromkeys((kind for kind in FAULTS if kind.startswith(("lies", "request"))), f"it holds no request there; {_SELDOM}"),
-    **dict.fromkeys(("trainer killed", "second trainer", "trainer connects again"), "nothing follows a run that is over"),
+    **dict.fromkeys(
+        (kind for kind in FAULTS if kind.startswith(("scheduler", "given back"))),
+        "only reserved engines sleep: no job",
+    ),
+    **dict.fromkeys(
+        (kind for kind in FAULTS if kind.startswith(("lies", "request"))),
+        f"it holds no request there; {_SELDOM}",
+    ),
+    **dict.fromkeys(
+        ("trainer killed", "second trainer", "trainer connects again"), "nothing follows a run that is over"
+    ),
     "old chunks again": f"an engine that sleeps; {_SELDOM}",
     "load fails": f"a load is under way where the daemon waits for it; {_SELDOM}",
     "resumed from an older checkpoint": "counted where it happens: when a trainer begins",
     "an older attempt speaks": "it would only ping there",
     "run closed": f"closing is drawn seldom; {_SELDOM}",
-    **dict.fromkeys((kind for kind in FAULTS if kind.startswith(("clock of", "commit", "daemon"))), "ended samples are forgotten at once"),
+    **dict.fromkeys(
+        (kind for kind in FAULTS if kind.startswith(("clock of", "commit", "daemon"))),
+        "ended samples are forgotten at once",
+    ),
     "daemon unreachable": f"it connects anew when it lost its connection; {_SELDOM}",
     "lost": _SELDOM,
     "doubled": f"Attach: said once over each connection, and none doubles what it carries; others: {_SELDOM}",
@@ -97,22 +203,31 @@ EXCUSED: dict[str, str] = {
 
 def excused() -> dict[str, tuple[str, ...]]:
     """Which states of each fault's family are not demanded."""
-    rest = {kind: tuple(s for f in _FAMILIES if states[0] in f for s in f if s not in states) for kind, states in FAULTS.items()}
+    rest = {
+        kind: tuple(s for f in _FAMILIES if states[0] in f for s in f if s not in states)
+        for kind, states in FAULTS.items()
+    }
     return {kind: states for kind, states in rest.items() if states}
 
 
 def tables() -> dict[str, set[tuple[str, str]]]:
     """What is legal."""
     return {
-        "samples": {(status.value, step) for status, step in TRANSITIONS},
-        "workers": {(a, b) for a, after in WORKERS.items() for b in after},
+        "samples": {(status.value, step.value) for status, step in TRANSITIONS},
+        "workers": {(status.value, step.value) for status, step in WORKER_TRANSITIONS},
+        "events": {(a, b) for a, after in WITHIN_ONE_EVENT.items() for b in after},
         "phases": {(a.value, b.value) for a, after in LEGAL.items() for b in after},
     }
 
 
 def illegal(cover: Coverage) -> list[str]:
     """Steps that were taken and that no table has."""
-    return [f"{name}: {a} -> {b}" for name, legal in tables().items() for a, b in sorted(getattr(cover, name)) if (a, b) not in legal]
+    return [
+        f"{name}: {a} -> {b}"
+        for name, legal in tables().items()
+        for a, b in sorted(getattr(cover, name))
+        if (a, b) not in legal
+    ]
 
 
 def missing(cover: Coverage) -> list[str]:
@@ -122,7 +237,9 @@ def missing(cover: Coverage) -> list[str]:
 
 
 def faults_missing(cover: Coverage) -> list[str]:
-    demanded = ((kind, state) for kind, states in FAULTS.items() for state in states if (kind, state) not in RARE)
+    demanded = (
+        (kind, state) for kind, states in FAULTS.items() for state in states if (kind, state) not in RARE
+    )
     return [f"{kind} x {state}" for kind, state in demanded if not cover.faults[kind, state]]
 
 
@@ -132,27 +249,35 @@ class Coverage:
     def __init__(self) -> None:
         self.samples: Counter[tuple[str, str]] = Counter()
         self.workers: Counter[tuple[str, str]] = Counter()
+        self.events: Counter[tuple[str, str]] = Counter()  # a worker's status before and after one event
         self.phases: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[tuple[str, str]] = Counter()
         self.schedules = 0
-        self.events = self.moments = 0
+        self.trained_beside = self.ended_late = (
+            0  # ops at which a trainer trained beside sleepers; engines ended for their silence
+        )
+        self.handled = self.moments = 0
 
     def add(self, other: Coverage) -> None:
         for mine, theirs in zip(self.tables(), other.tables(), strict=True):
             mine.update(theirs)
         self.schedules += other.schedules
-        self.events += other.events
+        self.trained_beside += other.trained_beside
+        self.ended_late += other.ended_late
+        self.handled += other.handled
 
     def tables(self) -> tuple[Counter[tuple[str, str]], ...]:
-        return self.samples, self.workers, self.phases, self.faults
+        return self.samples, self.workers, self.events, self.phases, self.faults
 
     def summary(self, *, whole: bool = False) -> str:
         """Counts; `whole`: each pair with its own."""
-        lines = [f"{self.schedules:,} schedules, {self.events:,} events of the router's core"]
+        lines = [f"{self.schedules:,} schedules, {self.handled:,} events of the router's core"]
         for name, legal in tables().items():
             lines.append(f"{name}: {len(set(getattr(self, name)))} of {len(legal)} legal transitions taken")
         demanded = sum(len(states) for states in FAULTS.values()) - len(RARE)
-        lines.append(f"faults: {len(self.faults)} pairs of fault and state, {demanded} demanded, missing {faults_missing(self)}")
+        lines.append(
+            f"faults: {len(self.faults)} pairs of fault and state, {demanded} demanded, missing {faults_missing(self)}"
+        )
         lines += [f"impossible: {a} -> {b}: {why}" for (a, b), why in IMPOSSIBLE.items()]
         for kind in sorted({kind for kind, _ in self.faults}):
             met = [f"{state} {n:,}" for (name, state), n in sorted(self.faults.items()) if name == kind]
@@ -161,14 +286,16 @@ class Coverage:
             never = [state for state in states if not self.faults[kind, state]]
             lines += [f"  never {kind} x {', '.join(never)}: {EXCUSED[kind]}"] if never else []
         if whole:
-            for name, table in zip(("samples", "workers", "phases", "faults"), self.tables(), strict=True):
+            for name, table in zip(
+                ("samples", "workers", "events", "phases", "faults"), self.tables(), strict=True
+            ):
                 lines += [f"  {name:<8} {a} / {b}: {n:,}" for (a, b), n in sorted(table.items())]
         return "\n".join(lines)
 
     def fault(self, kind: str, state: str) -> None:
         self.faults[kind, state] += 1
 
-    def phase(self, before: Phase, after: Phase) -> None:
+    def phase(self, before: WorkerPhase, after: WorkerPhase) -> None:
         self.phases[before.value, after.value] += 1
 
     @staticmethod
@@ -180,25 +307,30 @@ class Coverage:
         for i, worker in now.items():
             was = before.pop(i, "-")
             if was != worker.status:
-                self.workers[str(was), str(worker.status)] += 1
+                self.events[str(was), str(worker.status)] += 1
         for was in before.values():
-            self.workers[str(was), "-"] += 1
+            self.events[str(was), "-"] += 1
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts the steps of samples."""
-        plain, seen = Sample.step, self.samples
+        """Counts the steps of samples and workers."""
+        of_samples, of_workers = Sample.step, Worker.step
 
-        def step(sample: Sample, name: str) -> None:
+        def sample_step(sample: Sample, step: SampleStep) -> None:
             before: SampleStatus = sample.status
-            plain(sample, name)
-            seen[before.value, name] += 1
+            of_samples(sample, step)
+            self.samples[before.value, step.value] += 1
 
-        Sample.step = step  # type: ignore[method-assign, assignment]
+        def worker_step(worker: Worker, step: WorkerStep) -> None:
+            before: WorkerStatus = worker.status
+            of_workers(worker, step)
+            self.workers[before.value, step.value] += 1
+
+        Sample.step, Worker.step = sample_step, worker_step  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            Sample.step = plain  # type: ignore[method-assign]
+            Sample.step, Worker.step = of_samples, of_workers  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -9,7 +9,13 @@ from tests.router.site import ORDERS, Op
 from tests.router.world import World
 
 NODES = ("n0", "n1", "n2", "n3")
-REASONS = (("PREEMPTED", False), ("NODE_FAIL", False), ("CANCELLED", False), ("FAILED", True), ("REQUEUED", False))
+REASONS = (
+    ("PREEMPTED", False),
+    ("NODE_FAIL", False),
+    ("CANCELLED", False),
+    ("FAILED", True),
+    ("REQUEUED", False),
+)
 
 
 def opening(rng: random.Random) -> list[Op]:
@@ -22,6 +28,8 @@ def opening(rng: random.Random) -> list[Op]:
         log.append(["spawn", name, "harvested", rng.choice(runs), f"i{name}", rng.choice(NODES)])
     if rng.random() < 0.5:
         log.append(["spawn", 20, "reserved", rng.choice(runs), "0", "home"])
+        if rng.random() < 0.5:
+            log.append(["spawn", 22, "reserved", "r", "1", "home"])
     return [*log, ["serve", rng.randint(2, 8)]]
 
 
@@ -61,11 +69,13 @@ def _trainer(world: World, rng: random.Random) -> Op:
         return ["act", name]
     if roll < 0.80:
         return ["up", name, rng.randint(1, 3)]
-    if roll < 0.90:
+    if roll < 0.88:
         return ["down", name, rng.randint(1, 3)]
-    if roll < 0.95:
+    if roll < 0.91:
         return ["checkpoint", name]
-    return ["reserved", name, rng.random() < 0.7]
+    if roll < 0.94:
+        return ["toggle", name]
+    return ["reserved", name, rng.random() < 0.4]
 
 
 def _worker(name: int, world: World, rng: random.Random) -> Op:
@@ -84,10 +94,37 @@ def _worker(name: int, world: World, rng: random.Random) -> Op:
 
 
 TROUBLE = {
-    "spawn": 16, "requeue": 5, "reserved": 4, "kill": 4, "term": 3, "die": 3, "stop": 3, "cont": 4, "cut": 4, "again": 4, "clock": 2,
-    "trip": 5, "lose": 10, "twice": 5, "late": 6, "gone": 4, "revoke": 1, "crash": 3, "succeed": 1, "fence": 1, "fail": 2, "jump": 1,
-    "train": 1, "restart": 3, "sleep": 3, "unordered": 6, "zombie": 3, "reconnect": 2, "close": 0.4, "run": 0.3,
-}  # fmt: skip
+    "spawn": 16,
+    "requeue": 5,
+    "reserved": 4,
+    "kill": 4,
+    "term": 3,
+    "die": 3,
+    "stop": 3,
+    "cont": 4,
+    "cut": 4,
+    "again": 4,
+    "clock": 2,
+    "trip": 5,
+    "lose": 10,
+    "twice": 5,
+    "late": 6,
+    "gone": 4,
+    "revoke": 1,
+    "crash": 3,
+    "succeed": 1,
+    "fence": 1,
+    "fail": 2,
+    "jump": 1,
+    "train": 1,
+    "restart": 3,
+    "sleep": 3,
+    "unordered": 6,
+    "zombie": 3,
+    "reconnect": 2,
+    "close": 0.4,
+    "run": 0.3,
+}
 _KINDS, _ODDS = tuple(TROUBLE), tuple(TROUBLE.values())
 
 
@@ -112,7 +149,11 @@ def _trouble(world: World, rng: random.Random) -> Op:
         return [kind, rng.choice(chosen)] if chosen else ["tick", 0.25]
     if kind in ("lose", "twice"):
         way = rng.choice(("up", "down"))
-        busy = [n for n in workers + trainers if (link := world._link(n)) is not None and (link.up if way == "up" else link.down)]
+        busy = [
+            n
+            for n in workers + trainers
+            if (link := world._link(n)) is not None and (link.up if way == "up" else link.down)
+        ]
         if not busy:
             return ["tick", 0.1]
         busy = (rng.random() < 0.7 and [n for n in busy if n in world.workers]) or busy
@@ -138,12 +179,20 @@ def _other(world: World, rng: random.Random, kind: str, workers: list[int], trai
         case "jump":
             return ["jump", rng.choice((3.0, 6.0, 20.0, 60.0))]
         case "unordered":
-            ordered = [n for n in workers if (link := world.workers[n].link) is not None and any(isinstance(m, ORDERS) for m in link.down)]
+            ordered = [
+                n
+                for n in workers
+                if (link := world.workers[n].link) is not None
+                and any(isinstance(m, ORDERS) for m in link.down)
+            ]
             return ["unordered", rng.choice(ordered), rng.randrange(3)] if ordered else ["tick", 0.1]
         case "succeed" | "fence":
             return [kind]
         case "zombie":
-            return [kind, rng.choice([n for n in trainers if world.trainers[n].phase == "commit"] or trainers)]
+            return [
+                kind,
+                rng.choice([n for n in trainers if world.trainers[n].phase == "commit"] or trainers),
+            ]
         case "reconnect" | "close":
             return [kind, rng.choice(trainers)]
     return ["tick", 0.25]

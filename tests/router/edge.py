@@ -15,16 +15,18 @@ from typing import Any
 
 import zmq
 
-from scavenger import keys, ownership, wire
+from scavenger.daemon import ownership
 from scavenger.errors import Fenced
-from scavenger.ledger import reader, store
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
 from scavenger.ledger.records import GroupState
-from scavenger.ledger.writer import Writer, WriterState
-from scavenger.router.events import Identity
-from scavenger.router.machine import Router
-from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.server import KeyRing, Server
-from scavenger.router.state import Limits
+from scavenger.ledger.write.writer import Writer, WriterState
+from scavenger.protocol import keys, messages
+from scavenger.router.core.events import Identity
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.server import KeyRing, Server
 from tests.router.harness import payload
 
 LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
@@ -33,7 +35,9 @@ LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
 class LiveDaemon:
     """The router's server and the ledger's writer on a loop in a thread of their own. `kill` drops what is not committed."""
 
-    def __init__(self, state_dir: Path, url: str = "", keyring: KeyRing | None = None, payload_bytes: int = 2**20) -> None:
+    def __init__(
+        self, state_dir: Path, url: str = "", keyring: KeyRing | None = None, payload_bytes: int = 2**20
+    ) -> None:
         self.state_dir = state_dir
         self.payload_bytes = payload_bytes
         keys.init_state(state_dir, "owner")
@@ -63,7 +67,9 @@ class LiveDaemon:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
         if error is None and self.error is not None:
             raise self.error
@@ -103,9 +109,15 @@ class LiveDaemon:
                 self.loop.call_soon_threadsafe(self._stop.set)
 
         self.writer = writer = Writer(
-            self.url, "host", os.getpid(), "test", time.time,
-            on_commit=committed, on_state=changed, announced=ownership.announced(self.state_dir),
-        )  # fmt: skip
+            self.url,
+            "host",
+            os.getpid(),
+            "test",
+            time.time,
+            on_commit=committed,
+            on_state=changed,
+            announced=ownership.announced(self.state_dir),
+        )
         writer.start()
 
         def read(sample_ids: Sequence[int]) -> dict[int, Payload]:
@@ -121,7 +133,9 @@ class LiveDaemon:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
         payload_store = PayloadStore(self.payload_bytes)
-        router = Router(LIMITS, writer.generation, payload_store, writer.granted.timeline, writer.granted.restored)
+        router = Router(
+            LIMITS, writer.generation, payload_store, writer.granted.timeline, writer.granted.restored
+        )
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         self.server = Server(router, writer, self.keyring, pair, time.time, history, payload_store, payloads)
         try:
@@ -129,7 +143,12 @@ class LiveDaemon:
             port = self._port = self.server.bind("127.0.0.1", self._port)
             self.server.perform(router.restore(snapshot, time.time()))
             here = keys.Rendezvous(
-                f"tcp://127.0.0.1:{port}", pair.public, writer.generation, os.getpid(), socket.gethostname(), writer.granted.uid
+                f"tcp://127.0.0.1:{port}",
+                pair.public,
+                writer.generation,
+                os.getpid(),
+                socket.gethostname(),
+                writer.granted.uid,
             )
             keys.write_rendezvous(self.state_dir, here)
             ready.set()
@@ -167,7 +186,9 @@ class Peer:
         self._state_dir, self._pair = state_dir, pair
         self._context = zmq.Context()
         self.socket = self._open()
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
 
     def _open(self) -> zmq.Socket[bytes]:
         rendezvous = keys.read_rendezvous(self._state_dir)
@@ -175,7 +196,9 @@ class Peer:
         made.curve_serverkey = rendezvous.server_key.encode()
         made.curve_publickey, made.curve_secretkey = self._pair.public.encode(), self._pair.secret.encode()
         made.linger = 0
-        made.sndtimeo = 20_000  # a refused key's message is taken by nobody: an error then, not a wait for ever
+        made.sndtimeo = (
+            20_000  # a refused key's message is taken by nobody: an error then, not a wait for ever
+        )
         made.connect(rendezvous.endpoint)
         return made
 
@@ -198,14 +221,20 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, message: wire.Message | bytes) -> None:
-        self.socket.send(message if isinstance(message, bytes) else wire.encode(message))
+    def say(self, message: messages.Message | bytes) -> None:
+        self.socket.send(message if isinstance(message, bytes) else messages.encode(message))
 
-    def hear(self, timeout_s: float = 30.0) -> wire.ToWorker | None:
-        return wire.decode_to_worker(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
+    def hear(self, timeout_s: float = 30.0) -> messages.ToWorker | None:
+        return (
+            messages.decode_to_worker(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
+        )
 
-    def hear_trainer(self, timeout_s: float = 30.0) -> wire.ToTrainer | None:
-        return wire.decode_to_trainer(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
+    def hear_trainer(self, timeout_s: float = 30.0) -> messages.ToTrainer | None:
+        return (
+            messages.decode_to_trainer(self.socket.recv())
+            if self.socket.poll(int(timeout_s * 1000))
+            else None
+        )
 
     def await_kind(self, kind: type, timeout_s: float = 60.0) -> Any:
         """The next message of a kind."""
@@ -217,24 +246,33 @@ class Peer:
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
 
 
-def hello(session: str, node: str = "n", **change: object) -> wire.WorkerHello:
+def hello(session: str, node: str = "n", **change: object) -> messages.WorkerHello:
     values = {
-        "protocol": wire.PROTOCOL, "kind": "harvested", "run": "r", "session": session, "incarnation": 0, "job_id": 1, "node": node,
-        "gpus": 1, "engine": "reference", "code_version": "0", "pid": 1,
-    }  # fmt: skip
-    return wire.WorkerHello(**(values | change))  # type: ignore[arg-type]
+        "protocol": messages.PROTOCOL,
+        "kind": "harvested",
+        "run": "r",
+        "session": session,
+        "incarnation": 0,
+        "job_id": 1,
+        "node": node,
+        "gpus": 1,
+        "engine": "reference",
+        "code_version": "0",
+        "pid": 1,
+    }
+    return messages.WorkerHello(**(values | change))  # type: ignore[arg-type]
 
 
 class ScriptedWorker(threading.Thread):
     """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; greets again whenever the daemon falls silent."""
 
-    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01, protocol: int = wire.PROTOCOL) -> None:
+    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01) -> None:
         super().__init__(name=session)
-        self._protocol, self.ledger = protocol, ""
+        self.ledger = ""
         self._dir, self._pair, self._session, self._pace = state_dir, pair, session, pace
         self.halt = threading.Event()
         self.error: BaseException | None = None
-        self.leases: dict[int, tuple[wire.Lease, int]] = {}
+        self.leases: dict[int, tuple[messages.Lease, int]] = {}
         self.acked: dict[int, int] = {}
         self.loaded = -1
         self.greeted = False
@@ -264,17 +302,17 @@ class ScriptedWorker(threading.Thread):
             elif self.greeted:
                 if now - said > LIMITS.heartbeat_s:
                     said = now
-                    held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
-                    peer.say(wire.Heartbeat(held, 0, self.loaded))
+                    held = tuple(
+                        messages.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items()
+                    )
+                    peer.say(messages.Heartbeat(held, 0, self.loaded))
                 self._generate(peer)
 
     def _greet(self, peer: Peer) -> None:
         self.greeted = False
-        held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
-        said: dict[str, Any] = {"protocol": self._protocol, "loaded_version": self.loaded, "held": held}
-        if self._protocol > 1:
-            said |= {"ledger": self.ledger, "loaded_root": b"root-%d" % self.loaded}
-        peer.say(hello(self._session, **said))
+        held = tuple(messages.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
+        loaded: dict[str, Any] = {"loaded_version": self.loaded, "loaded_root": b"root-%d" % self.loaded}
+        peer.say(hello(self._session, held=held, ledger=self.ledger, **loaded))
 
     def _generate(self, peer: Peer) -> None:
         chunks = []
@@ -283,32 +321,36 @@ class ScriptedWorker(threading.Thread):
             stop = min(length + 2, lease.sampling.max_tokens)
             if stop > start:
                 finish = "length" if stop == lease.sampling.max_tokens else None
-                chunks.append(wire.Chunk(i, lease.epoch, start, lease.version, *payload(i, start, stop - start), finish=finish))
+                chunks.append(
+                    messages.Chunk(
+                        i, lease.epoch, start, lease.version, *payload(i, start, stop - start), finish=finish
+                    )
+                )
                 self.leases[i] = (lease, stop)
         if chunks:
-            peer.say(wire.Chunks(tuple(chunks)))
+            peer.say(messages.Chunks(tuple(chunks)))
 
-    def _take(self, peer: Peer, message: wire.ToWorker) -> None:
+    def _take(self, peer: Peer, message: messages.ToWorker) -> None:
         match message:
-            case wire.Welcome(ledger=ledger):
-                if self._protocol > 1 and self.ledger not in ("", ledger):
+            case messages.Welcome(ledger=ledger):
+                if self.ledger not in ("", ledger):
                     self.leases, self.acked, self.loaded = {}, {}, -1
                 self.greeted, self.ledger = True, ledger
-            case wire.HelloAgain():
+            case messages.HelloAgain():
                 self._greet(peer)
-            case wire.UseWeights(version=version):
+            case messages.UseWeights(version=version):
                 self.loaded = version
-                peer.say(wire.WeightsLoaded(version, b"root-%d" % version))
-            case wire.Assign(leases=leases):
+                peer.say(messages.WeightsLoaded(version, b"root-%d" % version))
+            case messages.Assign(leases=leases):
                 for lease in leases:
                     length = len(lease.accepted) // 4
                     self.leases[lease.sample_id] = (lease, length)
                     self.acked[lease.sample_id] = length
-            case wire.Revoke(leases=leases):
+            case messages.Revoke(leases=leases):
                 for sample_id, epoch in leases:
                     if sample_id in self.leases and self.leases[sample_id][0].epoch == epoch:
                         del self.leases[sample_id]
-            case wire.Ack(durable=durable):
+            case messages.Ack(durable=durable):
                 for held in durable:
                     self.acked[held.sample_id] = max(held.length, self.acked.get(held.sample_id, 0))
                     mine = self.leases.get(held.sample_id)

@@ -1,4 +1,5 @@
-"""Workers on a bench: the real `rollout.session.Session` over a link without a network, with an engine that knows every answer.
+"""Workers on a bench: the real `scavenger.protocol.worker.session.Session` over a link without a network,
+with an engine that knows every answer.
 
 An answer depends on its sample alone, so that what arrives at the trainer can be compared whoever generated it, in how many pieces.
 """
@@ -9,16 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
-from rollout import events as ev
-from rollout.engines.base import Delta, Request
-from rollout.events import Action, Event, Identity, Phase
-from rollout.session import Session
-from scavenger.wire import Chunk, Chunks, pack_logprobs, pack_tokens
+from scavenger.protocol.messages import Chunk, Chunks, pack_logprobs, pack_tokens
+from scavenger.protocol.worker import events as ev
+from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Event, Identity, WorkerAction, WorkerPhase
+from scavenger.protocol.worker.session import Session
 from tests.router.links import Link
 
 MAX_TOKENS = 8
 STOP = 0
-LIMITS = ev.Limits(orphan_s=120.0)
+LIMITS = ev.WorkerLimits(orphan_s=120.0)
 
 
 def goal(sample_id: int) -> int:
@@ -38,7 +39,11 @@ def answer(sample_id: int) -> tuple[int, ...]:
 def payload(sample_id: int) -> tuple[bytes, bytes, bytes]:
     """The answer as the wire has it: tokens, logprobs, raw logprobs."""
     tokens = answer(sample_id)
-    return pack_tokens(tokens), pack_logprobs([-0.5 - t for t in tokens]), pack_logprobs([-0.25 - t for t in tokens])
+    return (
+        pack_tokens(tokens),
+        pack_logprobs([-0.5 - t for t in tokens]),
+        pack_logprobs([-0.25 - t for t in tokens]),
+    )
 
 
 def finish_at(sample_id: int, length: int) -> str | None:
@@ -50,9 +55,9 @@ def finish_at(sample_id: int, length: int) -> str | None:
 class WatchedSession(Session):
     """Tells which phase followed which, a phase that follows itself included."""
 
-    entered: Callable[[Phase, Phase], None] = staticmethod(lambda _before, _after: None)
+    entered: Callable[[WorkerPhase, WorkerPhase], None] = staticmethod(lambda _before, _after: None)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: WorkerPhase) -> None:
         before = self.phase
         super()._enter(phase)
         self.entered(before, phase)
@@ -61,16 +66,25 @@ class WatchedSession(Session):
 class SimWorker:
     """One worker process. `todo`: what its driver was asked and has not done yet; ops decide when it does, and whether it works."""
 
-    def __init__(self, name: int, identity: Identity, intent: str, now: float, entered: Callable[[Phase, Phase], None]) -> None:
+    def __init__(
+        self,
+        name: int,
+        identity: Identity,
+        intent: str,
+        now: float,
+        entered: Callable[[WorkerPhase, WorkerPhase], None],
+    ) -> None:
         self.name, self.identity, self.intent, self.clock = name, identity, intent, now
         self.session = WatchedSession(identity, LIMITS, now)
         self.session.entered = entered  # type: ignore[method-assign]
         self.link: Link | None = None
-        self.todo: deque[Action] = deque([ev.Connect(0.0)])
+        self.todo: deque[WorkerAction] = deque([ev.Connect(0.0)])
         self.requests: dict[int, tuple[int, int]] = {}  # handle -> (sample, length)
         self.stopped = False
-        self.left: ev.Leave | None = None
+        self.left: ev.EndWorker | None = None
         self.built = False
+        self.awake = True  # its engine has its memory
+        self.spawned = 0  # when, among all of its world
         self.said: deque[Chunks] = deque(maxlen=12)
         self.root: bytes = b""
 
@@ -83,7 +97,7 @@ class SimWorker:
             for action in self.session.handle(event, self.clock):
                 self._perform(action)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: WorkerAction) -> None:
         match action:
             case ev.Send(message=message):
                 if self.link is not None:
@@ -99,17 +113,19 @@ class SimWorker:
                 if self.link is not None:
                     self.link.old, self.link = True, None
                 self.todo = deque([action, *(a for a in self.todo if not isinstance(a, ev.Connect))])
-            case ev.Load():
+            case ev.LoadWeights():
                 self.requests.clear()
-                self.todo = deque([*(a for a in self.todo if not isinstance(a, ev.Load)), action])
+                self.todo = deque([*(a for a in self.todo if not isinstance(a, ev.LoadWeights)), action])
             case ev.Build():
                 self.built = True
             case ev.SleepEngine():
                 self.requests.clear()
                 self.todo.append(action)
-            case ev.Leave():
+            case ev.WakeEngine():
+                self.todo.append(action)
+            case ev.EndWorker():
                 self.left = action
-            case ev.Note() | ev.WakeEngine():
+            case ev.LogNote():
                 pass
             case _:
                 raise AssertionError(f"the session asked for {action}")
@@ -118,8 +134,12 @@ class SimWorker:
         held = self.session.work.leases.of_handle(request.handle)
         assert held is not None, "the engine was given a request of no lease"
         sample_id, base = held.lease.sample_id, len(request.accepted)
-        assert request.accepted == answer(sample_id)[:base], f"sample {sample_id}: moved without its own tokens (I6)"
-        assert base + request.max_new_tokens == MAX_TOKENS, f"sample {sample_id}: the budget changed with the lease (I5)"
+        assert request.accepted == answer(sample_id)[:base], (
+            f"sample {sample_id}: moved without its own tokens (I6)"
+        )
+        assert base + request.max_new_tokens == MAX_TOKENS, (
+            f"sample {sample_id}: the budget changed with the lease (I5)"
+        )
         self.requests[request.handle] = (sample_id, base)
 
     def generate(self, tokens: int) -> None:
@@ -135,7 +155,9 @@ class SimWorker:
                 self.requests[handle] = (sample_id, end)
             else:
                 del self.requests[handle]
-            deltas.append(Delta(handle, new, tuple(-0.5 - t for t in new), tuple(-0.25 - t for t in new), finish))
+            deltas.append(
+                Delta(handle, new, tuple(-0.5 - t for t in new), tuple(-0.25 - t for t in new), finish)
+            )
         self.session.progress += 1
         self.feed(ev.Generated(tuple(deltas)))
 

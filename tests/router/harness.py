@@ -9,27 +9,7 @@ import json
 from typing import Any, TypeVar
 
 from scavenger.ledger import records as rec
-from scavenger.router import audit
-from scavenger.router.events import (
-    Committed,
-    Fill,
-    HelloReceived,
-    HistoryRead,
-    Identity,
-    ReadHistory,
-    RouterAction,
-    RouterEvent,
-    Send,
-    Tick,
-    TrainerCalled,
-    Write,
-)
-from scavenger.router.machine import Router
-from scavenger.router.payload_check import checked
-from scavenger.router.payload_gate import filled, lacking, lacking_message, take_back
-from scavenger.router.payloads import PayloadStore
-from scavenger.router.state import Limits
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     PROTOCOL,
     Attach,
     Call,
@@ -55,13 +35,34 @@ from scavenger.wire import (
     pack_logprobs,
     pack_tokens,
 )
+from scavenger.router.core import audit
+from scavenger.router.core.events import (
+    Committed,
+    Fill,
+    HelloReceived,
+    HistoryRead,
+    Identity,
+    ReadHistory,
+    RouterAction,
+    RouterEvent,
+    Send,
+    Tick,
+    TrainerCalled,
+    Write,
+)
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.pipeline import checked, filled, lacking, lacking_message, take_back
 from tests.router.memory_ledger import Ledger
 
 OWNER = Identity("owner", "owner-key")
 SPEC = EngineSpec("reference", "{}", "float32", max_batch=4, context_length=64)
 SOURCE = WeightSource("tcp://127.0.0.1:1", "key", b"token")
 M = TypeVar("M", bound=Message)
-CONFIG = {"run": {"harvest": True, "max_engines": 8, "gpus_per_engine": 1, "poison_after": 3, "on_poison": "stop"}}
+CONFIG = {
+    "run": {"harvest": True, "max_engines": 8, "gpus_per_engine": 1, "poison_after": 3, "on_poison": "stop"}
+}
 
 
 def root(version: int) -> bytes:
@@ -75,23 +76,54 @@ def token(sample_id: int, position: int) -> int:
 
 def payload(sample_id: int, offset: int, n: int) -> tuple[bytes, bytes, bytes]:
     tokens = [token(sample_id, offset + i) for i in range(n)]
-    return pack_tokens(tokens), pack_logprobs([-0.5 - t for t in tokens]), pack_logprobs([-0.25 - t for t in tokens])
+    return (
+        pack_tokens(tokens),
+        pack_logprobs([-0.5 - t for t in tokens]),
+        pack_logprobs([-0.25 - t for t in tokens]),
+    )
 
 
-def chunk_of(sample_id: int, epoch: int, version: int, offset: int, n: int, finish: str | None = None) -> Chunk:
+def chunk_of(
+    sample_id: int, epoch: int, version: int, offset: int, n: int, finish: str | None = None
+) -> Chunk:
     return Chunk(sample_id, epoch, offset, version, *payload(sample_id, offset, n), finish=finish)
 
 
 def open_body(
-    resume_step: int = 0, *, on_poison: str = "stop", poison_after: int = 3, harvest: bool = True, job_id: int = 1, encrypt: bool = False
+    resume_step: int = 0,
+    *,
+    on_poison: str = "stop",
+    poison_after: int = 3,
+    harvest: bool = True,
+    job_id: int = 1,
+    encrypt: bool = False,
 ) -> OpenRun:
     run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
     config = json.dumps({"run": run, "weights": {"encrypt": encrypt}})
-    return OpenRun(PROTOCOL, "r", 7, config, SPEC, "", harvest, 8, 1, resume_step, "host", job_id, poison_after, on_poison, encrypt)
+    return OpenRun(
+        PROTOCOL,
+        "r",
+        7,
+        config,
+        SPEC,
+        "",
+        harvest,
+        8,
+        1,
+        resume_step,
+        "host",
+        job_id,
+        poison_after,
+        on_poison,
+        encrypt,
+    )
 
 
 def specs(prompts: int, n: int = 2, max_tokens: int = 8) -> tuple[GroupSpec, ...]:
-    return tuple(GroupSpec(i, pack_tokens([1, 2, 3]), n, Sampling(max_tokens, stop_token_ids=(0,))) for i in range(prompts))
+    return tuple(
+        GroupSpec(i, pack_tokens([1, 2, 3]), n, Sampling(max_tokens, stop_token_ids=(0,)))
+        for i in range(prompts)
+    )
 
 
 class Bench:
@@ -100,7 +132,9 @@ class Bench:
     `payload_bytes` bounds the tokens in memory: so few, by default, that most are evicted as soon as they are durable, and read back.
     """
 
-    def __init__(self, *, auto: bool = True, limits: Limits | None = None, payload_bytes: int = 2_000) -> None:
+    def __init__(
+        self, *, auto: bool = True, limits: Limits | None = None, payload_bytes: int = 2_000
+    ) -> None:
         self.limits = limits or Limits()
         self.ledger = Ledger()
         self.now = 1000.0
@@ -135,7 +169,9 @@ class Bench:
         """As the edge does, but at once."""
         for sample_id, payload in self.ledger.payloads(list(wanted)).items():
             self.read_back += 1
-            assert len(payload[0]) // 4 >= wanted[sample_id], f"sample {sample_id}: evicted before it was durable"
+            assert len(payload[0]) // 4 >= wanted[sample_id], (
+                f"sample {sample_id}: evicted before it was durable"
+            )
             take_back(self.router.core, self.store, sample_id, payload)
 
     def filled(self, actions: list[RouterAction]) -> list[RouterAction]:
@@ -210,7 +246,9 @@ class Bench:
 
     # ---- the trainer
 
-    def call(self, body: CallBody, *, attempt: int | None = None, conn: int | None = None, who: Identity = OWNER) -> ReplyBody | None:
+    def call(
+        self, body: CallBody, *, attempt: int | None = None, conn: int | None = None, who: Identity = OWNER
+    ) -> ReplyBody | None:
         """Make a call; its answer if it came at once."""
         self.call_id += 1
         at = conn or self.trainer
@@ -231,16 +269,27 @@ class Bench:
         return self.call(PublishVersion(version, step, named, b"manifest", (SOURCE,)))
 
     def submit(
-        self, step: int = 1, version: int = 1, groups: tuple[GroupSpec, ...] | None = None, purpose: str = "train"
+        self,
+        step: int = 1,
+        version: int = 1,
+        groups: tuple[GroupSpec, ...] | None = None,
+        purpose: str = "train",
     ) -> ReplyBody | None:
         return self.call(SubmitGroups(step, version, purpose, specs(1) if groups is None else groups))
 
-    def attach(self, have: tuple[int, ...] = (), wants: tuple[int, ...] = (), conn: int | None = None) -> ReplyBody | None:
+    def attach(
+        self, have: tuple[int, ...] = (), wants: tuple[int, ...] = (), conn: int | None = None
+    ) -> ReplyBody | None:
         self.trainer = conn or self.trainer
         return self.call(Attach("r", have, wants))
 
     def commit_step(
-        self, step: int, samples: list[int], version: int = 1, outcome: str = "consumed", purpose: str = "train"
+        self,
+        step: int,
+        samples: list[int],
+        version: int = 1,
+        outcome: str = "consumed",
+        purpose: str = "train",
     ) -> ReplyBody | None:
         outcomes = tuple(SampleOutcome(i, outcome, 1.0, 0.5) for i in samples)
         return self.call(CommitStep(step, version, purpose, outcomes, {}))
@@ -263,10 +312,20 @@ class Bench:
         intent = intent or f"job{conn}"
         who = Identity("worker", f"key-{intent}", "r", intent) if kind == "harvested" else OWNER
         greeting = {
-            "protocol": PROTOCOL, "kind": kind, "run": "r", "session": session or f"s{conn}", "incarnation": incarnation,
-            "job_id": conn, "node": node or f"n{conn}", "gpus": 1, "engine": "reference", "code_version": "0", "pid": 1,
-            "loaded_version": loaded, "held": held,
-        }  # fmt: skip
+            "protocol": PROTOCOL,
+            "kind": kind,
+            "run": "r",
+            "session": session or f"s{conn}",
+            "incarnation": incarnation,
+            "job_id": conn,
+            "node": node or f"n{conn}",
+            "gpus": 1,
+            "engine": "reference",
+            "code_version": "0",
+            "pid": 1,
+            "loaded_version": loaded,
+            "held": held,
+        }
         self.handle(HelloReceived(conn, who, WorkerHello(**(greeting | other))))  # type: ignore[arg-type]
 
     def say(self, conn: int, message: Message) -> None:
@@ -279,7 +338,7 @@ class Bench:
         return self.leases(conn)
 
     def leases(self, conn: int) -> list[Lease]:
-        from scavenger.wire import Assign
+        from scavenger.protocol.messages import Assign
 
         return [lease for m in self.take(conn, Assign) for lease in m.leases]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from scavenger.router.events import Identity
-from scavenger.wire import Message
+from scavenger.protocol.messages import Message
+from scavenger.router.core.events import Identity
 
 
 @dataclass(eq=False)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scavenger.ledger import reader, store, transaction
 from scavenger.ledger import records as rec
-from scavenger.ledger.moves import MoveLog
-from scavenger.router.payloads import Payload
+from scavenger.ledger import store
+from scavenger.ledger.read import reader
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.moves import MoveLog
+from scavenger.router.core.payloads import Payload
 from scavenger.weights import manifest as manifests
 
 
@@ -44,8 +46,12 @@ def plain(records: Iterable[rec.Record]) -> Iterator[rec.Record]:
     """The records, with a move as the end and the grant that it is."""
     for record in records:
         if isinstance(record, rec.LeaseMoved):
-            yield rec.LeaseEnded(record.sample_id, record.epoch, record.reason, record.length, record.regenerated, record.at)
-            yield rec.LeaseGranted(record.sample_id, record.epoch + 1, record.worker_id, record.version, record.length, record.at)
+            yield rec.LeaseEnded(
+                record.sample_id, record.epoch, record.reason, record.length, record.regenerated, record.at
+            )
+            yield rec.LeaseGranted(
+                record.sample_id, record.epoch + 1, record.worker_id, record.version, record.length, record.at
+            )
         else:
             yield record
 
@@ -61,7 +67,9 @@ class Ledger:
         self.samples: dict[int, Row] = {}
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
-        self.taken: set[tuple[int, str, int]] = set()  # (run, purpose, step) of steps that were taken and not rewound
+        self.taken: set[tuple[int, str, int]] = (
+            set()
+        )  # (run, purpose, step) of steps that were taken and not rewound
         self.events: list[rec.Event] = []
         self.log: list[rec.Record] = []
         self.consumed: dict[int, int] = {}  # sample -> times consumed and not reopened
@@ -75,13 +83,26 @@ class Ledger:
         match record:
             case rec.RunCreated():
                 assert record.run_id not in self.runs
-                fresh = {"created": record, "attempt": 0, "resume": 0, "last": 0, "config": "", "engine": "", "ended": False}
+                fresh = {
+                    "created": record,
+                    "attempt": 0,
+                    "resume": 0,
+                    "last": 0,
+                    "config": "",
+                    "engine": "",
+                    "ended": False,
+                }
                 self.runs[record.run_id] = fresh
             case rec.AttemptGranted():
                 run = self.runs[record.run_id]
                 assert record.attempt == run["attempt"] + 1, "an attempt was granted twice"  # type: ignore[operator]
-                run |= {"attempt": record.attempt, "resume": record.resume_step, "config": record.config, "engine": record.engine}
-                run["ended"] = False
+                run |= {
+                    "attempt": record.attempt,
+                    "resume": record.resume_step,
+                    "config": record.config,
+                    "engine": record.engine,
+                }
+                run |= {"ended": False, "job_id": record.job_id}
             case rec.StepsRewound():
                 self.runs[record.run_id]["last"] = record.to_step
                 self.taken = {t for t in self.taken if t[0] != record.run_id or t[2] <= record.to_step}
@@ -118,8 +139,12 @@ class Ledger:
             case rec.LeaseGranted():
                 row = self.samples[record.sample_id]
                 assert row.lease is None, f"sample {record.sample_id} is leased twice"
-                assert record.epoch == row.epoch + 1, f"sample {record.sample_id}: epoch {record.epoch} after {row.epoch}"
-                assert record.offset == len(row.tokens) // 4, f"sample {record.sample_id}: leased at another length than it has"
+                assert record.epoch == row.epoch + 1, (
+                    f"sample {record.sample_id}: epoch {record.epoch} after {row.epoch}"
+                )
+                assert record.offset == len(row.tokens) // 4, (
+                    f"sample {record.sample_id}: leased at another length than it has"
+                )
                 row.epoch, row.lease = record.epoch, (record.epoch, record.worker_id, record.version)
                 row.moves += record.offset > 0
             case rec.LeaseEnded():
@@ -130,7 +155,9 @@ class Ledger:
                 row.lease = None
             case rec.ChunkAccepted():
                 row = self.samples[record.sample_id]
-                assert row.lease == (record.epoch, record.worker_id, record.version), f"sample {record.sample_id}: a chunk without a lease"
+                assert row.lease == (record.epoch, record.worker_id, record.version), (
+                    f"sample {record.sample_id}: a chunk without a lease"
+                )
                 assert record.offset == len(row.tokens) // 4, f"sample {record.sample_id}: a gap"
                 row.tokens += record.tokens
                 row.logprobs += record.logprobs
@@ -146,7 +173,9 @@ class Ledger:
                 row.ends.append(record.state)
                 if record.state == "consumed":
                     self.consumed[record.sample_id] = self.consumed.get(record.sample_id, 0) + 1
-                    assert self.consumed[record.sample_id] == 1, f"sample {record.sample_id} was consumed twice"
+                    assert self.consumed[record.sample_id] == 1, (
+                        f"sample {record.sample_id} was consumed twice"
+                    )
                 elif record.state == "superseded":
                     self.consumed.pop(record.sample_id, None)
             case rec.SampleReopened():
@@ -188,7 +217,11 @@ class Ledger:
             row.group_id
             for row in self.samples.values()
             if self.groups[row.group_id].run_id == run_id
-            and (row.state in ("open", "complete") or (row.state in ends and row.step > after) or self._untaken_poison(row))
+            and (
+                row.state in ("open", "complete")
+                or (row.state in ends and row.step > after)
+                or self._untaken_poison(row)
+            )
         }
         return tuple(self._state(i) for i in sorted(found))
 
@@ -202,31 +235,46 @@ class Ledger:
             if row.state in ("superseded", "poisoned", "surplus"):
                 made = self.groups[row.group_id]
                 key = (made.run_id, made.purpose, made.step, made.prompt_index)
-                newest[key] = max(made.take, newest.get(key, 0))
-        return tuple((*key, take) for key, take in newest.items())
+                newest[key] = max(made.retry, newest.get(key, 0))
+        return tuple((*key, retry) for key, retry in newest.items())
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
         return self._wanted(run_id, after_step)
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
-        return {i: (r.tokens, r.logprobs, r.raw_logprobs) for i in sample_ids if (r := self.samples.get(i)) is not None}
+        return {
+            i: (r.tokens, r.logprobs, r.raw_logprobs)
+            for i in sample_ids
+            if (r := self.samples.get(i)) is not None
+        }
 
     def _versions(self, run_id: int) -> tuple[rec.VersionPublished, ...]:
         """As the real one gives them: of an active run the newest four manifests, and those of their bases."""
         mine = [v for v in self.versions if v.run_id == run_id]
         newest = max((v.version for v in mine), default=0) - 4 if not self.runs[run_id]["ended"] else math.inf
         bases = {manifests.base_of(v.manifest) for v in mine if v.version > newest} - {b""}
-        return tuple(v if v.version > newest or v.root in bases else msgspec.structs.replace(v, manifest=b"") for v in mine)
+        return tuple(
+            v if v.version > newest or v.root in bases else msgspec.structs.replace(v, manifest=b"")
+            for v in mine
+        )
 
     def snapshot(self) -> rec.Snapshot:
         active = [i for i, run in self.runs.items() if not run["ended"]]
         runs = tuple(
             rec.RunState(
-                run["created"], run["attempt"], run["resume"], run["last"], run["engine"], run["config"],  # type: ignore[arg-type]
-                self._versions(i), (), bool(run["ended"]),
+                run["created"],  # type: ignore[arg-type]
+                run["attempt"],  # type: ignore[arg-type]
+                run["resume"],  # type: ignore[arg-type]
+                run["last"],  # type: ignore[arg-type]
+                run["engine"],  # type: ignore[arg-type]
+                run["config"],  # type: ignore[arg-type]
+                self._versions(i),
+                (),
+                bool(run["ended"]),
+                int(str(run.get("job_id", 0))),
             )
             for i, run in self.runs.items()
-        )  # fmt: skip
+        )
         groups = tuple(g for i in active for g in self._wanted(i, -1))
         workers = tuple(rec.WorkerState(w) for w in self.workers.values())
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.wire import (
-    Chunk,
-    Chunks,
-    GroupDone,
-    Lease,
-    Ok,
-    Revoke,
-)
+from scavenger.protocol.messages import Chunk, Chunks, GroupDone, Lease, Ok, Revoke
 from tests.router.harness import Bench, started
 
 W1, W2 = 11, 12

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.router import greeting, orders, restore, runs, steps
-from scavenger.router import samples as sm
-from scavenger.router import workers as wk
-from scavenger.router.core import Core
-from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.state import SampleStatus
-from scavenger.wire import Ack, Chunk, CommitStep, Held, Lease
+from scavenger.protocol.messages import Ack, Chunk, CommitStep, Held, Lease
+from scavenger.router.core import registration, restore, runs, steps, worker_commands
+from scavenger.router.core import samples as sm
+from scavenger.router.core import workers as wk
+from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import SampleStatus
+from scavenger.router.core.tables import Core
 from tests.router.harness import chunk_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -45,7 +45,11 @@ def anybody_accepted(patch: pytest.MonkeyPatch) -> None:
     fault = sm.chunk_fault
 
     def blind(chunk: Any, sample: Any, worker: Any) -> Any:
-        return None if sample is not None and sample.status is SampleStatus.LEASED else fault(chunk, sample, worker)
+        return (
+            None
+            if sample is not None and sample.status is SampleStatus.LEASED
+            else fault(chunk, sample, worker)
+        )
 
     patch.setattr(sm, "chunk_fault", blind)
 
@@ -64,8 +68,8 @@ def budget_of_each_lease(patch: pytest.MonkeyPatch) -> None:
 def budget_renewed_by_a_move(patch: pytest.MonkeyPatch) -> None:
     grant = sm._grant
 
-    def renewing(core: Core, sample: Any, worker: Any, most: int) -> tuple[Lease, int]:
-        lease, accepted = grant(core, sample, worker, most)
+    def renewing(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
+        lease, accepted = grant(core, sample, worker)
         more = msgspec.structs.replace(lease.sampling, max_tokens=lease.sampling.max_tokens + accepted)
         return msgspec.structs.replace(lease, sampling=more), accepted
 
@@ -123,8 +127,8 @@ def dropped_on_release(patch: pytest.MonkeyPatch) -> None:
 def tokens_forgotten_by_a_move(patch: pytest.MonkeyPatch) -> None:
     grant = sm._grant
 
-    def amnesiac(core: Core, sample: Any, worker: Any, most: int) -> tuple[Lease, int]:
-        return grant(core, sample, worker, most)[0], 0
+    def amnesiac(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
+        return grant(core, sample, worker)[0], 0
 
     patch.setattr(sm, "_grant", amnesiac)
 
@@ -183,11 +187,13 @@ def lost_assignments_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 def orders_never_repeated(patch: pytest.MonkeyPatch) -> None:
     """What was ordered once (load, sleep, wake, leave) is taken for done, whatever the worker's heartbeats say."""
-    patch.setattr(orders, "reconcile", lambda *_: None)
+    patch.setattr(worker_commands, "reconcile", lambda *_: None)
 
 
 def rewound_steps_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "_unsettled", lambda _, state: any(s.state in ("open", "complete") for s in state.samples))
+    patch.setattr(
+        restore, "_unsettled", lambda _, state: any(s.state in ("open", "complete") for s in state.samples)
+    )
 
 
 def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +212,7 @@ def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_engine_let_in_again(patch: pytest.MonkeyPatch) -> None:
     """Two live engines of one slot evict each other for ever."""
-    patch.setattr(greeting, "_evict_from_slot", lambda *_: None)
+    patch.setattr(registration, "_evict_from_slot", lambda *_: None)
 
 
 def evicted_before_durable(patch: pytest.MonkeyPatch) -> None:
@@ -246,6 +252,46 @@ def delivered_in_half(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sm, "deliver_if_done", shortened)
 
 
+def asleep_once_told(patch: pytest.MonkeyPatch) -> None:
+    """A worker counts as asleep as soon as it was told to sleep."""
+    put = worker_commands.put_to_sleep
+
+    def trusting(core: Core, worker: Any) -> None:
+        put(core, worker)
+        worker_commands.asleep(core, worker, worker.memory_order, 0)
+
+    patch.setattr(worker_commands, "put_to_sleep", trusting)
+
+
+def acknowledged_by_an_older_order(patch: pytest.MonkeyPatch) -> None:
+    """Any word that it sleeps is taken for an answer to the newest order, although it was woken in between."""
+    asleep, reconcile = worker_commands.asleep, worker_commands.reconcile
+
+    def trusting(core: Core, worker: Any, beat: Any) -> None:
+        if beat.memory == "asleep":
+            asleep(core, worker, worker.memory_order, beat.bytes_held)
+        reconcile(core, worker, beat)
+
+    patch.setattr(worker_commands, "reconcile", trusting)
+    patch.setattr(
+        worker_commands,
+        "asleep",
+        lambda core, worker, order, held: asleep(core, worker, worker.memory_order, held),
+    )
+
+
+def woken_without_the_trainer(patch: pytest.MonkeyPatch) -> None:
+    """A restarted daemon takes it that engines are to be awake, before the trainer has said so."""
+    restored = restore._restore_run
+
+    def sure(core: Core, state: rec.RunState) -> Any:
+        run = restored(core, state)
+        run.reserved_told = True
+        return run
+
+    patch.setattr(restore, "_restore_run", sure)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
@@ -259,12 +305,20 @@ PLANTS: dict[str, Planted] = {
     planted.plant.__name__: planted
     for planted in (
         Planted(stale_epoch_accepted, "a chunk with stale epoch was accepted", (31,)),
-        Planted(other_version_accepted, "a chunk with other version was accepted|a chunk of other weights", (32,)),
+        Planted(
+            other_version_accepted, "a chunk with other version was accepted|a chunk of other weights", (32,)
+        ),
         Planted(anybody_accepted, "was accepted .I1"),
-        Planted(budget_of_each_lease, "a chunk with over budget was accepted|lengths out of order|over its budget", (6,)),
+        Planted(
+            budget_of_each_lease,
+            "a chunk with over budget was accepted|lengths out of order|over its budget",
+            (6,),
+        ),
         Planted(budget_renewed_by_a_move, "the budget changed with the lease"),
         Planted(sent_before_durable, "before their commit|before its commit"),
-        Planted(delivered_before_durable, "delivered before its record|delivered while|acked before its commit"),
+        Planted(
+            delivered_before_durable, "delivered before its record|delivered while|acked before its commit"
+        ),
         Planted(acked_before_durable, "acked before its commit"),
         Planted(goodbye_before_durable, "its goodbye was acked before its commit"),
         Planted(consumed_twice, "was consumed twice", (10,)),
@@ -276,11 +330,19 @@ PLANTS: dict[str, Planted] = {
         Planted(old_attempt_commits, "was fenced, and its CommitStep was taken", (2, 241, 265)),
         Planted(lost_assignments_not_noticed, "an engine serves nobody", (16, 217, 392)),
         Planted(orders_never_repeated, "an engine serves nobody", (32, 308, 384)),
-        Planted(rewound_steps_forgotten, "takes .*I3|groups .* stand", (339,)),
+        Planted(rewound_steps_forgotten, "takes .*I3|groups .* stand", (1234, 4635)),
         Planted(evicted_engine_let_in_again, "an engine serves nobody", (29, 42)),
-        Planted(evicted_before_durable, "evicted before it was durable|evicted up to|neither in memory nor durable"),
+        Planted(
+            evicted_before_durable,
+            "evicted before it was durable|evicted up to|neither in memory nor durable",
+        ),
         Planted(resends_compared_with_nothing, "are to be compared, and are not in memory", (2,)),
-        Planted(read_back_joined_without_looking, "moved without its own tokens|other tokens than the ledger"),
+        Planted(
+            read_back_joined_without_looking, "moved without its own tokens|other tokens than the ledger"
+        ),
+        Planted(asleep_once_told, "trains beside an engine that is awake"),
+        Planted(acknowledged_by_an_older_order, "trains beside an engine that is awake", (443, 588)),
+        Planted(woken_without_the_trainer, "trains beside an engine that is awake", (148, 511)),
         Planted(delivered_in_half, "delivered with other tokens than the ledger"),
     )
 }

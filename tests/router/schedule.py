@@ -38,7 +38,7 @@ def run(seed: int, ops: int = 200, cover: Coverage | None = None, ledger: Ledger
         except Exception as error:
             raise Failed(seed, world.log, alone, error) from error
     cover.schedules += 1
-    cover.events += world.events
+    cover.handled += world.events
     return world
 
 

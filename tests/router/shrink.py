@@ -29,7 +29,13 @@ def failure(log: list[Op], alone: bool) -> str:
     return ""
 
 
-def shrink(log: list[Op], alone: bool = False, *, seconds: float = 20.0, fails: Callable[[list[Op]], str] | None = None) -> list[Op]:
+def shrink(
+    log: list[Op],
+    alone: bool = False,
+    *,
+    seconds: float = 20.0,
+    fails: Callable[[list[Op]], str] | None = None,
+) -> list[Op]:
     """The shortest log found within `seconds` that fails as `log` does; raises ValueError when that does not fail."""
     test = fails or (lambda ops: failure(ops, alone))
     wanted, until = test(log), time.monotonic() + seconds

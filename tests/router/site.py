@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from rollout import events as ev
-from scavenger.router import audit
-from scavenger.router.events import (
+from scavenger.protocol.messages import (
+    Assign,
+    Call,
+    Denied,
+    Drain,
+    GroupDone,
+    Message,
+    OpenRun,
+    Reply,
+    Revoke,
+    Sleep,
+    UseWeights,
+    Wake,
+    WorkerHello,
+)
+from scavenger.protocol.worker import events as ev
+from scavenger.router.core import audit
+from scavenger.router.core.events import (
     Committed,
     HelloReceived,
     HistoryRead,
@@ -19,10 +34,8 @@ from scavenger.router.events import (
     TrainerCalled,
     Write,
 )
-from scavenger.router.payload_check import checked
-from scavenger.router.payload_gate import lacking
-from scavenger.router.state import Limits
-from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
+from scavenger.router.core.state import Limits
+from scavenger.router.edge.pipeline import checked, lacking
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
@@ -80,11 +93,15 @@ class Daemon(Bench):
         """What a newer attempt, or the run's end, gave up may still go to who asked for it, and to nobody else."""
         ledger = self.world.truth.ledger
         run = ledger.runs[ledger.groups[group.group_id].run_id]
-        if run["ended"] or {ledger.samples[s.sample_id].state for s in group.samples}.isdisjoint(("superseded", "surplus")):
+        if run["ended"] or {ledger.samples[s.sample_id].state for s in group.samples}.isdisjoint(
+            ("superseded", "surplus")
+        ):
             return
         for trainer in self.world.trainers.values():
             fenced = trainer.link.conn != conn or trainer.attempt < run["attempt"]  # type: ignore[operator]
-            assert fenced, f"group {group.group_id} was given up, and sent to attempt {trainer.attempt}, which stands (I3)"
+            assert fenced, (
+                f"group {group.group_id} was given up, and sent to attempt {trainer.attempt}, which stands (I3)"
+            )
 
     def commit(self, most: int | None = None) -> None:
         """The next writes become durable; the daemon does not know it yet."""
@@ -117,7 +134,7 @@ class Daemon(Bench):
         self.answers = []
         super().restart()
         for worker in self.router.core.workers.values():
-            self.world.cover.workers["-", worker.status.value] += 1
+            self.world.cover.events["-", worker.status.value] += 1
         self.watch.restored(self.router.core)
         audit.check(self.router.core)
 
@@ -138,7 +155,7 @@ class Site:
         self.trainers: dict[int, SimTrainer] = {}
         self.campaigns: dict[str, Campaign] = {}
         self.incarnations: dict[str, tuple[int, str, str]] = {}  # intent -> (newest incarnation, run, node)
-        self.outage = self.spares = 0
+        self.outage = self.spares = self.spawned = 0
 
     def apply(self, op: Op) -> None:
         """Let one thing happen."""
@@ -182,9 +199,17 @@ class Site:
         records = len(daemon.writes)
         actions = daemon.handle(TrainerCalled(link.conn, link.who, call))
         if old:
-            denied = [a for a in actions if isinstance(a, Send) and isinstance(a.message, Reply) and isinstance(a.message.body, Denied)]
-            assert denied, f"attempt {call.attempt} was fenced, and its {type(call.body).__name__} was taken (I3)"
-            assert len(daemon.writes) == records, f"attempt {call.attempt} was fenced, and its {type(call.body).__name__} was written (I3)"
+            denied = [
+                a
+                for a in actions
+                if isinstance(a, Send) and isinstance(a.message, Reply) and isinstance(a.message.body, Denied)
+            ]
+            assert denied, (
+                f"attempt {call.attempt} was fenced, and its {type(call.body).__name__} was taken (I3)"
+            )
+            assert len(daemon.writes) == records, (
+                f"attempt {call.attempt} was fenced, and its {type(call.body).__name__} was written (I3)"
+            )
 
     def _peer(self, name: int) -> SimWorker | SimTrainer | None:
         """A worker's or trainer's name; a stopped process neither reads nor writes."""
@@ -225,7 +250,11 @@ class Site:
     def on_unordered(self, name: int, which: int) -> None:
         """An order to a worker is lost; what was sent before and after it arrives."""
         link = self._link(name)
-        orders = [at for at, message in enumerate(link.down) if isinstance(message, ORDERS)] if link is not None else []
+        orders = (
+            [at for at, message in enumerate(link.down) if isinstance(message, ORDERS)]
+            if link is not None
+            else []
+        )
         if link is not None and orders:
             at = orders[which % len(orders)]
             self.cover.fault("lost", self._kind(link.down[at]))

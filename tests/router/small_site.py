@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from scavenger.router import policy as seam
-from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
+from scavenger.policy import interface as seam
+from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.sequences import EngineBatch, Finished, Request
+from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 
 BEAT_S = 2.0
 PROMPT = 200
@@ -69,7 +69,14 @@ class SmallSite:
     """Plays steps one after the other. `events`: (seconds into the step, +1 or -1) harvested engines that come or go."""
 
     def __init__(
-        self, policy: seam.RouterPolicy, spec: EngineSpec, reserved: int, harvested: int, trainer: Trainer, cap: int, max_batch: int = 64
+        self,
+        policy: seam.RouterPolicy,
+        spec: EngineSpec,
+        reserved: int,
+        harvested: int,
+        trainer: Trainer,
+        cap: int,
+        max_batch: int = 64,
     ) -> None:
         self.policy, self.spec, self.trainer, self.cap, self.max_batch = policy, spec, trainer, cap, max_batch
         self.now, self.step, self.next_id = 0.0, 0, 1
@@ -89,7 +96,9 @@ class SmallSite:
 
     # ---------------------------------------------------------------- one step
 
-    def play(self, groups: list[list[int]], window_s: float = math.inf, events: tuple[tuple[float, int], ...] = ()) -> Result:
+    def play(
+        self, groups: list[list[int]], window_s: float = math.inf, events: tuple[tuple[float, int], ...] = ()
+    ) -> Result:
         self.step += 1
         start = self.now
         self.samples: dict[int, Sample] = {}
@@ -113,7 +122,9 @@ class SmallSite:
         while self.trained < len(groups):
             closes = start + window_s if self.awake else math.inf
             timed = [beat, self.busy_until, self.train_from, closes, *(start + t for t, _ in todo[:1])]
-            due = min([t for t in timed if t > self.now] + [host.batch.next_time() for host in self.hosts.values()])
+            due = min(
+                [t for t in timed if t > self.now] + [host.batch.next_time() for host in self.hosts.values()]
+            )
             self.now = max(self.now, due)
             while todo and start + todo[0][0] <= self.now:
                 self._fleet_event(todo.pop(0)[1])
@@ -127,14 +138,22 @@ class SmallSite:
             self.generated_s += self.now - self.awake_since
         self.now += self.trainer.finish_s
         seconds = self.now - start
-        train_s = self.trainer.token_s * sum(s.target + PROMPT for s in self.samples.values()) + self.trainer.round_s * self.rounds
+        train_s = (
+            self.trainer.token_s * sum(s.target + PROMPT for s in self.samples.values())
+            + self.trainer.round_s * self.rounds
+        )
         metrics = {
-            "seconds": seconds, "seconds_train": train_s, "seconds_update": self.trainer.finish_s, "seconds_wait": seconds - train_s,
+            "seconds": seconds,
+            "seconds_train": train_s,
+            "seconds_update": self.trainer.finish_s,
+            "seconds_wait": seconds - train_s,
             "rounds": float(self.rounds),
-        }  # fmt: skip
+        }
         self._tell(seam.StepFinished(self.step, "train", metrics))
         assert all(s.done and s.tokens == s.target for s in self.samples.values()), "a token was lost"
-        return Result(seconds, self.generated_s, self.moves, sum(s.target for s in self.samples.values()), self.reasons)
+        return Result(
+            seconds, self.generated_s, self.moves, sum(s.target for s in self.samples.values()), self.reasons
+        )
 
     # ---------------------------------------------------------------- what happens
 
@@ -171,7 +190,18 @@ class SmallSite:
                 made = sum(progress[k] - held[k] for k in progress)
                 context = sum(PROMPT + (progress[k] + held[k]) / 2 for k in progress)
                 if made:
-                    self._tell(seam.EngineProgress(host.id, host.kind, f"n{host.id}", 1, len(progress), context, made, self.now - before))
+                    self._tell(
+                        seam.EngineProgress(
+                            host.id,
+                            host.kind,
+                            f"n{host.id}",
+                            1,
+                            len(progress),
+                            context,
+                            made,
+                            self.now - before,
+                        )
+                    )
             host.last = (self.now, progress)
 
     def _fleet_event(self, delta: int) -> None:
@@ -181,7 +211,11 @@ class SmallSite:
         host = max((h for h in self.hosts.values() if h.kind == "harvested"), key=lambda h: h.id)
         self._empty(host)
         del self.hosts[host.id]
-        self._tell(seam.WorkerLost(host.id, host.kind, f"n{host.id}", 1, self.now - host.joined_at, True, "preempted"))
+        self._tell(
+            seam.WorkerLost(
+                host.id, host.kind, f"n{host.id}", 1, self.now - host.joined_at, True, "preempted"
+            )
+        )
 
     def _empty(self, host: Host) -> None:
         for key in list(host.leases):
@@ -204,7 +238,11 @@ class SmallSite:
 
     def _prefill(self, given: dict[int, list[int]]) -> None:
         for host_id, keys in given.items():
-            requests = [Request(k, s.group, PROMPT, s.tokens, s.target) for k in keys for s in [self.samples[k]]]
+            requests = [
+                SimulatedRequest(k, s.group, PROMPT, s.tokens, s.target)
+                for k in keys
+                for s in [self.samples[k]]
+            ]
             self.hosts[host_id].batch.add(requests, self.now)
 
     def _train(self) -> None:
@@ -224,25 +262,49 @@ class SmallSite:
     def view(self) -> PlainView:
         views = {
             s.id: SampleView(
-                id=s.id, group_id=s.group, index=s.index, prompt_tokens=PROMPT, cap=self.cap, accepted=s.tokens, length=s.tokens,
-                worker_id=s.host, leased_at=self.hosts[s.host].leases[s.id] if s.host else 0.0, moves=s.moves, done=s.done,
+                id=s.id,
+                group_id=s.group,
+                index=s.index,
+                prompt_tokens=PROMPT,
+                cap=self.cap,
+                accepted=s.tokens,
+                length=s.tokens,
+                worker_id=s.host,
+                leased_at=self.hosts[s.host].leases[s.id] if s.host else 0.0,
+                moves=s.moves,
+                done=s.done,
             )
             for s in self.samples.values()
-        }  # fmt: skip
+        }
         done = sum(s.done for s in self.samples.values())
         workers = [
             WorkerView(
-                id=h.id, kind=h.kind, node=f"n{h.id}", gpus=1, status="ready" if h.serves else "asleep", serves=h.serves,
-                leases=len(h.leases), max_batch=self.max_batch, joined_at=h.joined_at,
+                id=h.id,
+                kind=h.kind,
+                node=f"n{h.id}",
+                gpus=1,
+                status="ready" if h.serves else "asleep",
+                serves=h.serves,
+                leases=len(h.leases),
+                max_batch=self.max_batch,
+                joined_at=h.joined_at,
             )
             for h in sorted(self.hosts.values(), key=lambda h: h.id)
-        ]  # fmt: skip
+        ]
         step = StepView(
-            step=self.step, version=self.step, submitted_at=self.submitted, samples=self.size[0], finished=done, groups=self.size[1],
-            delivered=sum(not n for n in self.left.values()), reserved_awake=self.awake,
-        )  # fmt: skip
+            step=self.step,
+            version=self.step,
+            submitted_at=self.submitted,
+            samples=self.size[0],
+            finished=done,
+            groups=self.size[1],
+            delivered=sum(not n for n in self.left.values()),
+            reserved_awake=self.awake,
+        )
         queued = sorted(self.queue, key=lambda k: (not self.samples[k].tokens, k))
-        return PlainView("r", step, list(views.values()), [views[k] for k in queued], workers, max_batch=self.max_batch)
+        return PlainView(
+            "r", step, list(views.values()), [views[k] for k in queued], workers, max_batch=self.max_batch
+        )
 
     def _ask(self, close_at: float) -> None:
         answer = self.policy.window(self.view(), self.now)

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.router import core as core_module
-from scavenger.router import greeting, steps
-from scavenger.router.events import TrainerCalled
-from scavenger.router.state import PEER_EVERY_S, REFUSALS_TOLD
-from scavenger.wire import Call, Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
+from scavenger.protocol.messages import Call, Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
+from scavenger.router.core import registration, steps
+from scavenger.router.core import tables as core_module
+from scavenger.router.core.events import TrainerCalled
+from scavenger.router.core.state import PEER_EVERY_S, REFUSALS_LOGGED
 from tests.router.harness import OWNER, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 
@@ -25,7 +25,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 20
 
 
-def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and_stops_no_other(few: int) -> None:
+def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and_stops_no_other(
+    few: int,
+) -> None:
     bench = started()
     for n in range(200):
         bench.hello(W1, session=f"s{n}")
@@ -57,8 +59,10 @@ def test_each_reserved_engine_of_an_owner_has_its_own_budget_and_a_committed_ste
     assert rows(bench, rec.WorkerJoined) == before + 1
 
 
-def test_an_owner_whose_engines_name_ever_new_slots_makes_rows_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "OWNER_BURST", 20)
+def test_an_owner_whose_engines_name_ever_new_slots_makes_rows_at_a_low_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration, "OWNER_BURST", 20)
     bench = started()
     for n in range(100):
         bench.hello(100 + n, kind="reserved", slot=f"slot{n}")
@@ -72,21 +76,23 @@ def test_a_worker_that_falls_silent_and_comes_back_for_ever_is_told_of_less_and_
     bench.publish()
     bench.join(W1)
     silent_s = bench.router.core.limits.suspect_s + 0.5
-    times = 4 * REFUSALS_TOLD
+    times = 4 * REFUSALS_LOGGED
     for _ in range(times):
         bench.tick(silent_s)
         bench.say(W1, Heartbeat((), 0, 1))
     assert bench.router.core.counters["worker_suspect"] == bench.router.core.counters["worker_back"] == times
     for kind in ("worker_suspect", "worker_back"):
-        assert len(bench.events(kind)) == REFUSALS_TOLD + 2, kind  # the first 100, and at 200 and 400
+        assert len(bench.events(kind)) == REFUSALS_LOGGED + 2, kind  # the first 100, and at 200 and 400
 
 
 @pytest.mark.parametrize("what", ["open", "publish", "checkpoint"])
 def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what: str) -> None:
     bench = started()
     kinds: dict[str, type[rec.Record]] = {
-        "open": rec.AttemptGranted, "publish": rec.VersionPublished, "checkpoint": rec.CheckpointRecorded,
-    }  # fmt: skip
+        "open": rec.AttemptGranted,
+        "publish": rec.VersionPublished,
+        "checkpoint": rec.CheckpointRecorded,
+    }
     kind, refused = kinds[what], 0
     before = len(bench.ledger.log)
     for n in range(100):
@@ -98,7 +104,9 @@ def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what:
             refused += isinstance(bench.publish(n + 2), Denied)
         else:
             refused += isinstance(bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}")), Denied)
-    assert few - 2 <= rows(bench, kind) <= few + 1, "what is within the bound is done, with the one that it was started with"
+    assert few - 2 <= rows(bench, kind) <= few + 1, (
+        "what is within the bound is done, with the one that it was started with"
+    )
     assert refused >= 100 - few
     assert len(bench.ledger.log) - before <= 4 * few
     assert bench.router.core.counters["calls_refused"] == refused
@@ -157,7 +165,9 @@ def test_groups_that_are_open_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows(bench, rec.GroupCreated) == before
 
 
-def test_what_is_remembered_of_keys_is_bounded_and_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_of_keys_is_bounded_and_the_newest_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(core_module, "MAX_KEYS", 8)
     core = started().router.core
     for n in range(100):

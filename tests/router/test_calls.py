@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from scavenger.ledger.records import CheckpointRecorded
-from scavenger.router.events import Identity, TrainerCalled
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     Accepted,
     Assign,
     Call,
@@ -33,6 +32,7 @@ from scavenger.wire import (
     encode,
     pack_tokens,
 )
+from scavenger.router.core.events import Identity, TrainerCalled
 from tests.router.harness import SOURCE, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, consumed_step, finish_all
 
@@ -77,7 +77,8 @@ def test_a_peer_that_knows_nothing_of_kept_checkpoints_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "reason"), [([1], "1 samples of step 1 have no outcome"), ([1, 2, 2], "twice"), ([1, 2, 9], "does not belong")]
+    ("samples", "reason"),
+    [([1], "1 samples of step 1 have no outcome"), ([1, 2, 2], "twice"), ([1, 2, 9], "does not belong")],
 )
 def test_a_commit_must_name_each_sample_of_its_step_exactly_once(samples: list[int], reason: str) -> None:
     bench = started()
@@ -104,13 +105,24 @@ def test_a_commit_of_unfinished_samples_or_impossible_outcomes_is_refused() -> N
         ((GroupSpec(0, b"", 2, Sampling(8)),), "has no tokens"),
         ((GroupSpec(0, pack_tokens([1]), 0, Sampling(8)),), "asks for 0 samples"),
         ((GroupSpec(0, pack_tokens([1]), 1, Sampling(0)),), "of 0 tokens"),
-        ((GroupSpec(0, pack_tokens([1]), 2, Sampling(8), meta="m" * 2**24),), "answers may make a message of"),
-        ((GroupSpec(0, pack_tokens([1]), 4097, Sampling(1)),), "asks for 4,097 samples, over the 4,096 of one group"),
-        (tuple(GroupSpec(i, pack_tokens([1]), 4096, Sampling(1)) for i in range(5)), "20,480 samples in one SubmitGroups, over the 16,384"),
+        (
+            (GroupSpec(0, pack_tokens([1]), 2, Sampling(8), meta="m" * 2**24),),
+            "answers may make a message of",
+        ),
+        (
+            (GroupSpec(0, pack_tokens([1]), 4097, Sampling(1)),),
+            "asks for 4,097 samples, over the 4,096 of one group",
+        ),
+        (
+            tuple(GroupSpec(i, pack_tokens([1]), 4096, Sampling(1)) for i in range(5)),
+            "20,480 samples in one SubmitGroups, over the 16,384",
+        ),
         (specs(1) + specs(1), "names a prompt twice"),
     ],
 )
-def test_prompts_that_cannot_be_generated_are_refused_with_a_remedy(groups: tuple[GroupSpec, ...], reason: str) -> None:
+def test_prompts_that_cannot_be_generated_are_refused_with_a_remedy(
+    groups: tuple[GroupSpec, ...], reason: str
+) -> None:
     bench = started()
     before = dict(bench.ledger.groups)
     answer = bench.submit(step=2, groups=groups)
@@ -163,11 +175,13 @@ def test_the_trainer_hears_of_every_change_of_its_fleet() -> None:
     bench.take(1, Fleet)
     bench.hello(W1)
     bench.hello(W2, kind="reserved")
-    assert bench.take(1, Fleet)[-1] == Fleet(0, 1, 0, 2, 0), "a harvested worker that loads is no capacity yet"
+    assert bench.take(1, Fleet)[-1] == Fleet(0, 1, 0, 2, 0, holding=("worker 2",)), (
+        "a harvested worker that loads is no capacity yet"
+    )
     bench.say(W2, WeightsLoaded(1, root(1)))
     bench.say(W1, WeightsLoaded(1, root(1)))
     bench.tick()
-    assert bench.take(1, Fleet)[-1] == Fleet(1, 1, 0, 2, 2)
+    assert bench.take(1, Fleet)[-1] == Fleet(1, 1, 0, 2, 2, holding=("worker 2",))
     bench.say(W1, Goodbye("SIGTERM", True))
     assert bench.take(1, Fleet)[-1].harvested == 0
     bench.tick(3)

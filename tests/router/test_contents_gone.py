@@ -6,21 +6,25 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.wire import Accepted, GroupDone
+from scavenger.protocol.messages import Accepted, GroupDone
 from tests.router.harness import Bench
 from tests.router.moves import consumed_step
 
 
 def dropped(state: rec.GroupState) -> rec.GroupState:
-    """As `ledger.reader` gives such a group."""
+    """As `ledger.read.reader` gives such a group."""
     return msgspec.structs.replace(state, created=msgspec.structs.replace(state.created, prompt=b""))
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_group_whose_tokens_are_gone_is_superseded_and_generated_again(monkeypatch: pytest.MonkeyPatch, restarted: bool) -> None:
+def test_a_group_whose_tokens_are_gone_is_superseded_and_generated_again(
+    monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
     bench = consumed_step()
     history, snapshot = bench.ledger.history, bench.ledger.snapshot
-    monkeypatch.setattr(bench.ledger, "history", lambda run_id, after: tuple(map(dropped, history(run_id, after))))
+    monkeypatch.setattr(
+        bench.ledger, "history", lambda run_id, after: tuple(map(dropped, history(run_id, after)))
+    )
     bench.open(resume_step=0)
     if restarted:
         found = snapshot()
@@ -28,7 +32,9 @@ def test_a_group_whose_tokens_are_gone_is_superseded_and_generated_again(monkeyp
         monkeypatch.setattr(bench.ledger, "snapshot", lambda: there)
         bench.restart()
         bench.attach()
-    bench.publish(2, root_of=1)  # the very same weights: with its tokens the group would be delivered as it is
+    bench.publish(
+        2, root_of=1
+    )  # the very same weights: with its tokens the group would be delivered as it is
     answer = bench.submit(version=2)
     assert isinstance(answer, Accepted)
     assert answer.group_ids != (1,)
@@ -38,4 +44,4 @@ def test_a_group_whose_tokens_are_gone_is_superseded_and_generated_again(monkeyp
 
 
 def takes(bench: Bench) -> list[int]:
-    return [group.take for group in bench.ledger.groups.values()]
+    return [group.retry for group in bench.ledger.groups.values()]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from scavenger.config import DaemonConfig
-from scavenger.router.events import JobGone
-from scavenger.router.limits import limits_of
-from scavenger.router.state import SampleStatus, WorkerStatus
-from scavenger.wire import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
+from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
+from scavenger.router.core.events import JobGone
+from scavenger.router.core.limits import limits_of
+from scavenger.router.core.state import SampleStatus, WorkerStatus
 from tests.router.harness import Bench, started
 from tests.router.moves import W1, W2, one_lease
 
@@ -66,7 +66,9 @@ def test_a_reserved_engine_that_left_with_words_or_came_back_did_not_crash() -> 
     assert bench.sample(1).failures == 0
 
 
-def test_a_reserved_engine_that_was_given_up_for_its_silence_is_charged_when_its_slot_is_filled_again() -> None:
+def test_a_reserved_engine_that_was_given_up_for_its_silence_is_charged_when_its_slot_is_filled_again() -> (
+    None
+):
     bench = started(n=1, poison_after=1)
     reserved(bench, W1)
     bench.tick(13.0)
@@ -90,7 +92,11 @@ def test_reserved_engines_that_died_with_their_trainer_count_against_nobody() ->
 def beat(bench: Bench, conn: int, seconds: float, length: int = 0, progress: int = 0, epoch: int = 1) -> None:
     for _ in range(int(seconds)):
         bench.tick(1.0, 1.0)
-        held = (Held(1, epoch, length),) if any(w.conn == conn and w.leases for w in bench.router.core.workers.values()) else ()
+        held = (
+            (Held(1, epoch, length),)
+            if any(w.conn == conn and w.leases for w in bench.router.core.workers.values())
+            else ()
+        )
         bench.say(conn, Heartbeat(held, progress, 1))
 
 
@@ -148,8 +154,15 @@ def test_a_dead_trainers_queue_harvests_nothing_after_a_while() -> None:
 
 def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> None:
     keys = {
-        "heartbeat_s": 0.5, "suspect_s": 5.0, "dead_s": 13.0, "reconnect_s": 16.0, "flush_ms": 50.0, "flush_tokens": 8,
-        "trainer_silent_s": 61.0, "trainer_gone_s": 601.0, "engine_stalled_s": 301.0,
-    }  # fmt: skip
+        "heartbeat_s": 0.5,
+        "suspect_s": 5.0,
+        "dead_s": 13.0,
+        "reconnect_s": 16.0,
+        "flush_ms": 50.0,
+        "flush_tokens": 8,
+        "trainer_silent_s": 61.0,
+        "trainer_gone_s": 601.0,
+        "engine_stalled_s": 301.0,
+    }
     limits = limits_of(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **keys}}))
     assert dataclasses.astuple(limits) == tuple(keys.values())

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scavenger import keys, wire
-from scavenger.router import ordered_reads, payload_gate
-from scavenger.router.core import Core
-from scavenger.router.deliveries import Deliveries
-from scavenger.router.events import Send
-from scavenger.router.payload_gate import PayloadGate
-from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.state import Limits
-from scavenger.wire import Fleet, GroupDone, Message, Pong, Reply
+from scavenger.protocol import keys, messages
+from scavenger.protocol.messages import Fleet, GroupDone, Message, Pong, Reply
+from scavenger.router.core.events import Send
+from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import Limits
+from scavenger.router.core.tables import Core
+from scavenger.router.edge import pipeline
+from scavenger.router.edge import pipeline as payload_gate
+from scavenger.router.edge.pipeline import Deliveries, PayloadPipeline
 from tests.router.edge import LiveDaemon
 from tests.router.harness import started
 from tests.router.test_edge import eventually
@@ -47,7 +47,9 @@ def test_bytes_under_way_are_counted_for_a_run_over_all_its_connections_too() ->
     deliveries, gone = Deliveries(100), {1: False, 2: False}
     deliveries.sent(1, 110, lambda: gone[1], run=7)
     deliveries.sent(2, 90, lambda: gone[2], run=7)
-    assert [deliveries.room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], "also on a connection that has none yet"
+    assert [deliveries.room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], (
+        "also on a connection that has none yet"
+    )
     assert deliveries.room(3, run=8), "another run does not wait"
     assert deliveries.room(3), "nor does what is of no known run"
     gone[1] = True
@@ -70,10 +72,15 @@ class Desk:
         self.full: set[int] = set()
         self.gone: set[int] = set()
         self.failures: list[BaseException] = []
-        self.gate = PayloadGate(
-            core, store, self._read, post=lambda _: None, send=self._send, connected=lambda conn: conn not in self.gone,
+        self.gate = PayloadPipeline(
+            core,
+            store,
+            self._read,
+            post=lambda _: None,
+            send=self._send,
+            connected=lambda conn: conn not in self.gone,
             failed=self.failures.append,
-        )  # fmt: skip
+        )
         self.gate.deliveries.most_bytes = 25
 
     async def _read(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
@@ -86,7 +93,9 @@ class Desk:
         if isinstance(message, GroupDone):
             number = sum(isinstance(m, GroupDone) for m in self.said[conn])
             run = self.gate.run_of(message)
-            self.gate.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run)
+            self.gate.deliveries.sent(
+                conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run
+            )
         return True
 
     def groups(self, conn: int) -> list[int]:
@@ -94,7 +103,7 @@ class Desk:
 
 
 def play(scene: Callable[[Desk], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(ordered_reads, "ROOM_PAUSE_S", 0.0)
+    monkeypatch.setattr(pipeline, "CAPACITY_PAUSE_S", 0.0)
 
     async def main() -> Desk:
         desk = Desk()
@@ -131,7 +140,9 @@ def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pyt
     assert [type(m) for m in desk.said[1]][-2:] == [GroupDone, Reply], "in its place"
 
 
-def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = started(prompts=30)
     ids = sorted(bench.router.core.groups)
 
@@ -151,7 +162,9 @@ def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_sha
     play(scene, monkeypatch)
 
 
-def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_message_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_message_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scene(desk: Desk) -> None:
         desk.full.add(1)
         desk.gate.give(Send(1, Fleet(1, 0, 0, 0, 0)))
@@ -166,7 +179,9 @@ def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_mes
     assert desk.said[1] == [group(1), Fleet(2, 0, 0, 0, 0)]
 
 
-def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(payload_gate, "MOST_WAITING", 5)
 
     async def scene(desk: Desk) -> None:
@@ -180,7 +195,7 @@ def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not
     desk = play(scene, monkeypatch)
     assert desk.groups(1) == [1, 2, 3, *range(11, 31, 2)]
     assert sum(isinstance(m, Fleet) for m in desk.said[1]) == 3
-    assert desk.core.counters["messages_dropped"] == 7
+    assert desk.gate.counters["messages_dropped"] == 7
 
 
 def test_what_waits_for_a_peer_that_went_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,17 +219,22 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
         yield live
 
 
-def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_it_does(daemon: LiveDaemon) -> None:
+def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_it_does(
+    daemon: LiveDaemon,
+) -> None:
     size, most, n = 1_000_000, 2_000_000, 30
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     trainer = context.socket(zmq.DEALER)
     try:
-        rendezvous, owner = keys.read_rendezvous(daemon.state_dir), keys.read_keypair(keys.owner_key_path(daemon.state_dir))
+        rendezvous, owner = (
+            keys.read_rendezvous(daemon.state_dir),
+            keys.read_keypair(keys.owner_key_path(daemon.state_dir)),
+        )
         trainer.curve_serverkey, trainer.linger = rendezvous.server_key.encode(), 0
         trainer.curve_publickey, trainer.curve_secretkey = owner.public.encode(), owner.secret.encode()
         trainer.rcvhwm, trainer.rcvbuf = 1, 65_536
         trainer.connect(rendezvous.endpoint)
-        trainer.send(wire.encode(wire.Call(1, "r", 0, wire.Ping())))
+        trainer.send(messages.encode(messages.Call(1, "r", 0, messages.Ping())))
         assert trainer.poll(5000)
         trainer.recv()
         server = daemon.server
@@ -229,7 +249,7 @@ def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_
         got = []
         while len(got) < n:
             assert trainer.poll(5000), f"{len(got)} of {n} groups came"
-            message = wire.decode_to_trainer(trainer.recv())
+            message = messages.decode_to_trainer(trainer.recv())
             assert isinstance(message, GroupDone)
             got.append(message.group_id)
             assert server.gate.deliveries.nbytes <= most + size + 1000

@@ -13,11 +13,11 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from scavenger import keys, wire
 from scavenger.client import Client, Run
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, DaemonUnavailable, Refused, StaleAttempt
-from scavenger.patience import SILENT_S
+from scavenger.protocol import keys, messages
+from scavenger.protocol.connection import SILENT_S
 from scavenger.weights import manifest as manifests
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
 from tests.router.harness import SOURCE, SPEC, payload, root, specs
@@ -32,7 +32,13 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
 def config_of(state_dir: Path) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "run": {"name": "r", "steps": 3, "state_dir": state_dir, "out_dir": state_dir / "out", "max_engines": 4},
+            "run": {
+                "name": "r",
+                "steps": 3,
+                "state_dir": state_dir,
+                "out_dir": state_dir / "out",
+                "max_engines": 4,
+            },
             "model": {"path": state_dir, "context_length": 64},
             "sampling": {"max_tokens": 8},
         }
@@ -45,7 +51,7 @@ def open_run(client: Client, daemon: LiveDaemon, resume_step: int = 0) -> Run:
 
 def publish(run: Run, version: int, step: int = 0) -> None:
     """A version whose root is the harness's: its bytes are of no interest here."""
-    run.call(body := wire.PublishVersion(version, step, root(version), b"manifest", (SOURCE,)))
+    run.call(body := messages.PublishVersion(version, step, root(version), b"manifest", (SOURCE,)))
     run._published[version] = body
 
 
@@ -62,7 +68,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None
 def test_a_key_that_was_never_allowed_does_not_get_past_the_handshake(daemon: LiveDaemon) -> None:
     with Peer(daemon.state_dir, keys.generate("r", "j")) as stranger:
         with contextlib.suppress(zmq.Again):  # refused before it could speak
-            stranger.socket.send(wire.encode(hello("s")), zmq.NOBLOCK)
+            stranger.socket.send(messages.encode(hello("s")), zmq.NOBLOCK)
         assert stranger.monitor.poll(5000)
         event = parse_monitor_message(stranger.monitor.recv_multipart())
         assert event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -72,7 +78,7 @@ def test_a_key_that_was_never_allowed_does_not_get_past_the_handshake(daemon: Li
 
 
 def test_a_trainer_whose_key_is_refused_gives_up_and_says_so(daemon: LiveDaemon) -> None:
-    stranger = Client(daemon.state_dir, keys.generate("owner"), give_up_s=0.5)
+    stranger = Client(daemon.state_dir, keys.generate("owner"), connect_timeout_s=0.5)
     try:
         stranger.reconnect()
         with pytest.raises(DaemonUnavailable, match=r"no daemon for 0\.5 s: it does not accept this key"):
@@ -89,12 +95,16 @@ def test_a_call_that_nobody_takes_is_not_waited_for(daemon: LiveDaemon) -> None:
         began = time.monotonic()
         run = open_run(client, daemon)
         assert run.attempt == 1
-        assert SILENT_S <= time.monotonic() - began < 4 * SILENT_S, "the silence had it said again on a new connection"
+        assert SILENT_S <= time.monotonic() - began < 4 * SILENT_S, (
+            "the silence had it said again on a new connection"
+        )
 
 
 def test_the_wrong_server_key_gets_no_connection_either(daemon: LiveDaemon, tmp_path: Path) -> None:
     known = keys.read_rendezvous(daemon.state_dir)
-    keys.write_rendezvous(tmp_path / "fake", msgspec.structs.replace(known, server_key=keys.generate().public))
+    keys.write_rendezvous(
+        tmp_path / "fake", msgspec.structs.replace(known, server_key=keys.generate().public)
+    )
     with Peer(tmp_path / "fake", daemon.worker_key("j")) as peer:
         peer.say(hello("s"))
         assert peer.hear(0.5) is None
@@ -105,31 +115,34 @@ def test_a_revoked_key_is_refused_on_its_live_connection_and_sent_nothing_more(d
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, pair) as worker:
         run = open_run(client, daemon)
         worker.say(hello("s"))
-        worker.await_kind(wire.Welcome)
+        worker.await_kind(messages.Welcome)
         daemon.keyring.revoke(pair.public)
         publish(run, 1)
-        worker.say(wire.Heartbeat((), 0, -1))
-        answer = worker.await_kind(wire.Rejected)
-        assert isinstance(answer, wire.Rejected)
+        worker.say(messages.Heartbeat((), 0, -1))
+        answer = worker.await_kind(messages.Rejected)
+        assert isinstance(answer, messages.Rejected)
         assert "revoked" in answer.reason
         assert worker.hear(0.3) is None, "no weights, no leases"
 
 
 def test_a_workers_key_cannot_act_as_a_trainer(daemon: LiveDaemon) -> None:
     with Peer(daemon.state_dir, daemon.worker_key("j")) as worker:
-        worker.say(wire.Call(1, "r", 0, wire.Ping()))
+        worker.say(messages.Call(1, "r", 0, messages.Ping()))
         answer = worker.hear_trainer()
-        assert isinstance(answer, wire.Reply)
-        assert isinstance(answer.body, wire.Denied)
+        assert isinstance(answer, messages.Reply)
+        assert isinstance(answer.body, messages.Denied)
         assert answer.body.code == "not-owner"
 
 
 def test_a_worker_cannot_join_another_run_than_its_keys(daemon: LiveDaemon) -> None:
-    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j", run="mine")) as worker:
+    with (
+        Client.connect(daemon.state_dir) as client,
+        Peer(daemon.state_dir, daemon.worker_key("j", run="mine")) as worker,
+    ):
         open_run(client, daemon)
         worker.say(hello("s"))
         answer = worker.hear()
-        assert isinstance(answer, wire.Rejected)
+        assert isinstance(answer, messages.Rejected)
         assert "another run" in answer.reason
 
 
@@ -137,7 +150,7 @@ def test_a_worker_cannot_join_another_run_than_its_keys(daemon: LiveDaemon) -> N
 
 
 def big(nbytes: int) -> bytes:
-    return wire.encode(hello("s", code_version="x" * nbytes))
+    return messages.encode(hello("s", code_version="x" * nbytes))
 
 
 @pytest.mark.parametrize(
@@ -146,23 +159,25 @@ def big(nbytes: int) -> bytes:
         (b"\xff\xfe garbage", "not a message of protocol", False),
         (b"", "not a message of protocol", False),
         (msgspec.msgpack.encode({"type": "NoSuchMessage"}), "not a message of protocol", False),
-        (big(wire.MAX_HELLO_BYTES), "over the limit of 65,536", True),
-        (wire.encode(hello("s", job_id=2**63)), "values that cannot be", False),
+        (big(messages.MAX_HELLO_BYTES), "over the limit of 65,536", True),
+        (messages.encode(hello("s", job_id=2**63)), "values that cannot be", False),
     ],
     ids=["garbage", "empty", "unknown", "oversized", "overflow"],
 )
-def test_what_no_peer_should_send_is_refused_recorded_and_survived(daemon: LiveDaemon, frame: bytes, reason: str, retry: bool) -> None:
+def test_what_no_peer_should_send_is_refused_recorded_and_survived(
+    daemon: LiveDaemon, frame: bytes, reason: str, retry: bool
+) -> None:
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
         run = open_run(client, daemon)
         bad.say(frame)
         answer = bad.hear()
-        assert isinstance(answer, wire.Rejected)
+        assert isinstance(answer, messages.Rejected)
         assert reason in answer.reason
         assert answer.retry is retry
         eventually(lambda: any(reason in str(row[0]) for row in daemon.query("SELECT reason FROM events")))
         publish(run, 1)  # the daemon goes on
         bad.say(hello("again"))
-        bad.await_kind(wire.Welcome)
+        bad.await_kind(messages.Welcome)
 
 
 def test_one_key_does_not_fill_the_ledger_with_its_garbage(daemon: LiveDaemon) -> None:
@@ -175,14 +190,18 @@ def test_one_key_does_not_fill_the_ledger_with_its_garbage(daemon: LiveDaemon) -
             other.say(b"garbage of another")
             eventually(lambda: daemon.server.router.core.counters.get("garbage") == 351)
         publish(run, 1)  # the daemon goes on, and what was written before this is durable
-        rows = daemon.query("SELECT subject, count(*) FROM events WHERE kind = 'garbage' GROUP BY subject ORDER BY 2")
+        rows = daemon.query(
+            "SELECT subject, count(*) FROM events WHERE kind = 'garbage' GROUP BY subject ORDER BY 2"
+        )
         assert [count for _, count in rows] == [1, 101]  # the first hundred and the 200th
 
 
-def test_a_frame_over_the_transports_limit_costs_its_sender_the_connection_and_nobody_else(daemon: LiveDaemon) -> None:
+def test_a_frame_over_the_transports_limit_costs_its_sender_the_connection_and_nobody_else(
+    daemon: LiveDaemon,
+) -> None:
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
         run = open_run(client, daemon)
-        bad.say(b"x" * (wire.MAX_MESSAGE_BYTES + 1))
+        bad.say(b"x" * (messages.MAX_MESSAGE_BYTES + 1))
         publish(run, 1)
         assert bad.hear(0.2) is None
 
@@ -191,7 +210,7 @@ def test_a_call_with_numbers_that_no_ledger_holds_is_refused(daemon: LiveDaemon)
     with Client.connect(daemon.state_dir) as client:
         run = open_run(client, daemon)
         with pytest.raises(Refused, match="64 bits"):
-            run.call(wire.RecordCheckpoint(2**63, 1, b"", ""))
+            run.call(messages.RecordCheckpoint(2**63, 1, b"", ""))
         publish(run, 1)
 
 
@@ -204,8 +223,8 @@ def test_frames_of_another_pattern_are_ignored(daemon: LiveDaemon) -> None:
 # ---------------------------------------------------------------- the client
 
 
-def collect(run: Run, groups: int, timeout_s: float = 60.0) -> list[wire.GroupDone]:
-    found: list[wire.GroupDone] = []
+def collect(run: Run, groups: int, timeout_s: float = 60.0) -> list[messages.GroupDone]:
+    found: list[messages.GroupDone] = []
     deadline = time.monotonic() + timeout_s
     while len(found) < groups:
         assert time.monotonic() < deadline, f"{len(found)} of {groups} groups came"
@@ -213,14 +232,14 @@ def collect(run: Run, groups: int, timeout_s: float = 60.0) -> list[wire.GroupDo
     return found
 
 
-def check_groups(found: list[wire.GroupDone]) -> list[wire.SampleOutcome]:
+def check_groups(found: list[messages.GroupDone]) -> list[messages.SampleOutcome]:
     """Every sample has its own tokens, and comes once."""
     ids = [s.sample_id for g in found for s in g.samples]
     assert len(ids) == len(set(ids))
     for group in found:
         for sample in group.samples:
             assert (sample.tokens, sample.logprobs, sample.raw_logprobs) == payload(sample.sample_id, 0, 8)
-    return [wire.SampleOutcome(i, "consumed", 1.0, 0.5) for i in ids]
+    return [messages.SampleOutcome(i, "consumed", 1.0, 0.5) for i in ids]
 
 
 @pytest.fixture
@@ -248,13 +267,15 @@ def test_a_run_from_opening_to_close(daemon: LiveDaemon, fleet: list[ScriptedWor
             assert sorted(g.group_id for g in found) == sorted(ids)
             run.commit(step, 1, check_groups(found), {"loss": 0.5})
         with pytest.raises(Refused, match="prompt 0 has 60 tokens"):
-            run.submit(3, 1, [wire.GroupSpec(0, wire.pack_tokens([1] * 60), 2, wire.Sampling(8))])
+            run.submit(3, 1, [messages.GroupSpec(0, messages.pack_tokens([1] * 60), 2, messages.Sampling(8))])
         run.close_run("finished")
     assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 16)]
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed", "same port"])
-def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDaemon, fleet: list[ScriptedWorker], how: str) -> None:
+def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(
+    daemon: LiveDaemon, fleet: list[ScriptedWorker], how: str
+) -> None:
     with Client.connect(daemon.state_dir) as client:
         run = open_run(client, daemon)
         publish(run, 1)
@@ -264,7 +285,9 @@ def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDa
             worker.start()
         found = collect(run, 2)
         daemon.stop() if how == "stopped" else daemon.kill()
-        daemon.start(same_port=how == "same port")  # sockets then connect again by themselves, unasked and unannounced
+        daemon.start(
+            same_port=how == "same port"
+        )  # sockets then connect again by themselves, unasked and unannounced
         found += collect(run, 8 - len(found), 30)
         run.commit(1, 1, check_groups(found), {})
         run.commit(1, 1, check_groups(found), {})
@@ -273,13 +296,17 @@ def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDa
     assert daemon.query("SELECT sample_id FROM sample_ends GROUP BY sample_id HAVING count(*) > 1") == []
 
 
-def test_a_disk_that_stands_still_delays_everything_and_loses_nothing(daemon: LiveDaemon, fleet: list[ScriptedWorker]) -> None:
+def test_a_disk_that_stands_still_delays_everything_and_loses_nothing(
+    daemon: LiveDaemon, fleet: list[ScriptedWorker]
+) -> None:
     with Client.connect(daemon.state_dir) as client:
         run = open_run(client, daemon)
         publish(run, 1)
         run.submit(1, 1, specs(4, 2))
         with sqlite3.connect(daemon.state_dir / "ledger.sqlite3", isolation_level=None) as intruder:
-            intruder.execute("BEGIN IMMEDIATE")  # the writer waits for this lock as it would for space on the disk
+            intruder.execute(
+                "BEGIN IMMEDIATE"
+            )  # the writer waits for this lock as it would for space on the disk
             for worker in fleet:
                 worker.start()
             deadline = time.monotonic() + 5.5  # longer than a client waits before it connects again
@@ -300,14 +327,16 @@ def test_an_older_trainer_is_fenced_by_a_newer_one(daemon: LiveDaemon) -> None:
             publish(first, 1)
 
 
-def test_a_trainer_that_computes_for_long_keeps_its_connection(daemon: LiveDaemon, fleet: list[ScriptedWorker]) -> None:
+def test_a_trainer_that_computes_for_long_keeps_its_connection(
+    daemon: LiveDaemon, fleet: list[ScriptedWorker]
+) -> None:
     with Client.connect(daemon.state_dir) as client:
         run = open_run(client, daemon)
         publish(run, 1)
         run.submit(1, 1, specs(2, 2))
         fleet[0].start()
         eventually(lambda: daemon.query("SELECT count(*) FROM groups WHERE delivered_attempt = 1") == [(2,)])
-        before, client.patience.heard_at = client._socket, time.monotonic() - 60
+        before, client.timeout.heard_at = client._socket, time.monotonic() - 60
         check_groups(collect(run, 2))
         assert client._socket is before
 
@@ -318,7 +347,7 @@ def test_a_client_without_a_daemon_says_what_to_do(tmp_path: Path) -> None:
     keys.init_state(tmp_path, "me")
     with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
         Client.connect(tmp_path)
-    client = Client(tmp_path, keys.read_keypair(keys.owner_key_path(tmp_path)), give_up_s=0.5)
+    client = Client(tmp_path, keys.read_keypair(keys.owner_key_path(tmp_path)), connect_timeout_s=0.5)
     with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
         client.reconnect()
     client.close()
@@ -331,7 +360,7 @@ def test_a_manifest_travels_to_the_workers_unchanged(daemon: LiveDaemon) -> None
         run = open_run(client, daemon)
         run.publish(0, made, SOURCE)
         worker.say(hello("s"))
-        order = worker.await_kind(wire.UseWeights)
-        assert isinstance(order, wire.UseWeights)
+        order = worker.await_kind(messages.UseWeights)
+        assert isinstance(order, messages.UseWeights)
         assert manifests.decode(order.manifest).root == made.root
         assert order.sources == (SOURCE,)

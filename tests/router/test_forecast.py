@@ -11,20 +11,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.router.forecast import Forecast
-from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
-from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio, RoundFit
-from scavenger.router.policy import SampleFinished, StepFinished, Toggled, TrainedGroups, WorkerJoined, WorkerLost
+from scavenger.policy.forecast.lengths import Belief, Group, LengthForecast, impute
+from scavenger.policy.forecast.speed import (
+    PREFILL_SHARE,
+    PRIOR_STEP,
+    Average,
+    Curve,
+    CurveFit,
+    Curves,
+    Ratio,
+    RoundFit,
+)
+from scavenger.policy.interface import (
+    SampleFinished,
+    StepFinished,
+    Toggled,
+    TrainedGroups,
+    WorkerJoined,
+    WorkerLost,
+)
+from scavenger.policy.predictive.learned import Forecast
 
 CAP = 14_000
 
 
-def drawn(rng: random.Random, groups: int, each: int = 8, mu: float = 8.0, sigma: float = 0.8, rho: float = 0.6) -> list[list[int]]:
+def drawn(
+    rng: random.Random, groups: int, each: int = 8, mu: float = 8.0, sigma: float = 0.8, rho: float = 0.6
+) -> list[list[int]]:
     """Lognormal lengths with correlation `rho` inside a group."""
     found = []
     for _ in range(groups):
         shared = rng.gauss(0, 1)
-        logs = [mu + sigma * (math.sqrt(rho) * shared + math.sqrt(1 - rho) * rng.gauss(0, 1)) for _ in range(each)]
+        logs = [
+            mu + sigma * (math.sqrt(rho) * shared + math.sqrt(1 - rho) * rng.gauss(0, 1)) for _ in range(each)
+        ]
         found.append([max(1, min(CAP, round(math.exp(log)))) for log in logs])
     return found
 
@@ -124,24 +144,36 @@ def test_a_belief_is_the_gaussian_posterior_where_nothing_is_censored() -> None:
 def test_a_belief_from_censored_siblings_is_the_posterior_by_numeric_integration() -> None:
     table = learned(random.Random(7)).table()
     group = Group((1500,), (5000, 5000, 200))
-    normal, share, noise = statistics.NormalDist(), math.sqrt(table.correlation), math.sqrt(1 - table.correlation)
+    normal, share, noise = (
+        statistics.NormalDist(),
+        math.sqrt(table.correlation),
+        math.sqrt(1 - table.correlation),
+    )
     weights = {}
     for i in range(-500, 501):
         g = i / 100
         log = -g * g / 2 - ((table.score(1500) - share * g) / noise) ** 2 / 2
-        log += sum(math.log(1 - normal.cdf((table.score(length) - share * g) / noise)) for length in group.running)
+        log += sum(
+            math.log(1 - normal.cdf((table.score(length) - share * g) / noise)) for length in group.running
+        )
         weights[g] = math.exp(log)
     mode = max(weights, key=lambda g: weights[g])
     belief = table.belief(group)
     assert belief.mean == pytest.approx(mode, abs=0.02)
     total = sum(weights.values())
     mean = sum(g * w for g, w in weights.items()) / total
-    assert belief.sd == pytest.approx(math.sqrt(sum((g - mean) ** 2 * w for g, w in weights.items()) / total), rel=0.08)
+    assert belief.sd == pytest.approx(
+        math.sqrt(sum((g - mean) ** 2 * w for g, w in weights.items()) / total), rel=0.08
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(have=st.integers(0, CAP - 1), mean=st.floats(-3, 3), sd=st.floats(0.05, 1), share=st.floats(0.01, 0.99))
-def test_a_final_length_lies_above_what_is_there_and_grows_with_its_quantile(have: int, mean: float, sd: float, share: float) -> None:
+@given(
+    have=st.integers(0, CAP - 1), mean=st.floats(-3, 3), sd=st.floats(0.05, 1), share=st.floats(0.01, 0.99)
+)
+def test_a_final_length_lies_above_what_is_there_and_grows_with_its_quantile(
+    have: int, mean: float, sd: float, share: float
+) -> None:
     table = learned(random.Random(8), steps=1).table()
     belief = Belief(mean, sd)
     length = table.at(belief, have, share)
@@ -156,7 +188,9 @@ def test_the_expected_rest_is_that_of_the_samples_which_outlast_it() -> None:
     fresh = [length for group in drawn(rng, 4000, each=1, rho=0.0) for length in group]
     for have in (500, 3000, 8000):
         longer = [length for length in fresh if length > have]
-        assert table.expected(Belief(0.0, 1.0), have) == pytest.approx(statistics.fmean(longer), rel=0.1), have
+        assert table.expected(Belief(0.0, 1.0), have) == pytest.approx(statistics.fmean(longer), rel=0.1), (
+            have
+        )
 
 
 def test_imputed_lengths_have_the_spread_the_maximum_and_the_likeness_that_are_expected() -> None:
@@ -171,7 +205,9 @@ def test_imputed_lengths_have_the_spread_the_maximum_and_the_likeness_that_are_e
     assert max(flat) == pytest.approx(CAP, rel=0.15)
     truth = drawn(rng, 1024)
     whole = statistics.fmean(max(group) for group in imputed.values()) / statistics.fmean(flat)
-    expected = statistics.fmean(max(group) for group in truth) / statistics.fmean(length for group in truth for length in group)
+    expected = statistics.fmean(max(group) for group in truth) / statistics.fmean(
+        length for group in truth for length in group
+    )
     assert whole == pytest.approx(expected, rel=0.07)
     assert imputed == impute(forecast.table(), {i: Group(running=(0,) * 8) for i in range(128)})
 
@@ -211,7 +247,13 @@ def test_one_measurement_scales_the_prior() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2_000_000), st.floats(1e-4, 10)), min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(0, 2_000_000), st.floats(1e-4, 10)),
+        min_size=1,
+        max_size=30,
+    )
+)
 def test_no_coefficient_is_ever_negative(points: list[tuple[int, int, float]]) -> None:
     fit = CurveFit()
     for batch, context, step_s in points:
@@ -229,7 +271,9 @@ def test_a_kind_that_was_never_seen_is_like_the_others_and_then_like_itself() ->
     assert curves.curve("harvested").step_s(50, 100_000) == pytest.approx(TRUE.step_s(50, 100_000), rel=0.03)
     for batch in range(1, 100):
         curves.observe("harvested", batch, batch * 2000, 3 * TRUE.step_s(batch, batch * 2000))
-    assert curves.curve("harvested").step_s(50, 100_000) == pytest.approx(3 * TRUE.step_s(50, 100_000), rel=0.03)
+    assert curves.curve("harvested").step_s(50, 100_000) == pytest.approx(
+        3 * TRUE.step_s(50, 100_000), rel=0.03
+    )
     assert curves.curve("reserved").step_s(50, 100_000) == pytest.approx(TRUE.step_s(50, 100_000), rel=0.1)
 
 
@@ -239,7 +283,9 @@ def test_an_engine_drains_in_the_time_that_stepping_it_takes(samples: list[tuple
     stepped, step = 0.0, 0
     while any(rest > step for _, rest in samples):
         running = [have + step for have, rest in samples if rest > step]
-        stepped += TRUE.step_s(len(running), sum(running) + len(running) / 2)  # the mean context over the step
+        stepped += TRUE.step_s(
+            len(running), sum(running) + len(running) / 2
+        )  # the mean context over the step
         step += 1
     assert TRUE.drain_s(samples) == pytest.approx(stepped, rel=1e-9)
 
@@ -294,14 +340,21 @@ def test_what_a_round_costs_is_told_apart_from_what_tokens_cost() -> None:
         rounds, tokens = rng.randint(3, 30), rng.randint(50, 200)
         forecast.observe(SampleFinished(step, step, step, tokens, 0, False, 1, "harvested", "n1"), step)
         noisy = rng.gauss(1.0, 0.02) * (0.4 * rounds + 0.05 * tokens)
-        forecast.observe(StepFinished(step, "train", {"seconds": 99.0, "seconds_train": noisy, "rounds": float(rounds)}), step)
+        forecast.observe(
+            StepFinished(step, "train", {"seconds": 99.0, "seconds_train": noisy, "rounds": float(rounds)}),
+            step,
+        )
     costs = forecast.costs(Curve(0.01, 0.0, 0.0), 1, 8)
     assert costs.round_s == pytest.approx(0.4, rel=0.1)
     assert costs.train_s == pytest.approx(0.05, rel=0.1)
-    assert forecast.train_s(Curve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, "a token's share of the rounds is in it"
+    assert forecast.train_s(Curve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, (
+        "a token's share of the rounds is in it"
+    )
 
 
-def test_in_the_first_step_training_costs_what_was_seen_of_it_so_far_and_then_what_the_whole_step_says() -> None:
+def test_in_the_first_step_training_costs_what_was_seen_of_it_so_far_and_then_what_the_whole_step_says() -> (
+    None
+):
     forecast, curve = Forecast(), Curve(0.01, 0.0, 0.0)
     prior = forecast.train_s(curve, 1, 1)
     forecast.observe(TrainedGroups(1, 1, 1000, 1000 * prior * 4), 1.0)
@@ -309,7 +362,9 @@ def test_in_the_first_step_training_costs_what_was_seen_of_it_so_far_and_then_wh
     forecast.observe(TrainedGroups(1, 40, 200_000, 200_000 * prior * 4), 2.0)
     assert forecast.costs(curve, 1, 1).train_s == pytest.approx(4 * prior, rel=0.05)
     forecast.observe(SampleFinished(1, 1, 1, 500_000, 0, False, 1, "harvested", "n"), 3.0)
-    forecast.observe(StepFinished(1, "train", {"seconds": 10.0, "seconds_train": 500_000 * prior * 3, "rounds": 4.0}), 4.0)
+    forecast.observe(
+        StepFinished(1, "train", {"seconds": 10.0, "seconds_train": 500_000 * prior * 3, "rounds": 4.0}), 4.0
+    )
     assert forecast.train_s(curve, 1, 1) == pytest.approx(3 * prior, rel=0.05)
     forecast.observe(TrainedGroups(2, 40, 200_000, 200_000 * prior * 9), 5.0)
     assert forecast.train_s(curve, 1, 1) == pytest.approx(3 * prior, rel=0.05), "a whole step knows better"
@@ -341,7 +396,11 @@ def test_steps_that_are_all_alike_leave_nothing_to_the_rounds(steps: int) -> Non
         fit.observe(0.0, 1.0, 1.0)
 
 
-@given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 10**7), st.floats(1e-3, 1e4)), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100), st.integers(1, 10**7), st.floats(1e-3, 1e4)), min_size=1, max_size=20
+    )
+)
 def test_no_cost_is_negative_whatever_was_measured(steps: list[tuple[int, int, float]]) -> None:
     fit = RoundFit()
     for rounds, tokens, seconds in steps:

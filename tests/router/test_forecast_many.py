@@ -6,15 +6,18 @@ import random
 
 import pytest
 
-from scavenger.router import forecast_many
-from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
+from scavenger.policy.forecast import lengths_of_step
+from scavenger.policy.forecast.lengths import Belief, Group, LengthForecast, impute
 
 
 def learned(seed: int, cap: int) -> LengthForecast:
     rng = random.Random(seed)
     lengths = LengthForecast(cap)
     for _ in range(3):
-        groups = [[min(cap, max(1, int(rng.lognormvariate(6 + rng.random(), 0.9)))) for _ in range(8)] for _ in range(20)]
+        groups = [
+            [min(cap, max(1, int(rng.lognormvariate(6 + rng.random(), 0.9)))) for _ in range(8)]
+            for _ in range(20)
+        ]
         for length in (length for group in groups for length in group):
             lengths.finished(length)
         lengths.step_ended(groups)
@@ -34,14 +37,22 @@ def test_many_samples_at_once_get_what_each_gets_alone(seed: int) -> None:
         for key in rng.sample(range(1000), 30)
     }
     table = forecast.table([length for group in groups.values() for length in group.running if length])
-    beliefs = {key: rng.choice([table.belief(group), Belief(rng.uniform(-40, 40), rng.uniform(0, 1))]) for key, group in groups.items()}
+    beliefs = {
+        key: rng.choice([table.belief(group), Belief(rng.uniform(-40, 40), rng.uniform(0, 1))])
+        for key, group in groups.items()
+    }
     alone = [table.expected(beliefs[key], have) for key, group in groups.items() for have in group.running]
-    assert forecast_many.expected(table, [(beliefs[key], group.running) for key, group in groups.items()]).tolist() == alone
+    assert (
+        lengths_of_step.expected(
+            table, [(beliefs[key], group.running) for key, group in groups.items()]
+        ).tolist()
+        == alone
+    )
     drawn = impute(table, groups, beliefs)
-    together = forecast_many.impute(table, [(key, beliefs[key], groups[key]) for key in groups])
+    together = lengths_of_step.impute(table, [(key, beliefs[key], groups[key]) for key in groups])
     assert together.tolist() == [length for key in groups for length in drawn[key]]
 
 
 def test_of_nobody_there_is_nothing_to_say() -> None:
     table = LengthForecast(100).table()
-    assert len(forecast_many.expected(table, [])) == len(forecast_many.impute(table, [])) == 0
+    assert len(lengths_of_step.expected(table, [])) == len(lengths_of_step.impute(table, [])) == 0

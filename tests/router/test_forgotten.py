@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from scavenger.router.state import Group, Sample
+from scavenger.router.core.state import Group, Sample
 from tests.router.moves import consumed_step
 
 

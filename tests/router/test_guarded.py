@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from scavenger import daemon, wire
 from scavenger.config import RouterSection
+from scavenger.daemon import main
 from scavenger.errors import WireError
-from scavenger.harvest.autoscale import Benefit
-from scavenger.ledger import experience
-from scavenger.router import policy as seam
-from scavenger.router import runs, steps
-from scavenger.router.guarded import Guarded, guarded
-from scavenger.router.policy import PlainView, Standard, StepView
-from scavenger.router.predictive import Predictive
+from scavenger.ledger.read import history
+from scavenger.policy import interface as seam
+from scavenger.policy.fallback import PolicyWithFallback, with_fallback
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import PlainView, Standard, StepView
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.protocol import messages
+from scavenger.router.core import runs, steps
 from tests.router.harness import SOURCE, root, started
 
 
@@ -36,7 +37,9 @@ class Broken(Standard):
 
 def test_a_policy_that_fails_is_replaced_once_and_told() -> None:
     told: list[tuple[str, str]] = []
-    policy = guarded(lambda _run: Broken(), lambda run, error: told.append((run, type(error).__name__)))("r")
+    policy = with_fallback(
+        lambda _run: Broken(), lambda run, error: told.append((run, type(error).__name__))
+    )("r")
     view = PlainView(step=StepView(step=1, samples=8))
     assert policy.engines(view, 0.0) == (7, "still whole")
     for _ in range(3):
@@ -47,17 +50,20 @@ def test_a_policy_that_fails_is_replaced_once_and_told() -> None:
 
 
 def test_a_guarded_policy_says_what_an_engine_is_worth_if_it_knows() -> None:
-    assert Guarded("r", Weighing(), lambda *_: None).benefit() == Benefit(0.1, 8.0, 1, 60.0)
-    assert Guarded("r", Standard(), lambda *_: None).benefit() is None
+    assert PolicyWithFallback("r", Weighing(), lambda *_: None).benefit() == Benefit(0.1, 8.0, 1, 60.0)
+    assert PolicyWithFallback("r", Standard(), lambda *_: None).benefit() is None
 
 
 def test_a_fault_of_the_standard_policy_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Standard, "observe", Broken.observe)
     with pytest.raises(ZeroDivisionError):
-        Guarded("r", Standard(), lambda *_: None).observe(seam.Toggled(1, True, 1.0), 0.0)
+        PolicyWithFallback("r", Standard(), lambda *_: None).observe(seam.Toggled(1, True, 1.0), 0.0)
 
 
-@pytest.mark.parametrize("bad", [{"seconds_train": -1.0}, {"seconds_update": -1.0}, {"seconds": math.nan, "seconds_publish": -math.inf}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"seconds_train": -1.0}, {"seconds_update": -1.0}, {"seconds": math.nan, "seconds_publish": -math.inf}],
+)
 def test_times_that_cannot_be_reach_no_policy(bad: dict[str, float]) -> None:
     kept = steps._seconds_are_times(bad | {"loss": -1.0})
     assert kept == {"loss": -1.0}
@@ -65,22 +71,24 @@ def test_times_that_cannot_be_reach_no_policy(bad: dict[str, float]) -> None:
 
 
 def test_lengths_below_zero_and_endless_stop_texts_are_no_messages() -> None:
-    good = wire.encode(wire.Heartbeat((wire.Held(1, 1, 5),), 1, 1))
-    assert isinstance(wire.decode_to_daemon(good), wire.Heartbeat)
+    good = messages.encode(messages.Heartbeat((messages.Held(1, 1, 5),), 1, 1))
+    assert isinstance(messages.decode_to_daemon(good), messages.Heartbeat)
     with pytest.raises(WireError):
-        wire.decode_to_daemon(wire.encode(wire.Heartbeat((wire.Held(1, 1, -(10**9)),), 1, 1)))
-    many = wire.GroupSpec(0, wire.pack_tokens([1]), 1, wire.Sampling(4, stop=("x",) * 65))
+        messages.decode_to_daemon(messages.encode(messages.Heartbeat((messages.Held(1, 1, -(10**9)),), 1, 1)))
+    many = messages.GroupSpec(0, messages.pack_tokens([1]), 1, messages.Sampling(4, stop=("x",) * 65))
     with pytest.raises(WireError):
-        wire.decode_to_daemon(wire.encode(wire.Call(1, "r", 1, wire.SubmitGroups(1, 1, "train", (many,)))))
+        messages.decode_to_daemon(
+            messages.encode(messages.Call(1, "r", 1, messages.SubmitGroups(1, 1, "train", (many,))))
+        )
 
 
 def test_a_manifest_that_no_engine_could_be_sent_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = started()
     monkeypatch.setattr(runs, "MAX_MANIFEST_BYTES", 4)
-    body = wire.PublishVersion(2, 1, root(2), b"12345", (SOURCE,))
+    body = messages.PublishVersion(2, 1, root(2), b"12345", (SOURCE,))
     run = next(iter(bench.router.core.runs.values()))
     answer = runs._publish(bench.router.core, run, body)
-    assert isinstance(answer, wire.Denied)
+    assert isinstance(answer, messages.Denied)
     assert "a manifest of 5 bytes" in answer.reason
 
 
@@ -88,10 +96,13 @@ def test_a_past_that_makes_no_sense_leaves_a_policy_with_its_priors(monkeypatch:
     def nonsense(*_: Any) -> Any:
         raise TypeError("'>' not supported between instances of 'NoneType' and 'int'")
 
-    monkeypatch.setattr(experience, "read", nonsense)
+    monkeypatch.setattr(history, "read", nonsense)
     bench = started()
     run = next(iter(bench.router.core.runs.values()))
     before = run.policy
-    here: Any = SimpleNamespace(config=SimpleNamespace(router=RouterSection()), _policy_failed=lambda *_: None)
-    daemon.Daemon._recall(here, bench.router, SimpleNamespace(engine=None))  # type: ignore[arg-type]  # a writer's one member
+    here: Any = SimpleNamespace(
+        config=SimpleNamespace(router=RouterSection()), _policy_failed=lambda *_: None
+    )
+    server: Any = SimpleNamespace(router=bench.router, post=bench.handle)
+    main.Daemon._warm_start(here, server, SimpleNamespace(engine=None))  # type: ignore[arg-type]  # a writer's one member
     assert run.policy is before

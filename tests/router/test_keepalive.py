@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from scavenger import client as clients
-from scavenger import keepalive, keys, patience, wire
 from scavenger.client import Client
 from scavenger.errors import DaemonUnavailable
-from scavenger.router import server as servers
-from scavenger.router.events import Identity
+from scavenger.protocol import connection, heartbeat, keys, messages
+from scavenger.router.core.events import Identity
+from scavenger.router.edge import server as servers
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
 from tests.router.harness import specs, started
 from tests.router.test_edge import check_groups, collect, eventually, open_run, publish
@@ -29,10 +29,10 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepalive, "PING_S", 0.1)
-    monkeypatch.setattr(keepalive, "SILENT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "PING_S", 0.1)
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
     monkeypatch.setattr(clients, "SILENT_S", 0.5)
-    monkeypatch.setattr(patience, "SILENT_S", 0.5)
+    monkeypatch.setattr(connection, "SILENT_S", 0.5)
 
 
 # ---------------------------------------------------------------- the core
@@ -42,16 +42,16 @@ def test_a_ping_aside_is_life_of_the_present_attempt_from_any_connection_of_its_
     bench = started()
     run = bench.router.core.runs["r"]
     bench.now += 50
-    assert bench.call(wire.Ping(aside=True), conn=70) == wire.Pong(1)
+    assert bench.call(messages.Ping(aside=True), conn=70) == messages.Pong(1)
     assert run.trainer_seen == bench.now
     assert run.conn == 1
     bench.now += 50
-    stranger = bench.call(wire.Ping(aside=True), conn=71, who=Identity("owner", "another-key"))
-    old = bench.call(wire.Ping(aside=True), conn=70, attempt=0)
+    stranger = bench.call(messages.Ping(aside=True), conn=71, who=Identity("owner", "another-key"))
+    old = bench.call(messages.Ping(aside=True), conn=70, attempt=0)
     assert [getattr(answer, "code", "") for answer in (stranger, old)] == ["not-owner", "stale"]
     assert run.trainer_seen == bench.now - 50
-    bench.call(wire.Ping(), conn=70)
-    assert len(bench.take(70, wire.HelloAgain)) == 1, "a trainer's own socket learns that it must attach"
+    bench.call(messages.Ping(), conn=70)
+    assert len(bench.take(70, messages.HelloAgain)) == 1, "a trainer's own socket learns that it must attach"
 
 
 # ---------------------------------------------------------------- over sockets
@@ -93,8 +93,13 @@ def test_a_client_waits_for_a_daemon_that_answers_and_cannot_commit(
     daemon: LiveDaemon, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = ScriptedWorker(daemon.state_dir, daemon.worker_key("j"), "s")
-    client = Client.connect(daemon.state_dir, give_up_s=1.0)
-    with client, sqlite3.connect(daemon.state_dir / "ledger.sqlite3", isolation_level=None, check_same_thread=False) as intruder:
+    client = Client.connect(daemon.state_dir, connect_timeout_s=1.0)
+    with (
+        client,
+        sqlite3.connect(
+            daemon.state_dir / "ledger.sqlite3", isolation_level=None, check_same_thread=False
+        ) as intruder,
+    ):
         run = open_run(client, daemon)
         publish(run, 1)
         run.submit(1, 1, specs(2))
@@ -115,8 +120,10 @@ def test_a_client_waits_for_a_daemon_that_answers_and_cannot_commit(
 
 def test_a_run_is_opened_when_the_ledger_takes_it_however_late(daemon: LiveDaemon, quick: None) -> None:
     with (
-        Client.connect(daemon.state_dir, give_up_s=0.7) as client,
-        sqlite3.connect(daemon.state_dir / "ledger.sqlite3", isolation_level=None, check_same_thread=False) as intruder,
+        Client.connect(daemon.state_dir, connect_timeout_s=0.7) as client,
+        sqlite3.connect(
+            daemon.state_dir / "ledger.sqlite3", isolation_level=None, check_same_thread=False
+        ) as intruder,
     ):
         intruder.execute("BEGIN IMMEDIATE")
         timer = threading.Timer(2.5, lambda: intruder.execute("ROLLBACK"))
@@ -127,27 +134,29 @@ def test_a_run_is_opened_when_the_ledger_takes_it_however_late(daemon: LiveDaemo
 
 
 def test_a_client_gives_up_on_a_daemon_that_is_gone(daemon: LiveDaemon, quick: None) -> None:
-    with Client.connect(daemon.state_dir, give_up_s=1.0) as client:
+    with Client.connect(daemon.state_dir, connect_timeout_s=1.0) as client:
         run = open_run(client, daemon)
         daemon.stop()
         with pytest.raises(DaemonUnavailable, match="start it"):
             publish(run, 1)
 
 
-def test_peers_that_vanished_are_forgotten_and_those_at_work_are_not(daemon: LiveDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_vanished_are_forgotten_and_those_at_work_are_not(
+    daemon: LiveDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "SWEEP_S", 0.3)
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as worker:
         run = open_run(client, daemon)
         for alive in client._alive:
             alive.stop()
         worker.say(hello("s"))
-        worker.await_kind(wire.Welcome)
+        worker.await_kind(messages.Welcome)
         with Peer(daemon.state_dir, keys.read_keypair(keys.owner_key_path(daemon.state_dir))) as passing:
-            passing.say(wire.Call(1, "r", 0, wire.Ping()))
-            assert isinstance(passing.hear_trainer(), wire.Reply)
+            passing.say(messages.Call(1, "r", 0, messages.Ping()))
+            assert isinstance(passing.hear_trainer(), messages.Reply)
         assert len(daemon.server._conns) == 4
         monkeypatch.setattr(servers, "FORGET_S", 0.0)
         eventually(lambda: len(daemon.server._conns) == 2)
         assert len(daemon.server._routes) == 2
         publish(run, 1)
-        worker.await_kind(wire.UseWeights)
+        worker.await_kind(messages.UseWeights)

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 
-from scavenger.router.forecast import PRIOR_TOGGLE_S, Forecast
-from scavenger.router.policy import RunView, StepFinished, StepSubmitted, Toggled, TrainedGroups, WorkerReady
-from scavenger.wire import (
+from scavenger.policy.interface import (
+    RunView,
+    StepFinished,
+    StepSubmitted,
+    Toggled,
+    TrainedGroups,
+    WorkerReady,
+)
+from scavenger.policy.predictive.learned import PRIOR_TOGGLE_S, Forecast
+from scavenger.protocol.messages import (
     Asleep,
     Heartbeat,
     Held,
@@ -18,10 +25,10 @@ from scavenger.wire import (
     encode,
 )
 from tests.router.harness import Bench, root, specs
-from tests.router.test_policy import Told
+from tests.router.test_policy import RowBudget
 
 
-def started(policy: Told) -> Bench:
+def started(policy: RowBudget) -> Bench:
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
     bench.open()
@@ -29,12 +36,12 @@ def started(policy: Told) -> Bench:
     return bench
 
 
-def facts(policy: Told, kind: type) -> list[object]:
+def facts(policy: RowBudget, kind: type) -> list[object]:
     return [fact for fact in policy.facts if isinstance(fact, kind)]
 
 
 def test_an_engine_s_cache_and_plateau_are_seen_with_its_first_weights() -> None:
-    policy = Told()
+    policy = RowBudget()
     bench = started(policy)
     bench.join(11)
     bench.say(11, WeightsLoaded(1, root(1), cache_tokens=4096, best_batch=3))
@@ -46,7 +53,11 @@ def test_an_engine_s_cache_and_plateau_are_seen_with_its_first_weights() -> None
 
 
 def test_a_message_of_the_release_before_says_nothing_of_them_and_is_understood() -> None:
-    old = encode(WeightsLoaded(1, b"root")).replace(b"\xaccache_tokens\x00", b"").replace(b"\xaabest_batch\x00", b"")
+    old = (
+        encode(WeightsLoaded(1, b"root"))
+        .replace(b"\xaccache_tokens\x00", b"")
+        .replace(b"\xaabest_batch\x00", b"")
+    )
     old = old.replace(b"\xa8verify_s\xcb" + bytes(8), b"")
     assert b"cache_tokens" not in old
     assert b"verify_s" not in old
@@ -55,31 +66,38 @@ def test_a_message_of_the_release_before_says_nothing_of_them_and_is_understood(
 
 
 def test_toggles_are_measured_from_being_told_and_by_the_engine() -> None:
-    policy = Told()
+    policy = RowBudget()
     bench = started(policy)
     bench.join(11, kind="reserved")
     bench.submit(groups=specs(1))
     bench.call(SetReserved(False))
     bench.now += 1.5
-    bench.say(11, Asleep())
+    bench.say(11, Asleep(1, 0))
     bench.call(SetReserved(True))
     held = tuple(Held(lease.sample_id, lease.epoch, 0) for lease in bench.leases(11))
     bench.say(11, Heartbeat(held, 1, 1, wake_s=2.5))
     bench.say(11, Heartbeat(held, 2, 1, wake_s=2.5))
-    assert facts(policy, Toggled) == [Toggled(1, False, 1.5), Toggled(1, True, 2.5)], "a heartbeat repeats what was said before"
+    assert facts(policy, Toggled) == [Toggled(1, False, 1.5), Toggled(1, True, 2.5)], (
+        "a heartbeat repeats what was said before"
+    )
 
 
 def test_how_far_a_step_is_trained_is_told_once_for_each_round() -> None:
-    policy = Told()
+    policy = RowBudget()
     bench = started(policy)
     bench.submit(groups=specs(2))
-    for body in (Ping(), Ping(trained=Trained(1, 1, 40, 0.5)), Ping(trained=Trained(1, 1, 40, 0.5)), Ping(trained=Trained(7, 1, 9, 0.1))):
+    for body in (
+        Ping(),
+        Ping(trained=Trained(1, 1, 40, 0.5)),
+        Ping(trained=Trained(1, 1, 40, 0.5)),
+        Ping(trained=Trained(7, 1, 9, 0.1)),
+    ):
         bench.call(body)
     assert facts(policy, TrainedGroups) == [TrainedGroups(1, 1, 40, 0.5)], "step 7 is not under way"
 
 
 def test_an_engine_that_was_there_before_the_daemon_restarted_does_not_start_again() -> None:
-    policy = Told()
+    policy = RowBudget()
     bench = started(policy)
     bench.hello(11, loaded=1)
     bench.publish(2)

@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as again
 
-from scavenger.router import offload
-from scavenger.router.forecast_speed import Curve
-from scavenger.router.offload import Load, Price, Running, Shift, drains, lease_bound, merge, rebalance
+from scavenger.policy import migration
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.migration import Load, Price, Running, Shift, drains, merge, rebalance
 
 LINE = Curve(7e-3, 2e-5, 6e-8)
 PRICE = Price(token_s=5e-5, move_s=0.1, margin=0.1)
 
 
-def load(worker_id: int, *rests: float, have: float = 1000, limit: int = 64, node: str = "", **more: bool) -> Load:
+def load(
+    worker_id: int, *rests: float, have: float = 1000, limit: int = 64, node: str = "", **more: bool
+) -> Load:
     samples = tuple(Running(worker_id * 1000 + i, have, rest) for i, rest in enumerate(rests))
     return Load(worker_id, node or f"n{worker_id}", LINE, limit, samples, **more)
 
@@ -55,7 +57,9 @@ def test_an_idle_engine_takes_from_the_one_that_is_done_last() -> None:
 
 
 def test_even_loads_are_left_alone() -> None:
-    assert rebalance([load(1, 4000, 3000, 500), load(2, 4000, 2900, 600), load(3, 3900, 3100, 500)], PRICE) == []
+    assert (
+        rebalance([load(1, 4000, 3000, 500), load(2, 4000, 2900, 600), load(3, 3900, 3100, 500)], PRICE) == []
+    )
 
 
 def test_a_gain_below_what_the_move_costs_is_no_reason_to_move() -> None:
@@ -90,7 +94,10 @@ def test_nothing_moves_into_a_cache_that_is_full() -> None:
     each = 1000 + 4000 / 2
     assert len(rebalance([load(1, *many), replace(load(2), cache=6 * each)], PRICE)) == 6
     assert rebalance([load(1, *many), replace(load(2, 4000), cache=1.5 * each)], PRICE) == []
-    long, full = load(1, 9000, takes=False), replace(load(2, 800, 900, gives=False), cache=4500.0)  # 2,850 held: one more of 1,350 fits
+    long, full = (
+        load(1, 9000, takes=False),
+        replace(load(2, 800, 900, gives=False), cache=4500.0),
+    )  # 2,850 held: one more of 1,350 fits
     end = max(drains([long]).values())
     for tail, emptied in (([load(3, 700)], (3,)), ([load(3, 700, 700)], ()), ([load(3, 3000)], ())):
         assert merge([long, full, *tail], PRICE, end, worth_s=30).emptied == emptied
@@ -102,9 +109,9 @@ def test_a_thousand_engines_that_fit_nowhere_are_not_all_tried(monkeypatch: pyte
     def fits_nowhere(source: Any, *_: object) -> None:
         asked.append(source.load.worker_id)
 
-    monkeypatch.setattr(offload, "_fit", fits_nowhere)
+    monkeypatch.setattr(migration, "_fit", fits_nowhere)
     assert merge([load(i, 4000) for i in range(1, 101)], PRICE, 1000.0, worth_s=30).emptied == ()
-    assert len(asked) == offload.REFUSALS
+    assert len(asked) == migration.REFUSALS
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -154,7 +161,11 @@ def test_whatever_the_forecasts_do_no_sample_goes_back(loads: list[Load], seed: 
     visited = {s.sample_id: {one.worker_id} for one in loads for s in one.samples}
     for _ in range(10):
         seen = [
-            replace(one, samples=tuple(again(s, rest=s.rest * rng.uniform(1 - error, 1 + error)) for s in one.samples)) for one in loads
+            replace(
+                one,
+                samples=tuple(again(s, rest=s.rest * rng.uniform(1 - error, 1 + error)) for s in one.samples),
+            )
+            for one in loads
         ]
         shifts = rebalance(seen, PRICE)
         for shift in shifts:
@@ -165,39 +176,19 @@ def test_whatever_the_forecasts_do_no_sample_goes_back(loads: list[Load], seed: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 5), st.integers(1, 12))
-def test_engines_that_are_level_stay_so_while_forecasts_err_by_less_than_half_the_margin(seed: int, engines: int, count: int) -> None:
+def test_engines_that_are_level_stay_so_while_forecasts_err_by_less_than_half_the_margin(
+    seed: int, engines: int, count: int
+) -> None:
     rng = random.Random(seed)
     loads = [load(i, *(4000.0 + 10 * j for j in range(count))) for i in range(1, engines + 1)]
     for _ in range(5):
-        seen = [replace(one, samples=tuple(again(s, rest=s.rest * rng.uniform(0.975, 1.025)) for s in one.samples)) for one in loads]
+        seen = [
+            replace(
+                one, samples=tuple(again(s, rest=s.rest * rng.uniform(0.975, 1.025)) for s in one.samples)
+            )
+            for one in loads
+        ]
         assert rebalance(seen, PRICE) == []
-
-
-# ---------------------------------------------------------------- the bound of a lease
-
-
-def test_a_bound_is_the_least_at_which_prefilling_again_costs_its_share() -> None:
-    bound = lease_bound(have=2000, rest=8000, step_s=0.04, batch=10, price=PRICE, share=0.05)
-    assert bound.tokens is not None
-
-    def share(tokens: int) -> float:
-        return (PRICE.move_s + PRICE.token_s * (2000 + tokens)) / (tokens * 0.04 / 10)
-
-    assert share(bound.tokens) <= 0.05 < share(bound.tokens - 1)
-
-
-def test_dear_prefill_or_a_short_rest_leave_a_lease_unbounded() -> None:
-    assert lease_bound(2000, 8000, 0.04, 100, PRICE, share=0.05).tokens is None
-    assert lease_bound(2000, 100, 0.04, 10, PRICE, share=0.05).tokens is None
-    assert "leases are not bounded" in lease_bound(2000, 8000, 0.04, 100, PRICE, share=0.05).reason
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.floats(0, 20_000), st.floats(1e-3, 1), st.integers(1, 256))
-def test_a_longer_context_is_handed_back_less_often(have: float, step_s: float, batch: int) -> None:
-    short, long = (lease_bound(h, 1e9, step_s, batch, PRICE).tokens for h in (have, have + 1000))
-    assert (short is None) == (long is None)
-    assert short is None or (long is not None and long >= short)
 
 
 # ---------------------------------------------------------------- tails
@@ -227,7 +218,12 @@ def test_nothing_is_merged_for_less_time_than_an_engine_takes_to_start() -> None
 
 
 def test_the_node_with_the_fewest_samples_is_freed_whole() -> None:
-    loads = [load(1, 9000, node="a"), load(2, 500, 500, node="a"), load(3, 600, node="b"), load(4, 600, node="b")]
+    loads = [
+        load(1, 9000, node="a"),
+        load(2, 500, 500, node="a"),
+        load(3, 600, node="b"),
+        load(4, 600, node="b"),
+    ]
     found = merge(loads, PRICE, max(drains(loads).values()), worth_s=30)
     assert {3, 4} <= set(found.emptied)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from scavenger.errors import LedgerError, LedgerUnavailable
-from scavenger.router import ordered_reads
-from scavenger.router.ordered_reads import Fetcher, Lines
-from scavenger.router.payloads import Payload
+from scavenger.router.core.payloads import Payload
+from scavenger.router.edge import pipeline
+from scavenger.router.edge.pipeline import Fetcher, Lines
 from tests.router.harness import payload
 
 Item = tuple[str, int]  # a name, and the sample whose 4 tokens it needs; 0 = none
@@ -95,7 +95,7 @@ def test_later_items_of_a_connection_wait_behind_a_read_and_other_connections_do
 
 
 def test_what_is_evicted_again_before_its_turn_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered_reads, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(pipeline, "FIRST_PAUSE_S", 0.0)
 
     async def scene(desk: Desk) -> None:
         desk.gate.set()
@@ -116,7 +116,7 @@ def test_few_reads_are_under_way_at_once() -> None:
         for conn in range(1, 21):
             desk.lines.put(conn, (f"{conn}", conn))
         await turns()
-        assert len(desk.asked) == ordered_reads.READS
+        assert len(desk.asked) == pipeline.READS
         desk.gate.set()
         await turns(100)
 
@@ -124,7 +124,7 @@ def test_few_reads_are_under_way_at_once() -> None:
 
 
 def test_a_ledger_that_is_away_is_asked_again_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ordered_reads, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(pipeline, "FIRST_PAUSE_S", 0.001)
 
     async def scene(desk: Desk) -> None:
         desk.gate.set()
@@ -148,7 +148,9 @@ def test_a_ledger_that_is_away_is_asked_again_and_nothing_is_lost(monkeypatch: p
         (("a", 700), 4, None, "sample 700: the ledger has no row, 4 tokens were committed"),
     ],
 )
-def test_a_ledger_that_is_corrupt_ends_the_daemon_with_its_reason(item: Item, length: int, error: Exception | None, said: str) -> None:
+def test_a_ledger_that_is_corrupt_ends_the_daemon_with_its_reason(
+    item: Item, length: int, error: Exception | None, said: str
+) -> None:
     async def scene(desk: Desk) -> None:
         desk.gate.set()
         desk.length = length

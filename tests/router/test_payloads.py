@@ -7,12 +7,25 @@ import math
 import msgspec
 import pytest
 
-from scavenger.router import payload_gate
-from scavenger.router import samples as sm
-from scavenger.router.events import Fill, TrainerCalled, WorkerSaid
-from scavenger.router.payload_check import payload_faults
-from scavenger.router.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill_group, fill_leases
-from scavenger.wire import Ack, Assign, Attach, Call, Chunk, Chunks, Goodbye, GroupDone, Held, Revoke, pack_logprobs, pack_tokens
+from scavenger.protocol.messages import (
+    Ack,
+    Assign,
+    Attach,
+    Call,
+    Chunk,
+    Chunks,
+    Goodbye,
+    GroupDone,
+    Held,
+    Revoke,
+    pack_logprobs,
+    pack_tokens,
+)
+from scavenger.router.core import samples as sm
+from scavenger.router.core.events import Fill, TrainerCalled, WorkerSent
+from scavenger.router.core.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill_group, fill_leases
+from scavenger.router.edge import pipeline
+from scavenger.router.edge.pipeline import payload_faults
 from tests.router import schedule
 from tests.router.harness import OWNER, chunk_of, payload, root, specs
 from tests.router.moves import W1, W2, consumed_step, one_lease
@@ -51,7 +64,9 @@ def test_the_bound_holds_and_the_longest_untouched_go_first() -> None:
     store.cool([1])
     store.append(4, 0, chunk_of(4, 1, 1, 0, 8))
     store.durable(4, 8)
-    assert [store.start(i) for i in (1, 3, 4)] == [None, 0, 0], "what was delivered goes before what is in flight"
+    assert [store.start(i) for i in (1, 3, 4)] == [None, 0, 0], (
+        "what was delivered goes before what is in flight"
+    )
 
 
 def test_a_payload_that_was_read_back_joins_with_what_came_since() -> None:
@@ -138,7 +153,9 @@ def test_a_group_whose_tokens_are_in_the_ledger_only_is_delivered_whole(restarte
         bench.attach(wants=(1,))
     bench.attach(wants=(1,), conn=3)
     (done,) = bench.take(3, GroupDone)
-    assert (done.samples[0].tokens, done.samples[0].logprobs, done.samples[0].raw_logprobs) == payload(1, 0, 8)
+    assert (done.samples[0].tokens, done.samples[0].logprobs, done.samples[0].raw_logprobs) == payload(
+        1, 0, 8
+    )
     assert bench.read_back >= 1
     assert bench.store.nbytes == 0, "not kept after it was sent"
 
@@ -150,7 +167,10 @@ def test_a_replay_delivers_what_the_ledger_has() -> None:
     bench.publish(2, root_of=1)
     bench.submit(version=2)
     (done,) = bench.take(1, GroupDone)
-    assert [(s.tokens, s.logprobs, s.raw_logprobs) for s in done.samples] == [payload(1, 0, 8), payload(2, 0, 8)]
+    assert [(s.tokens, s.logprobs, s.raw_logprobs) for s in done.samples] == [
+        payload(1, 0, 8),
+        payload(2, 0, 8),
+    ]
     assert bench.read_back == 2
 
 
@@ -205,10 +225,10 @@ def test_a_message_for_samples_that_were_forgotten_is_dropped() -> None:
     bench.router.core.settle(10**9)
     found = [a for a in bench.router.core.finish_event() if isinstance(a, Fill)]
     assert [a.lengths for a in found] == [(8,)]
-    assert payload_gate.lacking_message(bench.router.core, bench.store, found[0]) == {1: 8}
+    assert pipeline.lacking_message(bench.router.core, bench.store, found[0]) == {1: 8}
     sm.supersede(bench.router.core, bench.router.core.groups[1], "another attempt")
-    assert payload_gate.lacking_message(bench.router.core, bench.store, found[0]) == {}
-    assert payload_gate.filled(bench.store, found[0]) is None
+    assert pipeline.lacking_message(bench.router.core, bench.store, found[0]) == {}
+    assert pipeline.filled(bench.store, found[0]) is None
 
 
 def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
@@ -221,14 +241,18 @@ def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
         bench.chunk(W1, x, 0, 5)
     moved = Fill(W2, Assign((lease, other)), (5, 5))
     core, store = bench.router.core, bench.store
-    assert payload_gate.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
+    assert pipeline.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
     sm.supersede(core, core.groups[1], "another attempt")
-    assert payload_gate.lacking_message(core, store, moved) == {other.sample_id: 5}, "what was forgotten is not read"
+    assert pipeline.lacking_message(core, store, moved) == {other.sample_id: 5}, (
+        "what was forgotten is not read"
+    )
     bench._load({other.sample_id: 5})
-    assert payload_gate.lacking_message(core, store, moved) == {}
-    message = payload_gate.filled(store, moved)
+    assert pipeline.lacking_message(core, store, moved) == {}
+    message = pipeline.filled(store, moved)
     assert isinstance(message, Assign)
-    assert [(x.sample_id, x.accepted) for x in message.leases] == [(other.sample_id, payload(other.sample_id, 0, 5)[0])]
+    assert [(x.sample_id, x.accepted) for x in message.leases] == [
+        (other.sample_id, payload(other.sample_id, 0, 5)[0])
+    ]
 
 
 # ---------------------------------------------------------------- values
@@ -244,8 +268,11 @@ def test_faults_are_found_at_their_places_among_sound_chunks() -> None:
     bad[4] = msgspec.structs.replace(good[4], raw_logprobs=pack_logprobs([0.5, -1.0, -1.0, -math.inf]))
     bad[5] = msgspec.structs.replace(good[5], raw_logprobs=pack_logprobs([0.5, -1.0, -1.0, -1.0]))
     assert payload_faults(bad) == {
-        1: "logprobs that are not finite", 2: "a negative token id", 4: "logprobs that are not finite", 5: "a positive logprob",
-    }  # fmt: skip
+        1: "logprobs that are not finite",
+        2: "a negative token id",
+        4: "logprobs that are not finite",
+        5: "a positive logprob",
+    }
 
 
 @pytest.mark.parametrize("lengths", [(7, 9), (5, 3), (6, 6)])
@@ -258,7 +285,12 @@ def test_chunks_of_odd_lengths_hide_no_fault_between_them(lengths: tuple[int, in
 
 
 def test_a_logprob_that_rounding_made_positive_is_sound() -> None:
-    assert payload_faults([msgspec.structs.replace(chunk_of(1, 1, 1, 0, 2), logprobs=pack_logprobs([0.0, 1e-7]))]) is None
+    assert (
+        payload_faults(
+            [msgspec.structs.replace(chunk_of(1, 1, 1, 0, 2), logprobs=pack_logprobs([0.0, 1e-7]))]
+        )
+        is None
+    )
 
 
 def test_a_fault_refuses_its_chunk_and_no_other_of_the_message() -> None:
@@ -275,7 +307,7 @@ def test_a_fault_refuses_its_chunk_and_no_other_of_the_message() -> None:
 def test_lengths_leases_and_budgets_come_before_values() -> None:
     """A late chunk is refused as late, whatever is in it: it is no engine's fault."""
     bench, _ = one_lease()
-    bench.handle(WorkerSaid(W1, Chunks((chunk_of(1, 9, 1, 0, 2),)), {0: "a positive logprob"}))
+    bench.handle(WorkerSent(W1, Chunks((chunk_of(1, 9, 1, 0, 2),)), {0: "a positive logprob"}))
     assert [e.reason for e in bench.events("chunk_refused")] == ["stale epoch 9, the lease is 1"]
     assert bench.sample(1).failures == 0
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.router.forecast_speed import Curve
-from scavenger.router.placement import OLDEST_EVERY, Engine, Job, Ranked, assign, order
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.placement import OLDEST_EVERY, Engine, Job, Ranked, assign, order
 
 LINE = Curve(7e-3, 2e-5, 6e-8)
 
@@ -27,60 +27,43 @@ def jobs(rng: random.Random, count: int, each: int = 4) -> list[Job]:
 # ---------------------------------------------------------------- order
 
 
-def test_what_moved_comes_first_then_a_probe_of_each_group_then_the_longest() -> None:
+def test_what_moved_comes_first_then_the_longest() -> None:
     waiting = [
-        Job(1, 1, 100, 500), Job(2, 1, 100, 500),
-        Job(3, 2, 100, 300), Job(4, 2, 100, 300),
-        Job(5, 3, 100, 900), Job(6, 3, 100, 900),
+        Job(1, 1, 100, 500),
+        Job(2, 1, 100, 500),
+        Job(3, 2, 100, 300),
+        Job(4, 2, 100, 300),
+        Job(5, 3, 100, 900),
+        Job(6, 3, 100, 900),
         Job(7, 4, 2000, 50, moved=True),
-    ]  # fmt: skip
-    ranked = order(waiting, begun=set(), group_rest={}, starved=0.0)
-    assert [r.job.sample_id for r in ranked] == [7, 3, 1, 5, 6, 2, 4]
-    assert [r.why for r in ranked][:2] == ["moved", "probe of its group"]
-    assert ranked[4].why == "longest expected"
-
-
-def test_a_group_that_runs_needs_no_probe() -> None:
-    waiting = [Job(1, 1, 100, 500), Job(2, 2, 100, 900)]
-    assert [r.why for r in order(waiting, begun={1, 2}, group_rest={}, starved=0.0)] == ["longest expected"] * 2
-
-
-def test_a_starved_trainer_gives_places_to_the_group_that_is_nearest_to_whole() -> None:
-    rng = random.Random(1)
-    waiting = jobs(rng, 40)
-    rest = {g: 100.0 + g for g in range(10)}
-    fed, starved = (order(waiting, set(range(10)), rest, starved=s) for s in (0.0, 1.0))
-    nearest = [r.job.group_id for r in starved if "nearest" in r.why]
-    assert nearest
-    assert nearest == sorted(nearest)
-    assert not any("nearest" in r.why for r in fed)
-
-    def place_of(ranked: list[Ranked], group: int) -> float:
-        return max(i for i, r in enumerate(ranked) if r.job.group_id == group)
-
-    assert place_of(starved, 0) < place_of(fed, 0)
+    ]
+    ranked = order(waiting)
+    assert [r.job.sample_id for r in ranked] == [7, 5, 6, 1, 2, 3, 4]
+    assert [r.why for r in ranked] == ["moved", *["longest expected"] * 6]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 60), st.floats(0, 1), st.booleans())
-def test_every_sample_is_ranked_once_and_none_starves(seed: int, count: int, starved: float, begun: bool) -> None:
+@given(st.integers(0, 10_000), st.integers(1, 60))
+def test_every_sample_is_ranked_once_and_none_starves(seed: int, count: int) -> None:
     rng = random.Random(seed)
     waiting = jobs(rng, count)
     rng.shuffle(waiting)
-    groups = {job.group_id for job in waiting} if begun else set()
-    ranked = order(waiting, groups, {g: float(g) for g in groups}, starved)
+    ranked = order(waiting)
     assert sorted(r.job.sample_id for r in ranked) == sorted(j.sample_id for j in waiting)
-    if begun:  # the n-th oldest is at the latest where so many places were given to the oldest
-        for age, job in enumerate(sorted(waiting, key=lambda j: j.sample_id), start=1):
-            assert next(i for i, r in enumerate(ranked) if r.job is job) < OLDEST_EVERY * age
-    assert ranked == order(sorted(waiting, key=lambda j: -j.sample_id), groups, {g: float(g) for g in groups}, starved)
+    # the n-th oldest is at the latest where so many places were given to the oldest
+    for age, job in enumerate(sorted(waiting, key=lambda j: j.sample_id), start=1):
+        assert next(i for i, r in enumerate(ranked) if r.job is job) < OLDEST_EVERY * age
+    assert ranked == order(sorted(waiting, key=lambda j: -j.sample_id))
 
 
 # ---------------------------------------------------------------- assign
 
 
 def makespan(placed: dict[int, int], waiting: list[Job], engines: list[Engine]) -> float:
-    return max(e.curve.drain_s([(j.have, j.rest) for j in waiting if placed[j.sample_id] == e.worker_id]) for e in engines)
+    return max(
+        e.curve.drain_s([(j.have, j.rest) for j in waiting if placed[j.sample_id] == e.worker_id])
+        for e in engines
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -90,10 +73,17 @@ def test_the_makespan_is_within_a_fifth_of_the_best_assignment(seed: int) -> Non
     waiting = jobs(rng, 8, each=1)
     slow = Curve(1.5 * LINE.base, LINE.per_sample, 2 * LINE.per_token)
     engines = [engine(1), engine(2), engine(3, curve=slow if seed % 2 else LINE)]
-    best = min(makespan(dict(enumerate(choice)), waiting, engines) for choice in itertools.product((1, 2, 3), repeat=8))
-    ranked = order(waiting, set(range(8)), {}, 0.0)
+    best = min(
+        makespan(dict(enumerate(choice)), waiting, engines)
+        for choice in itertools.product((1, 2, 3), repeat=8)
+    )
+    ranked = order(waiting)
     placed = {
-        s: w for s, w, _ in assign(sorted(ranked, key=lambda r: -r.job.rest), [engine(1), engine(2), engine(3, curve=engines[2].curve)])
+        s: w
+        for s, w, _ in assign(
+            sorted(ranked, key=lambda r: -r.job.rest),
+            [engine(1), engine(2), engine(3, curve=engines[2].curve)],
+        )
     }
     assert makespan(placed, waiting, engines) <= 1.22 * best
 
@@ -101,13 +91,17 @@ def test_the_makespan_is_within_a_fifth_of_the_best_assignment(seed: int) -> Non
 def test_no_engine_is_filled_beyond_its_plateau_or_its_cache() -> None:
     waiting = [Ranked(Job(i, 0, 100, 1000), "") for i in range(100)]
     counts = {1: 0, 2: 0, 3: 0}
-    for _, worker, _ in assign(waiting, [engine(1, limit=10), engine(2, limit=40, cache=6000), engine(3, limit=20)]):
+    for _, worker, _ in assign(
+        waiting, [engine(1, limit=10), engine(2, limit=40, cache=6000), engine(3, limit=20)]
+    ):
         counts[worker] += 1
     assert counts == {1: 10, 2: 10, 3: 20}
 
 
 def test_a_sample_that_is_larger_than_what_the_cache_is_thought_to_hold_still_gets_an_empty_engine() -> None:
-    placed = list(assign([Ranked(Job(1, 0, 100, 9000), ""), Ranked(Job(2, 0, 100, 9000), "")], [engine(1, cache=50.0)]))
+    placed = list(
+        assign([Ranked(Job(1, 0, 100, 9000), ""), Ranked(Job(2, 0, 100, 9000), "")], [engine(1, cache=50.0)])
+    )
     assert [s for s, _, _ in placed] == [1]
 
 
@@ -118,7 +112,12 @@ def test_what_an_engine_holds_already_counts() -> None:
 
 def test_what_outlasts_the_window_goes_to_who_stays_awake() -> None:
     closing, staying = engine(1, open_s=5.0, reload_s=1e-3), engine(2, longest=100, work_s=1.0)
-    placed = {s: w for s, w, _ in assign([Ranked(Job(1, 0, 100, 6000), ""), Ranked(Job(2, 0, 100, 300), "")], [closing, staying])}
+    placed = {
+        s: w
+        for s, w, _ in assign(
+            [Ranked(Job(1, 0, 100, 6000), ""), Ranked(Job(2, 0, 100, 300), "")], [closing, staying]
+        )
+    }
     assert placed == {1: 2, 2: 1}
 
 
@@ -135,7 +134,7 @@ def test_each_sample_is_placed_once_while_there_is_room_whatever_the_order_of_en
     seed: int, count: int, engines: int, limit: int
 ) -> None:
     rng = random.Random(seed)
-    ranked = order(jobs(rng, count), set(), {}, 0.3)
+    ranked = order(jobs(rng, count))
     fleet = [engine(i, limit) for i in range(engines)]
     placed = list(assign(ranked, fleet))
     assert len(placed) == min(count, engines * limit)

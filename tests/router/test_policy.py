@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.router.events import Tick
-from scavenger.router.policy import (
+from scavenger.policy.interface import (
     EngineProgress,
     Fact,
     Move,
@@ -25,11 +24,23 @@ from scavenger.router.policy import (
     WorkerLost,
     WorkerReady,
 )
-from scavenger.wire import Assign, Fleet, Goodbye, Heartbeat, Held, Lease, Revoke, SetReserved, Yield, Yielded
+from scavenger.protocol.messages import (
+    Assign,
+    Fleet,
+    Goodbye,
+    Heartbeat,
+    Held,
+    Lease,
+    Revoke,
+    SetReserved,
+    Yield,
+    Yielded,
+)
+from scavenger.router.core.events import Tick
 from tests.router.harness import Bench, specs
 
 
-class Told(Standard):
+class RowBudget(Standard):
     """Does what the test says, and remembers what it saw."""
 
     every_s = 2.0
@@ -58,12 +69,12 @@ class Told(Standard):
 
 
 @pytest.fixture
-def policy() -> Told:
-    return Told()
+def policy() -> RowBudget:
+    return RowBudget()
 
 
 @pytest.fixture
-def bench(policy: Told) -> Bench:
+def bench(policy: RowBudget) -> Bench:
     """Worker 1 at connection 11 with four samples of step 1, and worker 2 at 12 with two."""
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
@@ -87,7 +98,7 @@ def held_by(bench: Bench, worker_id: int) -> list[int]:
     return sorted(bench.router.core.workers[worker_id].leases)
 
 
-def settled(bench: Bench, policy: Told, moves: list[Move]) -> None:
+def settled(bench: Bench, policy: RowBudget, moves: list[Move]) -> None:
     """The policy's moves are asked for at the next tick that is due."""
     policy.moves = moves
     bench.now += policy.every_s
@@ -98,7 +109,9 @@ def decisions(bench: Bench, name: str) -> list[rec.Decision]:
     return [r for r in bench.ledger.log if isinstance(r, rec.Decision) and r.policy == name]
 
 
-def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(
+    bench: Bench, policy: RowBudget, lease: Lease
+) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "b is faster")])
     asked = bench.take(11, Yield)
     assert [m.leases for m in asked] == [((lease.sample_id, lease.epoch),)]
@@ -108,13 +121,17 @@ def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(bench: Ben
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
     assert bench.take(11, Revoke)[-1].leases == ((lease.sample_id, lease.epoch),)
     moved = bench.leases(12)
-    assert [(x.sample_id, x.epoch, len(x.accepted) // 4) for x in moved] == [(lease.sample_id, lease.epoch + 1, 3)]
+    assert [(x.sample_id, x.epoch, len(x.accepted) // 4) for x in moved] == [
+        (lease.sample_id, lease.epoch + 1, 3)
+    ]
     ended = [r for r in bench.ledger.log if isinstance(r, rec.LeaseEnded)]
     assert [(r.reason, r.regenerated) for r in ended] == [("moved: b is faster", 0)]
     assert [d.reason for d in decisions(bench, "rebalance")] == ["b is faster"]
 
 
-def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(
+    bench: Bench, policy: RowBudget, lease: Lease
+) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "why not")])
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
     assert lease.sample_id in held_by(bench, 1)
@@ -123,7 +140,7 @@ def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(bench: 
     assert lease.sample_id in held_by(bench, 2)
 
 
-def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, policy: Told) -> None:
+def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, policy: RowBudget) -> None:
     sample_id = held_by(bench, 1)[0]
     settled(bench, policy, [Move(sample_id, 1, 0, "to the queue")])
     bench.take(11, Yield)
@@ -133,23 +150,9 @@ def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, po
     assert [m.leases for m in bench.take(11, Yield)] == [((sample_id, 1),)]
 
 
-def test_a_worker_that_cannot_give_back_is_revoked_and_its_sample_moves_with_what_was_accepted(policy: Told) -> None:
-    bench = Bench()
-    bench.router.core.new_policy = lambda _run: policy
-    bench.open()
-    bench.publish()
-    bench.submit(groups=specs(1))
-    (lease, _) = bench.join(11, protocol=2)
-    bench.join(12)
-    bench.chunk(11, lease, 0, 2)
-    bench.take(12, Assign)
-    settled(bench, policy, [Move(lease.sample_id, 1, 2, "b")])
-    assert bench.take(11, Yield) == []
-    assert bench.take(11, Revoke)[-1].leases == ((lease.sample_id, 1),)
-    assert [(x.epoch, len(x.accepted) // 4) for x in bench.leases(12)] == [(2, 2)]
-
-
-def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(
+    bench: Bench, policy: RowBudget, lease: Lease
+) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "b")])
     bench.chunk(11, lease, 0, 3, "stop")
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
@@ -157,32 +160,21 @@ def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(bench: Be
     assert bench.take(11, Revoke) == []
 
 
-def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy: Told) -> None:
+def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy: RowBudget) -> None:
     here, there = held_by(bench, 1), held_by(bench, 2)
-    nonsense = [Move(there[0], 1, 2, "not its own"), Move(here[0], 1, 9, "no such worker"), Move(here[0], 1, 1, "to itself"),
-                Move(999, 1, 2, "no such sample"), Move(here[0], 7, 2, "from nobody")]  # fmt: skip
+    nonsense = [
+        Move(there[0], 1, 2, "not its own"),
+        Move(here[0], 1, 9, "no such worker"),
+        Move(here[0], 1, 1, "to itself"),
+        Move(999, 1, 2, "no such sample"),
+        Move(here[0], 7, 2, "from nobody"),
+    ]
     settled(bench, policy, nonsense)
     assert bench.router.core.counters["advice_dropped"] == len(nonsense)
     assert (held_by(bench, 1), held_by(bench, 2)) == (here, there)
 
 
-def test_a_bounded_lease_says_so_and_is_placed_again_when_it_comes_back(policy: Told) -> None:
-    bench = Bench()
-    bench.router.core.new_policy = lambda _run: policy
-    bench.open()
-    bench.publish()
-    bench.submit(groups=specs(1, n=1))
-    policy.placed = [Placement(1, 1, most_tokens=4, reason="long ones are looked at again")]
-    (lease,) = bench.join(11)
-    assert lease.most_tokens == 4
-    bench.chunk(11, lease, 0, 4)
-    bench.say(11, Yielded((Held(1, 1, 4),)))
-    (again,) = bench.leases(11)
-    assert (again.epoch, len(again.accepted) // 4, again.most_tokens) == (2, 4, 4)
-    assert [r.reason for r in bench.ledger.log if isinstance(r, rec.LeaseEnded)] == ["its bound of 4 tokens was reached"]
-
-
-def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: Told) -> None:
+def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: RowBudget) -> None:
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
     bench.open()
@@ -193,29 +185,37 @@ def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: Told) ->
     assert bench.router.core.counters["advice_dropped"] >= 4
 
 
-def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(bench: Bench, policy: Told) -> None:
+def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(
+    bench: Bench, policy: RowBudget
+) -> None:
     bench.attach()
     bench.take(1, Fleet)
     policy.decision = WindowDecision(True, "harvested engines carry the rest", again_at=bench.now + 3.0)
     bench.call(SetReserved(False))
-    assert [(m.window, m.window_reason) for m in bench.take(1, Fleet)] == [("close", "harvested engines carry the rest")]
+    assert [(m.window, m.window_reason) for m in bench.take(1, Fleet)] == [
+        ("close", "harvested engines carry the rest")
+    ]
     policy.asked.clear()
     bench.tick(2.9)
     assert "window" not in policy.asked
     bench.tick(0.2)
     assert "window" in policy.asked, "asked again when it wanted to be"
     assert bench.take(1, Fleet) == [], "nothing new"
-    assert [(d.action, d.reason) for d in decisions(bench, "window")] == [("close", "harvested engines carry the rest")]
+    assert [(d.action, d.reason) for d in decisions(bench, "window")] == [
+        ("close", "harvested engines carry the rest")
+    ]
 
 
-def test_chunks_ask_nobody_for_moves_or_the_window(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_chunks_ask_nobody_for_moves_or_the_window(bench: Bench, policy: RowBudget, lease: Lease) -> None:
     policy.asked.clear()
     bench.chunk(11, lease, 0, 3)
     bench.chunk(11, lease, 3, 1, "stop")
     assert policy.asked == []
 
 
-def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(
+    bench: Bench, policy: RowBudget, lease: Lease
+) -> None:
     seen: list[RunView] = []
     policy.place = lambda view, now: seen.append(view) or ()  # type: ignore[method-assign, func-returns-value]
     bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
@@ -234,9 +234,11 @@ def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(bench: B
     assert (seen[-1].step.samples, seen[-1].step.finished, seen[-1].step.groups) == (8, 0, 4)
 
 
-@pytest.mark.parametrize(("gained", "measured"), [((40, 40, 39, 39), True), ((40, 40, 40, 0), False), ((40, 12, 40, 40), False)])
+@pytest.mark.parametrize(
+    ("gained", "measured"), [((40, 40, 39, 39), True), ((40, 40, 40, 0), False), ((40, 12, 40, 40), False)]
+)
 def test_an_engine_is_measured_only_where_all_its_samples_ran(
-    bench: Bench, policy: Told, lease: Lease, gained: tuple[int, ...], measured: bool
+    bench: Bench, policy: RowBudget, lease: Lease, gained: tuple[int, ...], measured: bool
 ) -> None:
     """One that is prefilled meanwhile, or that waits for room in the KV cache, makes no engine slow for four samples."""
     bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
@@ -245,7 +247,9 @@ def test_an_engine_is_measured_only_where_all_its_samples_ran(
     assert bool([f for f in policy.facts if isinstance(f, EngineProgress)]) is measured
 
 
-def test_two_beats_that_arrive_together_measure_nothing(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_two_beats_that_arrive_together_measure_nothing(
+    bench: Bench, policy: RowBudget, lease: Lease
+) -> None:
     """The first of them was late: by the second alone the engine made in a tenth of a second what takes it one."""
     for seconds, length in ((1.0, 1), (1.9, 2), (0.1, 3), (1.0, 4)):
         bench.now += seconds
@@ -255,11 +259,19 @@ def test_two_beats_that_arrive_together_measure_nothing(bench: Bench, policy: To
     assert 0.1 not in progress
 
 
-def test_a_policy_hears_of_what_it_may_learn_from(bench: Bench, policy: Told, lease: Lease) -> None:
+def test_a_policy_hears_of_what_it_may_learn_from(bench: Bench, policy: RowBudget, lease: Lease) -> None:
     bench.chunk(11, lease, 0, 8)
     bench.say(12, Goodbye("SIGTERM", notice=True))
     kinds = [type(fact) for fact in policy.facts]
-    assert kinds == [StepSubmitted, WorkerJoined, WorkerReady, WorkerJoined, WorkerReady, SampleFinished, WorkerLost]
+    assert kinds == [
+        StepSubmitted,
+        WorkerJoined,
+        WorkerReady,
+        WorkerJoined,
+        WorkerReady,
+        SampleFinished,
+        WorkerLost,
+    ]
     finished = next(f for f in policy.facts if isinstance(f, SampleFinished))
     assert (finished.length, finished.capped, finished.kind) == (8, True, "harvested")
     assert [f.preempted for f in policy.facts if isinstance(f, WorkerLost)] == [True]

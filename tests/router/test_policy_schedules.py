@@ -8,36 +8,38 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout.work import Work
-from scavenger.router import advice
-from scavenger.router.machine import Router
-from scavenger.router.policy import Move, Placement, RunView, Standard
+from scavenger.policy.interface import Move, RunView, Standard
+from scavenger.protocol.worker.work import Work
+from scavenger.router.core import policy_driver
+from scavenger.router.core.machine import Router
 from tests.router import harness, schedule
 
 MOST_MOVES = 6  # of one sample: a schedule has to end
 
 
 class Restless(Standard):
-    """Bounds leases to a few tokens, and moves whatever it can to some other engine or to the queue."""
+    """Moves whatever it can to some other engine or to the queue."""
 
     every_s = 0.3
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        moves = {sample.id: sample.moves for sample in view.queued}
-        return [p._replace(most_tokens=1 + p.sample_id % 3 if moves[p.sample_id] < MOST_MOVES else None) for p in super().place(view, now)]
-
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
         serving = [worker.id for worker in view.workers if worker.serves]
-        movable = [s for s in view.samples if s.worker_id and not s.moving and s.moves < MOST_MOVES and (s.id + int(now * 4)) % 3 == 0]
+        movable = [
+            s
+            for s in view.samples
+            if s.worker_id and not s.moving and s.moves < MOST_MOVES and (s.id + int(now * 4)) % 3 == 0
+        ]
         targets = [0, *serving]
-        return [Move(s.id, s.worker_id, targets[(s.id + int(now)) % len(targets)], "why not") for s in movable]
+        return [
+            Move(s.id, s.worker_id, targets[(s.id + int(now)) % len(targets)], "why not") for s in movable
+        ]
 
 
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The schedules' daemons have this policy; counts what the seam's two sides did."""
     found: Counter[str] = Counter()
-    handed_back, yielding = advice.handed_back, Work.yield_
+    handed_back, yielding = policy_driver.handed_back, Work.yield_
 
     def counted(*args):  # type: ignore[no-untyped-def]
         found["handed back"] += len(args[2])
@@ -47,14 +49,14 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["asked"] += len(message.leases)
         return yielding(self, message, now)
 
-    monkeypatch.setattr(advice, "handed_back", counted)
+    monkeypatch.setattr(policy_driver, "handed_back", counted)
     monkeypatch.setattr(Work, "yield_", asked)
     monkeypatch.setattr(harness, "Router", functools.partial(Router, new_policy=lambda _run: Restless()))
     return found
 
 
 @pytest.mark.parametrize("first", [0, 10])
-def test_moves_and_bounded_leases_keep_every_promise(met: Counter[str], first: int) -> None:
+def test_moves_keep_every_promise(met: Counter[str], first: int) -> None:
     for seed in range(first, first + 10):
         schedule.run(seed, ops=200)
     assert met["asked"] > 50
@@ -62,6 +64,6 @@ def test_moves_and_bounded_leases_keep_every_promise(met: Counter[str], first: i
 
 
 @pytest.mark.long
-def test_moves_and_bounded_leases_keep_every_promise_over_many_schedules(met: Counter[str]) -> None:
+def test_moves_keep_every_promise_over_many_schedules(met: Counter[str]) -> None:
     for seed in range(1000, 1400):
         schedule.run(seed, ops=300)

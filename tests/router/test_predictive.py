@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from scavenger.router import policy as seam
-from scavenger.router import window as windows
-from scavenger.router.forecast import Forecast
-from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import Predictive
-from scavenger.router.predictive_outlook import PAUSE_S
-from scavenger.router.predictive_placing import MANY_LOST
-from scavenger.router.predictive_settings import Settings
+from scavenger.policy import interface as seam
+from scavenger.policy import seed_window as windows
+from scavenger.policy.interface import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
+from scavenger.policy.predictive.learned import Forecast
+from scavenger.policy.predictive.placement import MANY_LOST
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.policy.predictive.policy_forecast import PAUSE_S
+from scavenger.policy.predictive.settings import Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn
@@ -34,7 +34,9 @@ def site(policy: RouterPolicy, reserved: int = 2, harvested: int = 3) -> SmallSi
     return SmallSite(policy, SPEC, reserved, harvested, TRAINER, CAP)
 
 
-def seconds(policy: RouterPolicy, played: list[list[list[int]]], window_s: float = math.inf, harvested: int = 3) -> float:
+def seconds(
+    policy: RouterPolicy, played: list[list[list[int]]], window_s: float = math.inf, harvested: int = 3
+) -> float:
     """Of all steps but the first, in which nothing is known yet."""
     where = site(policy, harvested=harvested)
     return sum([where.play(groups, window_s).seconds for groups in played][1:])
@@ -49,7 +51,10 @@ def test_it_is_a_router_policy() -> None:
 @pytest.mark.parametrize("harvested", [1, 3, 6])
 def test_steps_are_nearly_as_short_as_with_the_best_fixed_window_known_afterwards(harvested: int) -> None:
     played = steps(4, seed=harvested)
-    best = min(seconds(Standard(), played, window_s, harvested) for window_s in (0.0, 15.0, 30.0, 45.0, 60.0, 90.0, math.inf))
+    best = min(
+        seconds(Standard(), played, window_s, harvested)
+        for window_s in (0.0, 15.0, 30.0, 45.0, 60.0, 90.0, math.inf)
+    )
     assert seconds(Predictive("r"), played, harvested=harvested) <= 1.06 * best
 
 
@@ -106,7 +111,7 @@ def test_losses_and_arrivals_at_any_time_lose_no_token() -> None:
         assert result.tokens == sum(sum(group) for group in groups)
 
 
-@pytest.mark.parametrize("off", ["window", "reopen", "placement", "probes", "feed", "rebalance", "tails"])
+@pytest.mark.parametrize("off", ["window", "reopen", "placement", "rebalance", "tails"])
 def test_each_controller_can_be_switched_off(off: str) -> None:
     switched: dict[str, Any] = {off: False}
     where = site(Predictive("r", Settings(**switched)), harvested=2)
@@ -128,11 +133,22 @@ def test_equal_facts_give_equal_decisions() -> None:
 
 
 def sample(i: int, group: int, **more: object) -> SampleView:
-    return SampleView(**{"id": i, "group_id": group, "index": i % 4, "prompt_tokens": 100, "cap": 1000} | more)  # type: ignore[arg-type]
+    return SampleView(
+        **{"id": i, "group_id": group, "index": i % 4, "prompt_tokens": 100, "cap": 1000} | more  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]
 
 
 def worker(i: int, kind: str = "harvested", leases: int = 0, **more: object) -> WorkerView:
-    base = {"id": i, "kind": kind, "node": f"n{i}", "gpus": 1, "status": "ready", "serves": True, "leases": leases, "max_batch": 4}
+    base = {
+        "id": i,
+        "kind": kind,
+        "node": f"n{i}",
+        "gpus": 1,
+        "status": "ready",
+        "serves": True,
+        "leases": leases,
+        "max_batch": 4,
+    }
     return WorkerView(**base | more)  # type: ignore[arg-type]
 
 
@@ -143,12 +159,20 @@ def test_many_samples_of_lost_engines_go_on_at_once_within_the_limits_and_few_ar
         step = StepView(step=1, samples=1000, groups=125)
         policy.observe(seam.StepSubmitted(1, "train", 1000, 125), 0.0)
         for n in range(2):
-            policy.observe(seam.WorkerLost(7 + n, "harvested", "n7", 1, 10.0, True, "preempted", lost // 2 + lost % 2 * n), 1.0)
+            policy.observe(
+                seam.WorkerLost(
+                    7 + n, "harvested", "n7", 1, 10.0, True, "preempted", lost // 2 + lost % 2 * n
+                ),
+                1.0,
+            )
         waiting = [sample(i, i // 8) for i in range(1000)]
         view = PlainView(
-            step=step, samples=waiting, queued=waiting,
-            workers=[worker(1, max_batch=100), worker(2, max_batch=300)], max_batch=300,
-        )  # fmt: skip
+            step=step,
+            samples=waiting,
+            queued=waiting,
+            workers=[worker(1, max_batch=100), worker(2, max_batch=300)],
+            max_batch=300,
+        )
         answers = policy.place(view, 1.0)
         assert all(("samples at once" in answer.reason) == told for answer in answers)
         if told:
@@ -164,15 +188,20 @@ def test_a_machine_that_was_slow_for_a_while_does_not_keep_an_engine_at_one_samp
         policy.observe(seam.StepSubmitted(step, "train", 256, 32, 1000), now)
         waiting = [sample(step * 1000 + i, step * 100 + i // 8, prompt_tokens=7) for i in range(256)]
         view = PlainView(
-            step=StepView(step=step, samples=256, groups=32), samples=waiting, queued=waiting,
-            workers=[worker(1, max_batch=96)], max_batch=96,
-        )  # fmt: skip
+            step=StepView(step=step, samples=256, groups=32),
+            samples=waiting,
+            queued=waiting,
+            workers=[worker(1, max_batch=96)],
+            max_batch=96,
+        )
         return len(policy.place(view, now))
 
     assert placed(1, 0.0) == 96
     for batch, step_s in ((96, 0.62), (63, 0.40), (96, 0.62), (1, 0.0065), (1, 0.0065)) * 40:
         policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, batch, 10.0 * batch, batch, step_s), 1.0)
-    assert policy.forecast.curve("harvested", 1).plateau(10, 0.97) == 1, "all its time goes with the samples: what was measured says one"
+    assert policy.forecast.curve("harvested", 1).plateau(10, 0.97) == 1, (
+        "all its time goes with the samples: what was measured says one"
+    )
     assert placed(2, 20.0) == windows.LEAST_SERVED
     assert placed(3, 40.0) == 96, "since then nothing was measured"
 
@@ -180,9 +209,10 @@ def test_a_machine_that_was_slow_for_a_while_does_not_keep_an_engine_at_one_samp
 def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() -> None:
     policy = Predictive("r")
     view = PlainView(
-        step=StepView(step=1, samples=8, groups=2), samples=[sample(i, i // 4, worker_id=1 + i % 2) for i in range(8)],
+        step=StepView(step=1, samples=8, groups=2),
+        samples=[sample(i, i // 4, worker_id=1 + i % 2) for i in range(8)],
         workers=[worker(1, "reserved", 4), worker(2, leases=4)],
-    )  # fmt: skip
+    )
     policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
     first = policy.window(view, 0.0)
     assert first is not None
@@ -206,7 +236,12 @@ def test_a_window_is_nobodys_without_reserved_engines_and_closed_when_all_is_don
     decision = Predictive("r").window(done, 0.0)
     assert decision is not None
     assert decision.close
-    assert Predictive("r").window(PlainView(step=StepView(step=1, samples=4, groups=1), workers=[worker(1)]), 0.0) is None
+    assert (
+        Predictive("r").window(
+            PlainView(step=StepView(step=1, samples=4, groups=1), workers=[worker(1)]), 0.0
+        )
+        is None
+    )
     assert Predictive("r", Settings(window=False)).window(done, 0.0) is None
 
 
@@ -224,12 +259,19 @@ def test_a_full_fleet_costs_no_look_at_the_samples() -> None:
 def test_a_ranking_serves_the_next_free_slots() -> None:
     policy = Predictive("r")
     queued = [sample(i, i // 4) for i in range(12)]
-    view = PlainView(step=StepView(step=1, samples=12, groups=3), samples=queued, queued=queued, workers=[worker(1), worker(2)])
+    view = PlainView(
+        step=StepView(step=1, samples=12, groups=3),
+        samples=queued,
+        queued=queued,
+        workers=[worker(1), worker(2)],
+    )
     first = policy.place(view, 0.0)
     assert len(first) == 8
     assert all(p.reason for p in first)
     left = [s for s in queued if s.id not in {p.sample_id for p in first}]
-    later = PlainView(step=view.step, samples=queued, queued=left, workers=[worker(1, leases=3), worker(2, leases=4)])
+    later = PlainView(
+        step=view.step, samples=queued, queued=left, workers=[worker(1, leases=3), worker(2, leases=4)]
+    )
     (second,) = policy.place(later, 1.0)
     assert second.worker_id == 1
     assert "next in the ranking" in second.reason
@@ -245,13 +287,21 @@ def test_samples_that_come_back_go_on_at_once_and_the_order_is_found_anew_only_a
 
     def placed(waiting: list[SampleView], now: float) -> seam.Placement:
         room = [worker(1, leases=3), worker(2, leases=4)]
-        (answer,) = policy.place(PlainView(step=step, samples=[*queued, *back], queued=waiting, workers=room), now)
+        (answer,) = policy.place(
+            PlainView(step=step, samples=[*queued, *back], queued=waiting, workers=room), now
+        )
         return answer
 
     first = placed([back[0], *queued[8:]], 0.5)
-    assert (first.sample_id, first.reason) == (12, "next in the ranking, which 1 joined, to the emptiest engine")
+    assert (first.sample_id, first.reason) == (
+        12,
+        "next in the ranking, which 1 joined, to the emptiest engine",
+    )
     second = placed([back[1], *queued[8:]], 1.0)
-    assert (second.sample_id, second.reason) == (13, "next in the ranking, which 1 joined, to the emptiest engine")
+    assert (second.sample_id, second.reason) == (
+        13,
+        "next in the ranking, which 1 joined, to the emptiest engine",
+    )
     late = placed([sample(14, 3, length=9, moves=1), *back, *queued[8:]], PAUSE_S)
     assert "tokens expected" in late.reason
 
@@ -260,17 +310,26 @@ def test_a_step_that_asks_for_more_samples_goes_on() -> None:
     """What dynamic sampling replaces: the engines' loads, what was trained and when the window was solved stay as they were."""
     policy = Predictive("r")
     queued = [sample(i, i // 4) for i in range(8)]
-    view = PlainView(step=StepView(step=1, samples=8, groups=2), samples=queued, queued=queued, workers=[worker(1, kind="reserved")])
+    view = PlainView(
+        step=StepView(step=1, samples=8, groups=2),
+        samples=queued,
+        queued=queued,
+        workers=[worker(1, kind="reserved")],
+    )
     policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
     first = policy.window(view, 0.0)
     policy.observe(seam.StepSubmitted(1, "train", 12, 1), 1.0)
     again = policy.window(view, 1.0)
     assert first is not None
     assert again is not None
-    assert (again.reason, again.again_at) == (first.reason, PAUSE_S), "no step began: nothing is solved sooner than after the pause"
+    assert (again.reason, again.again_at) == (first.reason, PAUSE_S), (
+        "no step began: nothing is solved sooner than after the pause"
+    )
     policy.observe(seam.StepSubmitted(1, "train", 16, 1), 50.0)
     policy.observe(seam.WorkerReady(1, "reserved", "n1", 1, 2, False, 0.0, 0.0, 0.0), 60.0)
-    assert policy.forecast.load_s("reserved") > 30.0, "counted from the step's begin, not from its replacements"
+    assert policy.forecast.load_s("reserved") > 30.0, (
+        "counted from the step's begin, not from its replacements"
+    )
     policy.window(view, 61.0)
     for finished in range(15):
         policy.observe(seam.SampleFinished(finished, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.5)
@@ -294,25 +353,19 @@ def test_a_step_that_another_attempt_asks_for_begins_again() -> None:
     assert forecast.begins(seam.StepSubmitted(2, "train", 8, 2))
 
 
-def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
-    def bound(yields: bool) -> int | None:
-        policy = Predictive("r")
-        for _ in range(20):  # engines on which prefill is cheap: a slow decode
-            policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, 1, 500.0, 100, 100.0), 0.0)
-        queued = [sample(1, 0, cap=100_000)]
-        workers = [worker(1, yields=yields), worker(2, yields=yields)]
-        view = PlainView(step=StepView(step=1, samples=1, groups=1), samples=queued, queued=queued, workers=workers)
-        return policy.place(view, 1.0)[0].most_tokens
-
-    assert bound(True) is None
-    assert (bound(False) or 0) > 0
-
-
 def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_the_first() -> None:
     def placed(status: str, cap: int = 20_000) -> int:
         queued = [sample(i, i // 4, cap=cap) for i in range(32)]
-        workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status=status) for i in range(2, 5))]
-        view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+        workers = [
+            worker(1, max_batch=64),
+            *(worker(i, max_batch=64, serves=False, status=status) for i in range(2, 5)),
+        ]
+        view = PlainView(
+            step=StepView(step=1, samples=32, groups=8, submitted_at=1.0),
+            samples=queued,
+            queued=queued,
+            workers=workers,
+        )
         return len(Predictive("r").place(view, 2.0))
 
     assert placed("loading") == 8
@@ -320,7 +373,9 @@ def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_t
     assert placed("loading", cap=600) == 32, "an answer of a second is done before they are there"
 
 
-def test_how_many_are_served_at_a_time_is_decided_for_several_short_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_are_served_at_a_time_is_decided_for_several_short_steps_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It costs ten solutions of the window: in a run whose steps take three seconds not one of them would be free of it."""
     decided: list[int] = []
     monkeypatch.setattr(windows, "serve", lambda orders, usual: decided.append(1) or usual)
@@ -329,7 +384,9 @@ def test_how_many_are_served_at_a_time_is_decided_for_several_short_steps_at_onc
         now = 3.0 * step
         policy.observe(seam.StepSubmitted(step, "train", 8, 2), now)
         workers = [worker(1, kind="reserved"), worker(2)]
-        view = PlainView(step=StepView(step=step, samples=8, groups=2), samples=queued, queued=queued, workers=workers)
+        view = PlainView(
+            step=StepView(step=step, samples=8, groups=2), samples=queued, queued=queued, workers=workers
+        )
         assert policy.place(view, now)
         policy.observe(seam.StepFinished(step, "train", {"seconds": 3.0, "seconds_train": 1.0}), now + 2.9)
     assert len(decided) == 2, "in the first step, and in that which begins twelve seconds later"
@@ -341,7 +398,9 @@ def test_engines_that_were_asked_for_before_the_first_step_are_not_given_back_in
     start = PlainView(step=evaluation, workers=[worker(1, "reserved")], max_engines=3, max_batch=96)
     assert policy.engines(start, 0.0)[0] == 3
     policy.observe(seam.StepSubmitted(1, "train", 8, 2, cap=7), 1.0)
-    first = PlainView(step=StepView(step=1, samples=8, groups=2), workers=start.workers, max_engines=3, max_batch=96)
+    first = PlainView(
+        step=StepView(step=1, samples=8, groups=2), workers=start.workers, max_engines=3, max_batch=96
+    )
     engines, why = policy.engines(first, 1.0)
     assert engines == 3
     assert "no step was seen yet" in why
@@ -353,8 +412,13 @@ def test_what_a_lost_engine_held_does_not_wait_beside_free_slots() -> None:
     policy.observe(seam.StepSubmitted(1, "train", 64, 8), 0.0)
     samples = [sample(i, i // 8, cap=20_000) for i in range(64)]
     step = StepView(step=1, samples=64, groups=8, submitted_at=1.0)
-    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in (2, 3))]
-    first = policy.place(PlainView(step=step, samples=samples, queued=samples, workers=workers, max_batch=64), 1.5)
+    workers = [
+        worker(1, max_batch=64),
+        *(worker(i, max_batch=64, serves=False, status="loading") for i in (2, 3)),
+    ]
+    first = policy.place(
+        PlainView(step=step, samples=samples, queued=samples, workers=workers, max_batch=64), 1.5
+    )
     assert len(first) == 22, "the others' shares are kept for them"
     held = [msgspec.structs.replace(s, worker_id=1 + at // 22) for at, s in enumerate(samples)]
     policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 5.0, True, "preempted", 20), 5.0)
@@ -368,10 +432,21 @@ def test_nobody_waits_for_an_engine_where_one_more_costs_the_others_nothing() ->
     """A paced engine: its step takes as long with many samples as with few."""
     policy = Predictive("r")
     for n in range(20):
-        policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, 8 + 4 * n, 20.0 * (8 + 4 * n), 4 * (8 + 4 * n), 1.0), 0.0)
+        policy.observe(
+            seam.EngineProgress(1, "harvested", "n1", 1, 8 + 4 * n, 20.0 * (8 + 4 * n), 4 * (8 + 4 * n), 1.0),
+            0.0,
+        )
     queued = [sample(i, i // 4, cap=600) for i in range(32)]
-    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in range(2, 5))]
-    view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+    workers = [
+        worker(1, max_batch=64),
+        *(worker(i, max_batch=64, serves=False, status="loading") for i in range(2, 5)),
+    ]
+    view = PlainView(
+        step=StepView(step=1, samples=32, groups=8, submitted_at=1.0),
+        samples=queued,
+        queued=queued,
+        workers=workers,
+    )
     assert len(policy.place(view, 2.0)) == 32
 
 
@@ -382,7 +457,12 @@ def test_a_run_of_short_steps_is_looked_at_as_often_as_its_steps_ask() -> None:
     policy.observe(seam.StepFinished(1, "train", {"seconds": 8.0, "seconds_train": 2.0}), 8.0)
     policy.observe(seam.StepSubmitted(2, "train", 8, 2), 8.0)
     queued = [sample(i, i // 4) for i in range(8)]
-    view = PlainView(step=StepView(step=2, samples=8, groups=2), samples=queued, queued=queued, workers=[worker(1, kind="reserved")])
+    view = PlainView(
+        step=StepView(step=2, samples=8, groups=2),
+        samples=queued,
+        queued=queued,
+        workers=[worker(1, kind="reserved")],
+    )
     first = policy.window(view, 8.0)
     policy.observe(seam.WorkerJoined(2, "harvested", "n2", 1), 8.1)
     assert policy.window(view, 8.1) is not None
@@ -403,7 +483,9 @@ def test_engines_are_asked_for_by_what_they_save_and_the_reason_says_so() -> Non
     assert 1 <= engines <= 64
     assert "saves" in reason
     assert "waits" in reason
-    few = PlainView(step=where.view().step, samples=where.view().samples, workers=where.view().workers, max_engines=1)
+    few = PlainView(
+        step=where.view().step, samples=where.view().samples, workers=where.view().workers, max_engines=1
+    )
     assert policy.engines(few, where.now)[0] <= 1
 
 
@@ -416,7 +498,9 @@ def test_an_evaluation_changes_neither_the_window_nor_the_fleet_nor_what_is_know
     seen = lengths.seen
     policy.observe(seam.StepSubmitted(1, "eval", 2, 2), where.now)
     policy.observe(seam.SampleFinished(900, 900, 1, 5, 100, False, 1, "reserved", "n1"), where.now)
-    view = PlainView(step=StepView(step=1, purpose="eval", samples=2, groups=2), workers=[worker(1, "reserved")])
+    view = PlainView(
+        step=StepView(step=1, purpose="eval", samples=2, groups=2), workers=[worker(1, "reserved")]
+    )
     assert policy.window(view, where.now) is None
     assert policy.engines(view, where.now) == asked
     assert lengths.seen == seen

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from scavenger.harvest.autoscale import Rules
-from scavenger.router import offload, predictive_view
-from scavenger.router import policy as seam
-from scavenger.router import window as windows
-from scavenger.router.forecast import Forecast
-from scavenger.router.forecast_step import Situation
-from scavenger.router.policy import PlainView, StepView, WorkerView
-from scavenger.router.predictive import Predictive
-from scavenger.router.predictive_fleet import SIZE_STEPS, TRIAL_S, FleetSizer
-from scavenger.router.predictive_settings import Settings
-from scavenger.router.predictive_view import LONG, Picture
+from scavenger.policy import interface as seam
+from scavenger.policy import migration
+from scavenger.policy import seed_window as windows
+from scavenger.policy.fleet_size import Rules
+from scavenger.policy.forecast.step import Situation
+from scavenger.policy.interface import PlainView, StepView, WorkerView
+from scavenger.policy.predictive import view as predictive_view
+from scavenger.policy.predictive.fleet import SIZE_STEPS, TRIAL_S, FleetSizer
+from scavenger.policy.predictive.learned import Forecast
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.view import LONG, Picture
 from tests.router.test_predictive import sample, worker
 
 
@@ -26,15 +27,23 @@ def test_engines_that_never_come_keep_nobody_waiting_beside_free_slots() -> None
     """Whose weights never arrive, say: slots were kept for what they would take, and no sample ended since."""
     policy = Predictive("r")
     policy.observe(seam.StepSubmitted(1, "train", 32, 8, 32_768), 150.0)
-    coming = [worker(i, status="loading", serves=False, max_batch=64, joined_at=100.0, warm=False) for i in range(2, 33)]
+    coming = [
+        worker(i, status="loading", serves=False, max_batch=64, joined_at=100.0, warm=False)
+        for i in range(2, 33)
+    ]
     held: set[int] = set()
 
     def placed(now: float) -> int:
-        samples = [sample(i, i // 4, cap=32_768, worker_id=int(i in held), length=int(5 * (now - 150)) * (i in held)) for i in range(32)]
+        samples = [
+            sample(i, i // 4, cap=32_768, worker_id=int(i in held), length=int(5 * (now - 150)) * (i in held))
+            for i in range(32)
+        ]
         view = PlainView(
-            step=StepView(step=1, version=1, submitted_at=100.0, samples=32, groups=8), samples=samples,
-            queued=[s for s in samples if not s.worker_id], workers=[worker(1, leases=len(held), max_batch=64), *coming],
-        )  # fmt: skip
+            step=StepView(step=1, version=1, submitted_at=100.0, samples=32, groups=8),
+            samples=samples,
+            queued=[s for s in samples if not s.worker_id],
+            workers=[worker(1, leases=len(held), max_batch=64), *coming],
+        )
         answers = policy.place(view, now)
         held.update(answer.sample_id for answer in answers)
         return len(answers)
@@ -49,7 +58,9 @@ def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
 
     def asked(step: int, now: float, engines: range, most: int = 8) -> int:
         workers = [worker(i, leases=4, max_batch=64) for i in engines]
-        view = PlainView(step=StepView(step=step, version=1, samples=512, groups=64), workers=workers, max_engines=most)
+        view = PlainView(
+            step=StepView(step=step, version=1, samples=512, groups=64), workers=workers, max_engines=most
+        )
         return policy.engines(view, now)[0]
 
     policy.observe(seam.StepSubmitted(1, "train", 512, 64, 8192), 0.0)
@@ -58,7 +69,9 @@ def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
     assert asked(1, 50.0, range(1, 9)) == 8
     policy._mover.retired |= {7, 8}
     assert asked(1, 60.0, range(1, 9)) == 6
-    assert asked(1, 61.0, range(1, 9), most=16) == 6, "more are wanted than there are: what was freed goes back all the same"
+    assert asked(1, 61.0, range(1, 9), most=16) == 6, (
+        "more are wanted than there are: what was freed goes back all the same"
+    )
     policy.observe(seam.WorkerLost(8, "harvested", "n8", 1, 60.0, False, "given back"), 65.0)
     assert asked(1, 66.0, range(1, 8)) == 6
     policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 60.0, True, "preempted"), 67.0)
@@ -69,13 +82,28 @@ def tail(context: int) -> PlainView:
     """A step's end: the trainer has 15 groups of such prompts, engine 2 a long answer, 3 and 4 one each that ends soon."""
     left = {0: (2, 600), 1: (3, 31_000), 2: (4, 31_100)}
     views = [
-        sample(i, i // 4, cap=32_768, prompt_tokens=context, worker_id=left[i][0], length=left[i][1]) if i in left
+        sample(i, i // 4, cap=32_768, prompt_tokens=context, worker_id=left[i][0], length=left[i][1])
+        if i in left
         else sample(i, i // 4, cap=32_768, prompt_tokens=context, length=900, done=True)
         for i in range(64)
-    ]  # fmt: skip
+    ]
     asleep = worker(1, "reserved", status="asleep", serves=False, max_batch=64)
-    step = StepView(step=1, version=1, submitted_at=0.0, samples=64, groups=16, finished=61, delivered=15, reserved_awake=False)
-    return PlainView(step=step, samples=views, workers=[asleep, *(worker(i, leases=1, max_batch=64) for i in (2, 3, 4))], max_engines=8)
+    step = StepView(
+        step=1,
+        version=1,
+        submitted_at=0.0,
+        samples=64,
+        groups=16,
+        finished=61,
+        delivered=15,
+        reserved_awake=False,
+    )
+    return PlainView(
+        step=step,
+        samples=views,
+        workers=[asleep, *(worker(i, leases=1, max_batch=64) for i in (2, 3, 4))],
+        max_engines=8,
+    )
 
 
 def at_the_tail(view: PlainView, **settings: Any) -> tuple[Predictive, Sequence[seam.Move]]:
@@ -88,7 +116,9 @@ def at_the_tail(view: PlainView, **settings: Any) -> tuple[Predictive, Sequence[
 def test_a_tail_is_merged_and_what_is_freed_goes_back_where_the_trainer_has_work_for_longer() -> None:
     view = tail(context=40_000)
     policy, moves = at_the_tail(view)
-    assert [(move.sample_id, move.from_worker, move.to_worker, move.merges) for move in moves] == [(1, 3, 4, True)]
+    assert [(move.sample_id, move.from_worker, move.to_worker, move.merges) for move in moves] == [
+        (1, 3, 4, True)
+    ]
     assert "1 engines are emptied" in moves[0].whole
     wanted, why = policy.engines(view, 301.0)
     assert wanted == 2, "eight are wanted and three are there: one of them goes"
@@ -107,31 +137,53 @@ def test_any_cap_is_looked_at_in_bounded_memory(cap: int) -> None:
     policy = Predictive("r")
     policy.observe(seam.StepSubmitted(1, "train", 2, 1, cap), 0.0)
     waiting = [sample(i, 1, cap=cap, length=cap - 1) for i in range(2)]
-    view = PlainView(step=StepView(step=1, samples=2, groups=1), samples=waiting, queued=waiting, workers=[worker(1)])
+    view = PlainView(
+        step=StepView(step=1, samples=2, groups=1), samples=waiting, queued=waiting, workers=[worker(1)]
+    )
     assert len(policy.place(view, 0.0)) == 2
-    assert all(size <= 1 << 17 for size in (len(predictive_view._octaves(bits)) for bits in range(1, LONG.bit_length() + 1)))
+    assert all(
+        size <= 1 << 17
+        for size in (len(predictive_view._octaves(bits)) for bits in range(1, LONG.bit_length() + 1))
+    )
 
 
 def test_a_thousand_engines_that_load_are_reckoned_with_by_the_second() -> None:
     forecast = Forecast()
     forecast.capped(1000)
-    coming = [worker(i, status="loading", serves=False, joined_at=100.0 + 50 * i / 1000, warm=False) for i in range(1000)]
-    view = PlainView(step=StepView(step=1, samples=4, groups=1), samples=[sample(i, 1) for i in range(4)], workers=coming)
+    coming = [
+        worker(i, status="loading", serves=False, joined_at=100.0 + 50 * i / 1000, warm=False)
+        for i in range(1000)
+    ]
+    view = PlainView(
+        step=StepView(step=1, samples=4, groups=1), samples=[sample(i, 1) for i in range(4)], workers=coming
+    )
     arrivals = Picture(view, forecast, 155.0, {}).situation(0.0).arrivals
     assert len(arrivals) <= 51
     assert sum(more for _, more in arrivals) == 1000
 
 
-def test_caches_and_best_batches_that_engines_told_hold_for_moves_and_the_fleets_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_and_best_batches_that_engines_told_hold_for_moves_and_the_fleets_size_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = Predictive("r")
     policy.observe(seam.StepSubmitted(1, "train", 8, 2, 1000), 0.0)
-    workers = [worker(1, "reserved", cache_tokens=9000), worker(2, leases=4, cache_tokens=5000, best_batch=3), worker(3, leases=4)]
+    workers = [
+        worker(1, "reserved", cache_tokens=9000),
+        worker(2, leases=4, cache_tokens=5000, best_batch=3),
+        worker(3, leases=4),
+    ]
     held = [sample(i, i // 4, worker_id=2 + i // 4) for i in range(8)]
-    view = PlainView(step=StepView(step=1, samples=8, groups=2), samples=held, workers=workers, max_engines=4, max_batch=4)
-    loads: list[offload.Load] = []
-    monkeypatch.setattr(offload, "rebalance", lambda found, *_: loads.extend(found) or [])
+    view = PlainView(
+        step=StepView(step=1, samples=8, groups=2), samples=held, workers=workers, max_engines=4, max_batch=4
+    )
+    loads: list[migration.Load] = []
+    monkeypatch.setattr(migration, "rebalance", lambda found, *_: loads.extend(found) or [])
     policy.rebalance(view, 100.0)
-    assert {load.worker_id: (load.cache, load.limit) for load in loads} == {1: (9000.0, 4), 2: (5000.0, 3), 3: (math.inf, 4)}
+    assert {load.worker_id: (load.cache, load.limit) for load in loads} == {
+        1: (9000.0, 4),
+        2: (5000.0, 3),
+        3: (math.inf, 4),
+    }
     seen: list[Any] = []
     sized = windows.size_fleet
     monkeypatch.setattr(windows, "size_fleet", lambda whole, *more: seen.append(whole) or sized(whole, *more))
@@ -139,7 +191,9 @@ def test_caches_and_best_batches_that_engines_told_hold_for_moves_and_the_fleets
     assert (seen[0].reserved.cache, seen[0].harvested.cache) == (9000.0, 5000.0)
 
 
-def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lost_or_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lost_or_some_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sized: list[windows.FleetSize] = []
     solved = windows.size_fleet
 
@@ -150,7 +204,9 @@ def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lo
     monkeypatch.setattr(windows, "size_fleet", size)
     policy = Predictive("r")
     policy.observe(seam.StepSubmitted(1, "train", 8, 2, 1000), 0.0)
-    view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, "reserved"), worker(2)], max_engines=4)
+    view = PlainView(
+        step=StepView(step=1, samples=8, groups=2), workers=[worker(1, "reserved"), worker(2)], max_engines=4
+    )
 
     def step(*facts: seam.Fact) -> int:
         """How often it is sized in the step and right after it."""
@@ -167,7 +223,9 @@ def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lo
     assert step(seam.WorkerLost(2, "harvested", "n2", 1, 10.0, True, "preempted")) == 1
     assert step() == 0
     assert step(seam.WorkerReady(3, "harvested", "n3", 1, 1, True, 40.0, 5.0, 35.0)) == 1
-    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 2, False, 0.0, 5.0, 0.0)) == 0, "it only loaded the next version"
+    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 2, False, 0.0, 5.0, 0.0)) == 0, (
+        "it only loaded the next version"
+    )
 
 
 def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
@@ -180,7 +238,9 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
         forecast.observe(seam.WorkerLost(at, "harvested", "n", 1, 2.0, True, "SIGTERM"), float(at))
 
     def asked(now: float, *workers: WorkerView) -> int:
-        view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, kind="reserved"), *workers])
+        view = PlainView(
+            step=StepView(step=1, samples=8, groups=2), workers=[worker(1, kind="reserved"), *workers]
+        )
         return sizer.engines(view, forecast, now)[0]
 
     assert asked(1000.0) == 0
@@ -203,7 +263,9 @@ def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
     step = StepView(step=1, samples=64, groups=8)
 
     def asked(now: float, *workers: WorkerView) -> tuple[int, float | None]:
-        view = PlainView(step=step, workers=[worker(1, kind="reserved"), *workers], max_engines=6, max_batch=32)
+        view = PlainView(
+            step=step, workers=[worker(1, kind="reserved"), *workers], max_engines=6, max_batch=32
+        )
         engines, _ = policy.engines(view, now)
         found = policy.benefit()
         return engines, found.saving if found else None

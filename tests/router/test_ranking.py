@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from scavenger.router.placement import Job, Ranked
-from scavenger.router.policy import PlainView, SampleView
-from scavenger.router.ranking import Ranking
+from scavenger.policy.interface import PlainView, SampleView
+from scavenger.policy.placement import Job, Ranked
+from scavenger.policy.predictive.placement import Ranking
 
 
 def sample(i: int, **more: object) -> SampleView:
@@ -63,7 +63,9 @@ def test_who_was_begun_comes_in_at_the_front_and_who_is_new_at_the_end() -> None
 
 def test_where_a_sample_failed_since_it_was_ranked_it_is_not_sent_again() -> None:
     ranking = known((0, 1))
-    now = PlainView(queued=[sample(0, avoid=frozenset({"n1"}), accepted=1), sample(1), sample(5, avoid=frozenset({"n2"}))])
+    now = PlainView(
+        queued=[sample(0, avoid=frozenset({"n1"}), accepted=1), sample(1), sample(5, avoid=frozenset({"n2"}))]
+    )
     ranking.admit(now)
     assert ranking.has_all(now)
     assert [(w.sample_id, set(w.avoid)) for w in ranking.next(now)] == [(0, {"n1"}), (1, set()), (5, {"n2"})]

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from scavenger.ledger import records as rec
-from scavenger.wire import Accepted, CloseRun, Denied, GroupDone, Ok, Rejected, RunStopped, SampleFailed
+from scavenger.protocol.messages import (
+    Accepted,
+    CloseRun,
+    Denied,
+    GroupDone,
+    Ok,
+    Rejected,
+    RunStopped,
+    SampleFailed,
+)
 from tests.router.harness import Bench, specs, started
 from tests.router.moves import W1, consumed_step, finish_all
 
 
 def takes(bench: Bench) -> list[int]:
-    return [g.take for g in bench.ledger.groups.values()]
+    return [g.retry for g in bench.ledger.groups.values()]
 
 
 def test_a_restart_after_a_resume_offers_again_what_the_older_attempt_consumed() -> None:
@@ -42,7 +51,7 @@ def test_takes_go_on_after_a_restart() -> None:
     bench = consumed_step()
     bench.open(resume_step=0)
     bench.publish(2)
-    assert bench.submit(version=2) == Accepted((2,)), "other weights: another take"
+    assert bench.submit(version=2) == Accepted((2,)), "other weights: another retry"
     bench.open(resume_step=0)
     bench.publish(3)
     bench.submit(version=3)
@@ -67,12 +76,14 @@ def test_takes_go_on_where_every_take_was_given_up_before_the_restart() -> None:
 
 
 def test_the_newest_group_of_a_prompt_counts_not_the_highest_take() -> None:
-    from scavenger.router.restore import _newest_takes
+    from scavenger.router.core.restore import _newest_retries
 
-    def state(group_id: int, take: int) -> rec.GroupState:
-        return rec.GroupState(rec.GroupCreated(group_id, 1, "train", 1, 0, take, 1, b"", 0, 1, "{}", "", 0.0), 1, ())
+    def state(group_id: int, retry: int) -> rec.GroupState:
+        return rec.GroupState(
+            rec.GroupCreated(group_id, 1, "train", 1, 0, retry, 1, b"", 0, 1, "{}", "", 0.0), 1, ()
+        )
 
-    (newest,) = _newest_takes((state(3, 0), state(2, 1)))
+    (newest,) = _newest_retries((state(3, 0), state(2, 1)))
     assert newest.created.group_id == 3
 
 

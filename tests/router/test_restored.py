@@ -6,10 +6,21 @@ import copy
 
 import pytest
 
-from scavenger.router.machine import Router
-from scavenger.router.payloads import PayloadStore
-from scavenger.router.state import SampleStatus
-from scavenger.wire import Ack, Attach, Denied, Heartbeat, Held, Ok, Revoke, UseWeights, WeightsLoaded, Welcome
+from scavenger.protocol.messages import (
+    Ack,
+    Attach,
+    Denied,
+    Heartbeat,
+    Held,
+    Ok,
+    Revoke,
+    UseWeights,
+    WeightsLoaded,
+    Welcome,
+)
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import PayloadStore
+from scavenger.router.core.state import SampleStatus
 from tests.router.harness import Bench, open_body, root, specs, started
 from tests.router.moves import W1, one_lease
 
@@ -31,8 +42,12 @@ def back(bench: Bench, conn: int, **how: object) -> None:
 # ---------------------------------------------------------------- workers
 
 
-@pytest.mark.parametrize("ledger", ["before", ""], ids=["of the history before", "of protocol 1, which names none"])
-def test_a_lease_of_the_other_history_is_void_though_its_numbers_are_those_of_an_open_one(ledger: str) -> None:
+@pytest.mark.parametrize(
+    "ledger", ["before", ""], ids=["of the history before", "of no history: no daemon had welcomed it"]
+)
+def test_a_lease_of_the_other_history_is_void_though_its_numbers_are_those_of_an_open_one(
+    ledger: str,
+) -> None:
     bench, lease = one_lease()
     bench.chunk(W1, lease, 0, 2)
     backup = copy.deepcopy(bench.ledger)

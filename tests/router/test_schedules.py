@@ -27,7 +27,9 @@ def played(first: int, count: int, cover: Coverage) -> None:
             world = schedule.run(seed, OPS, cover)
         except schedule.Failed as failed:
             short = shrink.shrink(failed.log, failed.alone)
-            pytest.fail(f"{failed}\n{len(failed.log)} ops made {len(short)}:\n{shrink.as_json(short, failed.alone, f'seed {seed}')}")
+            pytest.fail(
+                f"{failed}\n{len(failed.log)} ops made {len(short)}:\n{shrink.as_json(short, failed.alone, f'seed {seed}')}"
+            )
         assert len(world.log) >= 200
 
 
@@ -40,10 +42,14 @@ def batch(number: int) -> Coverage:
 
 @pytest.mark.parametrize("number", range(BATCHES))
 def test_random_schedules_hold_every_invariant_and_get_every_step_done(number: int) -> None:
-    assert batch(number).samples["complete", "end"] >= 5 * EACH, "the schedules hardly trained: they prove nothing"
+    assert batch(number).samples["complete", "end"] >= 5 * EACH, (
+        "the schedules hardly trained: they prove nothing"
+    )
 
 
-def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(record_property: Callable[[str, object], None]) -> None:
+def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(
+    record_property: Callable[[str, object], None],
+) -> None:
     total = Coverage()
     for number in range(BATCHES):
         total.add(batch(number))
@@ -107,7 +113,9 @@ def test_the_schedules_find_a_planted_bug(name: str, monkeypatch: pytest.MonkeyP
     found(name, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["consumed_twice", "tokens_forgotten_by_a_move", "version_reused_after_a_restart"])
+@pytest.mark.parametrize(
+    "name", ["consumed_twice", "tokens_forgotten_by_a_move", "version_reused_after_a_restart"]
+)
 def test_a_failing_schedule_is_made_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The short log still fails with the bug, in the same way, and passes without it."""
     failed = found(name, monkeypatch)

@@ -10,18 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.router import forecast_service, placement
-from scavenger.router.forecast_service import Outstanding, Samples, arrivals, columns, profile, rest_of, served, thinned
-from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.router.window import Serving, serve, solve
+from scavenger.policy import placement
+from scavenger.policy.forecast import service
+from scavenger.policy.forecast.service import (
+    Outstanding,
+    Samples,
+    arrivals,
+    columns,
+    profile,
+    rest_of,
+    served,
+    thinned,
+)
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.seed_window import Serving, serve, solve
 
-SAMPLES = st.lists(st.builds(Outstanding, st.integers(0, 500), st.integers(1, 2000), st.integers(0, 5)), min_size=1, max_size=30)
+SAMPLES = st.lists(
+    st.builds(Outstanding, st.integers(0, 500), st.integers(1, 2000), st.integers(0, 5)),
+    min_size=1,
+    max_size=30,
+)
 
 
 def groups(seed: int, count: int = 24, each: int = 4) -> tuple[Outstanding, ...]:
     draw = random.Random(seed)
-    return tuple(Outstanding(200.0, min(8000.0, draw.lognormvariate(8.3, 0.6)), group) for group in range(count) for _ in range(each))
+    return tuple(
+        Outstanding(200.0, min(8000.0, draw.lognormvariate(8.3, 0.6)), group)
+        for group in range(count)
+        for _ in range(each)
+    )
 
 
 def rows(samples: Samples) -> list[Outstanding]:
@@ -31,7 +49,9 @@ def rows(samples: Samples) -> list[Outstanding]:
 
 @settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
-def test_no_more_run_than_there_are_places_and_none_is_left_empty(samples: list[Outstanding], places: int) -> None:
+def test_no_more_run_than_there_are_places_and_none_is_left_empty(
+    samples: list[Outstanding], places: int
+) -> None:
     spans = served(columns(samples), places)
     for at in set(spans.start.tolist()):
         running = int(((spans.start <= at) & (at < spans.end)).sum())
@@ -48,17 +68,25 @@ def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], pl
     tokens = [width * count for width, count in zip(found.width, found.count, strict=True)]
     contexts = [mean * some for mean, some in zip(found.mean, tokens, strict=True)]
     assert sum(tokens) == pytest.approx(sum(sample.rest for sample in samples))
-    assert sum(contexts) == pytest.approx(sum(sample.rest * (sample.have + sample.rest / 2) for sample in samples), rel=1e-6)
+    assert sum(contexts) == pytest.approx(
+        sum(sample.rest * (sample.have + sample.rest / 2) for sample in samples), rel=1e-6
+    )
     assert len(found.whole) == len({sample.group for sample in samples})
 
 
 @settings(deadline=None)
-@given(st.lists(st.builds(Outstanding, st.floats(0, 5e4), st.floats(0, 2e4), st.integers(0, 5)), min_size=1, max_size=60))
+@given(
+    st.lists(
+        st.builds(Outstanding, st.floats(0, 5e4), st.floats(0, 2e4), st.integers(0, 5)),
+        min_size=1,
+        max_size=60,
+    )
+)
 def test_where_all_begin_at_once_the_sums_are_the_same_to_the_last_bit(samples: list[Outstanding]) -> None:
     spans = served(columns(samples), NEVER)
     by_end = spans.at(spans.end.argsort(kind="stable"))
-    ends = np.array(forecast_service._bucket_ends(by_end.end.tolist()))
-    quick, whole = forecast_service._spent_at_once(spans, by_end, ends), forecast_service._spent(spans, by_end, ends)
+    ends = np.array(service._bucket_ends(by_end.end.tolist()))
+    quick, whole = service._spent_at_once(spans, by_end, ends), service._spent(spans, by_end, ends)
     assert [column.tolist() for column in quick] == [column.tolist() for column in whole]
 
 
@@ -77,15 +105,22 @@ def test_what_is_left_and_what_is_done_are_all(samples: list[Outstanding], place
 
 @settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
-def test_a_group_is_whole_with_its_last_sample_and_has_all_its_tokens(samples: list[Outstanding], places: int) -> None:
+def test_a_group_is_whole_with_its_last_sample_and_has_all_its_tokens(
+    samples: list[Outstanding], places: int
+) -> None:
     them = columns(samples)
     spans = served(them, places)
     keys = [one.group for one in samples]
-    ends = {key: max(end for end, group in zip(spans.end.tolist(), keys, strict=True) if group == key) for key in set(keys)}
+    ends = {
+        key: max(end for end, group in zip(spans.end.tolist(), keys, strict=True) if group == key)
+        for key in set(keys)
+    }
     tokens = {key: 7.0 + sum(one.have + one.rest for one in samples if one.group == key) for key in set(keys)}
     found = profile(spans, them.by_group(dict.fromkeys(keys, 7.0) | {99: 1.0})).whole
     assert [at for at, _ in found] == sorted(ends.values())
-    assert sorted(found) == [pytest.approx(one) for one in sorted((ends[key], tokens[key]) for key in set(keys))]
+    assert sorted(found) == [
+        pytest.approx(one) for one in sorted((ends[key], tokens[key]) for key in set(keys))
+    ]
 
 
 def test_nothing_left_is_no_bucket() -> None:
@@ -95,11 +130,9 @@ def test_nothing_left_is_no_bucket() -> None:
 
 
 def test_groups_arrive_between_the_ends_of_buckets() -> None:
-    assert arrivals([(50.0, 1.0), (100.0, 2.0), (150.0, 3.0), (900.0, 4.0)], [100.0, 200.0], [10.0, 30.0], 4.0) == [
-        (7.0, 1.0),
-        (10.0, 2.0),
-        (20.0, 3.0),
-    ]
+    assert arrivals(
+        [(50.0, 1.0), (100.0, 2.0), (150.0, 3.0), (900.0, 4.0)], [100.0, 200.0], [10.0, 30.0], 4.0
+    ) == [(7.0, 1.0), (10.0, 2.0), (20.0, 3.0)]
 
 
 def test_what_stands_for_all_has_their_spread() -> None:
@@ -126,13 +159,19 @@ def site(harvested: float, samples: tuple[Outstanding, ...]) -> Situation:
 def test_a_limit_that_holds_all_is_none() -> None:
     whole = site(3, groups(3))
     for window_s in (0.0, 20.0, 60.0, 1e9):
-        assert StepModel(replace(whole, limit=96.0)).close_s(window_s) == pytest.approx(StepModel(whole).close_s(window_s), rel=0.02)
+        assert StepModel(replace(whole, limit=96.0)).close_s(window_s) == pytest.approx(
+            StepModel(whole).close_s(window_s), rel=0.02
+        )
 
 
 def large() -> Situation:
     """The published setting: 128 x 8 answers of up to 14,336 tokens on 4 reserved and 8 harvested engines."""
     draw = random.Random(1)
-    samples = tuple(Outstanding(180.0, min(14336.0, draw.lognormvariate(9.25, 0.6)), group) for group in range(128) for _ in range(8))
+    samples = tuple(
+        Outstanding(180.0, min(14336.0, draw.lognormvariate(9.25, 0.6)), group)
+        for group in range(128)
+        for _ in range(8)
+    )
     costs = Costs(prefill_s=7e-5, train_s=2.7e-5, round_groups=8, sleep_s=3.0, wake_s=3.0, finish_s=2.0)
     return Situation(Pool(CURVE, 4.0, 256), Pool(CURVE, 8.0, 256), costs, samples)
 
@@ -156,7 +195,11 @@ def test_what_was_decided_stays_where_nothing_is_clearly_better() -> None:
 
 
 def test_in_turn_keeps_few_groups_open() -> None:
-    jobs = [placement.Job(10 * group + index, group, 100.0, 1000.0 + index) for group in (1, 2, 3) for index in range(3)]
+    jobs = [
+        placement.Job(10 * group + index, group, 100.0, 1000.0 + index)
+        for group in (1, 2, 3)
+        for index in range(3)
+    ]
     moved = placement.Job(39, 3, 900.0, 100.0, moved=True)
     ranked = placement.in_turn([*jobs, moved], {1: 5000.0, 2: 2000.0, 3: 3000.0})
     assert [one.job.sample_id for one in ranked] == [39, 22, 21, 20, 32, 31, 30, 12, 11, 10]
@@ -165,7 +208,9 @@ def test_in_turn_keeps_few_groups_open() -> None:
 
 def test_a_cache_lets_fewer_run() -> None:
     whole = site(1, groups(6))
-    small = replace(whole, reserved=Pool(CURVE, 1.0, 256, 50_000.0), harvested=Pool(CURVE, 1.0, 256, 50_000.0))
+    small = replace(
+        whole, reserved=Pool(CURVE, 1.0, 256, 50_000.0), harvested=Pool(CURVE, 1.0, 256, 50_000.0)
+    )
     assert solve(small).step_s > solve(whole).step_s
     assert Pool(CURVE, 1.0, 256, 50_000.0).room(5_000.0) == 10
     assert Pool(CURVE, 1.0, 256, 50_000.0).room(90_000.0) == 1

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from scavenger import client as clients
-from scavenger import keys, patience, wire
 from scavenger.client import Client
 from scavenger.errors import Refused
+from scavenger.protocol import connection, keys, messages
 from tests.router.edge import LiveDaemon, ScriptedWorker
 from tests.router.harness import specs
 from tests.router.test_edge import check_groups, collect, open_run, publish
@@ -88,12 +88,16 @@ def scripted(daemon: LiveDaemon) -> Iterator[ScriptedWorker]:
 def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(patience, "SILENT_S", 0.4)
+    monkeypatch.setattr(connection, "SILENT_S", 0.4)
     monkeypatch.setattr(clients, "SILENT_S", 0.4)
     with LiveDaemon(tmp_path / "state", payload_bytes=2**24) as daemon:
         here = keys.read_rendezvous(daemon.state_dir)
         port = int(here.endpoint.rsplit(":", 1)[1])
-        with SlowLink(port, rate=200_000) as link, Client.connect(daemon.state_dir) as first, scripted(daemon) as worker:
+        with (
+            SlowLink(port, rate=200_000) as link,
+            Client.connect(daemon.state_dir) as first,
+            scripted(daemon) as worker,
+        ):
             publish(open_run(first, daemon), 1)
             worker.start()
             slow = msgspec.structs.replace(here, endpoint=f"tcp://127.0.0.1:{link.port}")
@@ -101,7 +105,9 @@ def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
             with Client.connect(daemon.state_dir) as client:
                 run = open_run(client, daemon)
                 publish(run, 2)
-                long = tuple(msgspec.structs.replace(spec, meta="m" * 240_000) for spec in specs(2))  # 1.2 s each
+                long = tuple(
+                    msgspec.structs.replace(spec, meta="m" * 240_000) for spec in specs(2)
+                )  # 1.2 s each
                 run.submit(1, 2, long)
                 found = collect(run, 2, timeout_s=30)
                 run.commit(1, 2, check_groups(found), {})
@@ -109,9 +115,15 @@ def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     assert "a large group over a slow link" in capsys.readouterr().out
 
 
-def test_a_submission_over_a_calls_bound_is_made_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_CALL_SAMPLES", 6)
-    with LiveDaemon(tmp_path / "state") as daemon, Client.connect(daemon.state_dir) as client, scripted(daemon) as worker:
+def test_a_submission_over_a_calls_bound_is_made_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_CALL_SAMPLES", 6)
+    with (
+        LiveDaemon(tmp_path / "state") as daemon,
+        Client.connect(daemon.state_dir) as client,
+        scripted(daemon) as worker,
+    ):
         run = open_run(client, daemon)
         publish(run, 1)
         before = client._next_id

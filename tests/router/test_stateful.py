@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.router.engines import LIES
 from tests.router.plants import PLANTS
@@ -141,10 +148,16 @@ def play(examples: int, steps: int, *, shrink: bool = True) -> None:
     run_state_machine_as_test(
         RouterMachine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
-            suppress_health_check=list(HealthCheck), print_blob=False, phases=phases,
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            phases=phases,
         ),
-    )  # fmt: skip
+    )
 
 
 def test_hypothesis_finds_no_way_to_break_the_router() -> None:

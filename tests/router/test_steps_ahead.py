@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.wire import Goodbye, GroupDone, Ok, UseWeights, WeightsLoaded
+from scavenger.protocol.messages import Goodbye, GroupDone, Ok, UseWeights, WeightsLoaded
 from tests.router.harness import Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 

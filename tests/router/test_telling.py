@@ -9,19 +9,18 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
-from scavenger.router import telling
-from scavenger.router.core import Core
-from scavenger.router.guarded import guarded
-from scavenger.router.machine import Router
-from scavenger.router.payloads import NoPayloads
-from scavenger.router.policies import named
-from scavenger.router.policy import Inputs, Move, NewPolicy, Placement, RouterPolicy, Standard
-from scavenger.router.predictive import Predictive
-from scavenger.router.predictive_settings import Settings
-from scavenger.router.state import Limits, Run
-from scavenger.router.told import BURST, EVERY_S
+from scavenger.policy.fallback import with_fallback
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import Inputs, Move, NewPolicy, Placement, RouterPolicy, Standard
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.registry import named
+from scavenger.router.core import decision_log
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import NoPayloads
+from scavenger.router.core.state import BURST, EVERY_S, Limits, Run
+from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.ours import OURS
 from tests.router.harness import SPEC, Bench, open_body, specs
@@ -35,25 +34,42 @@ def core_and_run() -> tuple[Core, Run]:
 
 
 def told(core: Core) -> list[rec.Decision]:
-    return [r for action in core.finish_event() for r in getattr(action, "records", ()) if isinstance(r, rec.Decision)]
+    return [
+        r
+        for action in core.finish_event()
+        for r in getattr(action, "records", ())
+        if isinstance(r, rec.Decision)
+    ]
 
 
 def test_a_row_for_each_answer_names_how_many_and_the_first_one_s_reason() -> None:
     core, run = core_and_run()
-    telling.placed(core, run, [Placement(4, 1, None, "longest, 7 tokens"), Placement(5, 2, None, "next"), Placement(6, 1, None, "next, 3")])
-    telling.moved(core, run, [Move(7, 1, 2, "two is idle")])
+    decision_log.placed(
+        core, run, [Placement(4, 1, "longest, 7 tokens"), Placement(5, 2, "next"), Placement(6, 1, "next, 3")]
+    )
+    decision_log.moved(core, run, [Move(7, 1, 2, "two is idle")])
     place, move = told(core)
-    assert (place.policy, place.action, place.code, place.subject) == ("placement", "lease", "placed", "sample 4")
+    assert (place.policy, place.action, place.code, place.subject) == (
+        "placement",
+        "lease",
+        "placed",
+        "sample 4",
+    )
     assert place.reason == "longest, 7 tokens (and 2 more samples)"
     reasons = {"next": 2, "longest": 1}
-    assert json.loads(place.inputs) == {"samples": 3, "by_worker": {"1": 2, "2": 1}, "bounded": 0, "reasons": reasons, "run": "r"}
+    assert json.loads(place.inputs) == {
+        "samples": 3,
+        "by_worker": {"1": 2, "2": 1},
+        "reasons": reasons,
+        "run": "r",
+    }
     assert (move.code, move.reason, json.loads(move.inputs)["moves"]) == ("moved", "two is idle", [[7, 1, 2]])
 
 
 def test_placements_without_a_reason_are_not_told() -> None:
     core, run = core_and_run()
-    telling.placed(core, run, [Placement(4, 1)])
-    telling.moved(core, run, [])
+    decision_log.placed(core, run, [Placement(4, 1)])
+    decision_log.moved(core, run, [])
     assert told(core) == []
 
 
@@ -61,28 +77,30 @@ def test_rows_of_one_kind_are_bounded_and_the_next_one_says_what_was_left_out() 
     core, run = core_and_run()
     for _ in range(1000):
         core.now += 0.01
-        telling.placed(core, run, [Placement(4, 1, None, "longest")])
+        decision_log.placed(core, run, [Placement(4, 1, "longest")])
     rows = told(core)
     assert BURST <= len(rows) <= BURST + 10 / EVERY_S + 1
     core.now += EVERY_S
-    telling.placed(core, run, [Placement(4, 1, None, "longest")])
+    decision_log.placed(core, run, [Placement(4, 1, "longest")])
     (last,) = told(core)
     said = sum(json.loads(row.inputs).get("left_out", 0) for row in [*rows, last])
     assert said + len(rows) == 1000, "each answer is a row or is counted in one"
 
 
-def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_out_as_soon_as_there_is_room() -> None:
+def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_out_as_soon_as_there_is_room() -> (
+    None
+):
     core, run = core_and_run()
     for turn in range(100):
         core.now += 1.5
         run.window = "open" if turn % 2 else "close"
-        telling.window(core, run, False, {})
+        decision_log.window(core, run, False, {})
     assert len(told(core)) == 100
     for number in range(2 * BURST):
-        telling.engines(core, run, number, "why", None)
+        decision_log.engines(core, run, number, "why", None)
     assert [json.loads(row.inputs)["engines"] for row in told(core)] == list(range(BURST))
     core.now += EVERY_S
-    telling.engines(core, run, 2 * BURST - 1, "why", None)
+    decision_log.engines(core, run, 2 * BURST - 1, "why", None)
     [row] = told(core)
     assert (json.loads(row.inputs)["before"], json.loads(row.inputs)["engines"]) == (BURST - 1, 2 * BURST - 1)
 
@@ -90,10 +108,10 @@ def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_ou
 def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
     core, run = core_and_run()
     for _ in range(2 * BURST):
-        telling.placed(core, run, [Placement(4, 1, None, "longest")])
+        decision_log.placed(core, run, [Placement(4, 1, "longest")])
     told(core)
-    telling.moved(core, run, [Move(7, 1, 2, "idle")])
-    telling.placed(core, Run(2, "other", "key", 0, SPEC), [Placement(4, 1, None, "longest")])
+    decision_log.moved(core, run, [Move(7, 1, 2, "idle")])
+    decision_log.placed(core, Run(2, "other", "key", 0, SPEC), [Placement(4, 1, "longest")])
     assert [row.policy for row in told(core)] == ["rebalance", "placement"]
 
 
@@ -103,7 +121,7 @@ def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
     codes = []
     for said, all_done in (("open", False), ("close", False), ("open", False), ("close", True), ("", False)):
         run.window, run.window_reason = said, "why"
-        telling.window(core, run, all_done, {"samples": 7.0})
+        decision_log.window(core, run, all_done, {"samples": 7.0})
         codes += [row.code for row in told(core)]
     assert codes == ["opened", "closed", "reopened", "all_done", "undecided"]
 
@@ -111,15 +129,24 @@ def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
 def test_how_many_engines_are_wanted_is_told_when_it_changes() -> None:
     core, run = core_and_run()
     for number in (3, 3, 3, 2, 2):
-        telling.engines(core, run, number, f"{number} are useful", Benefit(0.1, 8.0, 1, 60.0))
+        decision_log.engines(core, run, number, f"{number} are useful", Benefit(0.1, 8.0, 1, 60.0))
     rows = told(core)
-    assert [(row.reason, json.loads(row.inputs)["before"]) for row in rows] == [("3 are useful", None), ("2 are useful", 3)]
-    assert json.loads(rows[0].inputs)["by"] == {"saving": 0.1, "run_gpus": 8.0, "gpus": 1, "start_s": 60.0, "price": 1.0}
+    assert [(row.reason, json.loads(row.inputs)["before"]) for row in rows] == [
+        ("3 are useful", None),
+        ("2 are useful", 3),
+    ]
+    assert json.loads(rows[0].inputs)["by"] == {
+        "saving": 0.1,
+        "run_gpus": 8.0,
+        "gpus": 1,
+        "start_s": 60.0,
+        "price": 1.0,
+    }
 
 
 def test_moves_of_a_step_s_tail_have_a_word_of_their_own() -> None:
     core, run = core_and_run()
-    telling.moved(core, run, [Move(7, 1, 2, "worker 1 is emptied", merges=True)])
+    decision_log.moved(core, run, [Move(7, 1, 2, "worker 1 is emptied", merges=True)])
     assert [row.code for row in told(core)] == ["merged"]
 
 
@@ -139,12 +166,22 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
     assert all(row.code and row.reason and json.loads(row.inputs) for row in rows)
     opened = next(json.loads(row.inputs)["by"] for row in rows if row.policy == "window")
     assert opened["reserved"] == 1
-    assert {"samples", "harvested", "train_s", "round_s", "sleep_s", "decode_s", "lost_per_h"} <= opened.keys()
+    assert {
+        "samples",
+        "harvested",
+        "train_s",
+        "round_s",
+        "sleep_s",
+        "decode_s",
+        "lost_per_h",
+    } <= opened.keys()
     assert next(row.reason for row in rows if row.policy == "engines") == demand.reason
     wanted = next(json.loads(row.inputs) for row in rows if row.policy == "engines")
     assert demand.benefit is not None
     assert wanted["by"]["saving"] == demand.benefit.saving
-    assert {"useful", "step_s", "alone_s", "saving", "needed", "expected_life_s", "freed"} <= wanted["sized"].keys()
+    assert {"useful", "step_s", "alone_s", "saving", "needed", "expected_life_s", "freed"} <= wanted[
+        "sized"
+    ].keys()
     assert wanted["sized"]["step_s"] <= wanted["sized"]["alone_s"]
 
 
@@ -165,7 +202,7 @@ def placed_and_moved(new: NewPolicy) -> dict[str, rec.Decision]:
     return {row.policy: row for row in reversed(rows)}
 
 
-GUARDED = guarded(named("predictive"), lambda run, error: pytest.fail(f"{run}: {error!r}"))
+GUARDED = with_fallback(named("predictive"), lambda run, error: pytest.fail(f"{run}: {error!r}"))
 
 
 @pytest.mark.parametrize("new", [named("predictive"), GUARDED], ids=["bare", "as in the daemon"])
@@ -174,7 +211,7 @@ def test_placements_and_moves_tell_what_they_were_reckoned_with(new: NewPolicy) 
     placed, moved = (json.loads(rows[policy].inputs) for policy in ("placement", "rebalance"))
     assert placed["samples"] == 64
     assert sum(placed["reasons"].values()) == 64
-    assert placed["reasons"]["probe of its group"] == 8
+    assert placed["reasons"] == {"longest expected": 56, "oldest": 8}
     by = placed["by"]
     assert 0 < by["longest_expected"] <= 16_000
     assert 64 * by["longest_expected"] >= by["expected_tokens"] > by["longest_expected"]
@@ -182,7 +219,7 @@ def test_placements_and_moves_tell_what_they_were_reckoned_with(new: NewPolicy) 
     assert by["step_s"] > by["sample_s"] > by["token_s"] > 0
     by = moved["by"]
     assert rows["rebalance"].code == "moved"
-    assert moved["samples"] > len(moved["moves"]) == telling.NAMED
+    assert moved["samples"] > len(moved["moves"]) == decision_log.NAMED
     assert by["cost_s"] >= moved["samples"] * by["transfer_s"] > 0
     assert by["margin"] == Settings().margin
     assert (by["from_leases"], by["to_leases"]) == (64, 0)
@@ -206,7 +243,11 @@ class Mute:
 def test_why_all_moves_were_made_stands_before_the_first_one_s_reason() -> None:
     core, run = core_and_run()
     whole = "1 engines are emptied by 2 moves"
-    telling.moved(core, run, [Move(n, 1, 2, "worker 1 is emptied", merges=True, gain_s=0.5, whole=whole) for n in (7, 8)])
+    decision_log.moved(
+        core,
+        run,
+        [Move(n, 1, 2, "worker 1 is emptied", merges=True, gain_s=0.5, whole=whole) for n in (7, 8)],
+    )
     [row] = told(core)
     assert row.reason == f"{whole}: worker 1 is emptied (and 1 more samples)"
     assert json.loads(row.inputs)["gain_s"] == 1.0
@@ -217,7 +258,7 @@ def test_what_is_left_out_of_the_ledger_is_not_made() -> None:
     policy = Asked()
     run.policy = policy
     for _ in range(1000):
-        telling.placed(core, run, [Placement(4, 1, None, "longest")])
+        decision_log.placed(core, run, [Placement(4, 1, "longest")])
     assert policy.asked == len(told(core)) == BURST
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.router import orders
-from scavenger.weights.directory import PEERS
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     BaseWeights,
     Denied,
     Goodbye,
@@ -17,6 +15,8 @@ from scavenger.wire import (
     WeightSource,
     Welcome,
 )
+from scavenger.router.core import worker_commands
+from scavenger.weights.directory import PEERS
 from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 from tests.router.versions import asked, made
@@ -121,7 +121,9 @@ def test_a_refused_source_is_told_once_with_its_reason() -> None:
     for _ in range(3):
         bench.say(W1, Serving(1, root(1), WeightSource("file:///dev/zero/weights.bin", "", b"")))
     told = [one for one in bench.ledger.events if one.kind == "serving_refused"]
-    assert [one.reason for one in told] == ["it names the file ///dev/zero/weights.bin: only a publisher's spool is read from disk"]
+    assert [one.reason for one in told] == [
+        "it names the file ///dev/zero/weights.bin: only a publisher's spool is read from disk"
+    ]
     bench.hello(W2)
     assert [m.sources for m in asked(bench, W2)] == [(SOURCE,)]
 
@@ -134,7 +136,9 @@ def test_an_encrypted_run_says_so_to_engines_and_passes_on_no_source_in_the_clea
     bench.open(encrypt=True)
     bench.submit(version=2, step=2)
     bench.hello(W1)
-    assert [(m.sources, m.encrypt) for m in asked(bench, W1)][-1] == ((disk,), True), "of the disk alone nobody could tell"
+    assert [(m.sources, m.encrypt) for m in asked(bench, W1)][-1] == ((disk,), True), (
+        "of the disk alone nobody could tell"
+    )
     bench.say(W1, WeightsLoaded(2, root(2)))
     bench.say(W1, Serving(2, root(2), engine(1)))
     bench.hello(W2)
@@ -150,11 +154,11 @@ def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:
     bench.publish(2, step=1)
     core = bench.router.core
     run, idle = core.runs["r"], core.workers[2]
-    orders.steer(core, idle, 2)
+    worker_commands.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [()], "its trainer serves it"
     idle.asked_version, run.versions[1].sources = 1, ()
-    orders.steer(core, idle, 2)
+    worker_commands.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [(1,)]
 
@@ -200,13 +204,17 @@ def with_adapters() -> tuple[Bench, PublishVersion, PublishVersion]:
 def test_adapters_come_with_their_base_and_with_those_who_hold_it() -> None:
     bench, base, adapters = with_adapters()
     bench.hello(W1)
-    whole = UseWeights(2, adapters.manifest, (SOURCE,), base=BaseWeights(1, base.manifest, (SOURCE,), base.root))
+    whole = UseWeights(
+        2, adapters.manifest, (SOURCE,), base=BaseWeights(1, base.manifest, (SOURCE,), base.root)
+    )
     assert asked(bench, W1) == [whole]
     bench.hello(W2)
     asked(bench, W2)
     bench.say(W1, Serving(1, base.root, engine(1)))
     bench.tick(1.0)
-    assert asked(bench, W2) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(1, b"", (SOURCE, engine(1)), base.root))]
+    assert asked(bench, W2) == [
+        UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(1, b"", (SOURCE, engine(1)), base.root))
+    ]
     bench.say(W1, WeightsLoaded(2, adapters.root))
     assert len(bench.leases(W1)) == 1
 
@@ -226,10 +234,16 @@ def test_a_joiner_loads_adapters_and_base_from_engines_while_the_trainer_restart
     bench.say(W1, Serving(2, adapters.root, engine(2)))
     bench.open()
     bench.hello(W2)
-    assert asked(bench, W2) == [], "adapters without anybody who has their base: the trainer publishes it again"
+    assert asked(bench, W2) == [], (
+        "adapters without anybody who has their base: the trainer publishes it again"
+    )
     bench.say(W1, Serving(1, base.root, engine(1)))
     bench.hello(W3)
-    assert asked(bench, W3) == [UseWeights(2, adapters.manifest, (engine(2),), base=BaseWeights(1, base.manifest, (engine(1),), base.root))]
+    assert asked(bench, W3) == [
+        UseWeights(
+            2, adapters.manifest, (engine(2),), base=BaseWeights(1, base.manifest, (engine(1),), base.root)
+        )
+    ]
 
 
 def test_the_base_that_a_restarted_trainer_publishes_again_serves_for_the_old_adapters_too() -> None:
@@ -251,7 +265,9 @@ def test_a_worker_that_still_pulls_the_base_hears_of_its_new_number_and_holders(
     assert again.root == base.root
     bench.call(again)
     bench.tick(1.0)
-    assert asked(bench, W1) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(3, b"", (SOURCE,), base.root))]
+    assert asked(bench, W1) == [
+        UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(3, b"", (SOURCE,), base.root))
+    ]
 
 
 def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> None:

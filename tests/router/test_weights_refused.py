@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from scavenger.protocol.messages import (
+    Denied,
+    Drain,
+    Goodbye,
+    Held,
+    Ok,
+    Revoke,
+    RunStopped,
+    WeightsFailed,
+    WeightsLoaded,
+)
 from scavenger.weights import manifest as manifests
-from scavenger.wire import Denied, Drain, Goodbye, Held, Ok, Revoke, RunStopped, WeightsFailed, WeightsLoaded
 from tests.router.harness import Bench
 from tests.router.moves import W1, W2
 from tests.router.versions import MERGED, OTHER, asked, made, stating, with_stated
@@ -19,8 +29,14 @@ def test_an_engine_that_merged_to_what_its_trainer_merged_gets_samples() -> None
     assert bench.events("weights_refused") == []
 
 
-@pytest.mark.parametrize(("found", "said"), [(OTHER, f"({OTHER.hex()[:16]})"), (b"", "(says nothing of its sum)")], ids=["other", "none"])
-def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_cause_and_remedy(found: bytes, said: str) -> None:
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [(OTHER, f"({OTHER.hex()[:16]})"), (b"", "(says nothing of its sum)")],
+    ids=["other", "none"],
+)
+def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_cause_and_remedy(
+    found: bytes, said: str
+) -> None:
     bench, adapters = with_stated()
     bench.hello(W1)
     bench.say(W1, WeightsLoaded(2, adapters.root, merged=found))
@@ -42,7 +58,9 @@ def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart
     base = made(1)
     assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
     bench.hello(W1, loaded=2, loaded_root=adapters.root, loaded_merged=OTHER)
-    assert [order.version for order in asked(bench, W1)] == [2], "not believed: it is asked to load, and to say what it has"
+    assert [order.version for order in asked(bench, W1)] == [2], (
+        "not believed: it is asked to load, and to say what it has"
+    )
     bench.say(W1, WeightsLoaded(2, adapters.root, merged=OTHER))
     assert bench.leases(W1) == []
     assert len(bench.take(W1, Drain)) == 1
@@ -76,7 +94,9 @@ def test_what_adapters_are_merged_to_stays_stated_when_they_are_published_again_
     assert bench.call(made(2, made(1).root)) == Ok()
     bench.hello(W1)
     (order,) = asked(bench, W1)
-    assert manifests.decode(order.manifest) == manifests.decode(adapters.manifest), "engines still have what to compare with"
+    assert manifests.decode(order.manifest) == manifests.decode(adapters.manifest), (
+        "engines still have what to compare with"
+    )
     bench.say(W1, WeightsLoaded(2, adapters.root))
     assert bench.leases(W1) == []
     bench.hello(W2)
@@ -117,7 +137,13 @@ def test_a_returning_engine_keeps_what_it_ended_with_the_weights_before_those_in
     (first, _) = bench.leases(W1)
     later = stating(3, made(1).root, MERGED)
     bench.call(later)
-    bench.hello(W1, loaded=3, loaded_root=later.root, loaded_merged=OTHER, held=(Held(first.sample_id, first.epoch, 2),))
+    bench.hello(
+        W1,
+        loaded=3,
+        loaded_root=later.root,
+        loaded_merged=OTHER,
+        held=(Held(first.sample_id, first.epoch, 2),),
+    )
     bench.chunk(W1, first, 0, 2, finish="stop")
     assert bench.sample(first.sample_id).finish == "stop"
 
@@ -127,7 +153,12 @@ def test_a_returning_engine_keeps_what_it_ended_with_the_weights_before_those_in
 
 def refusing(bench: Bench, conn: int, version: int = 2, **how: object) -> None:
     bench.hello(conn, **how)  # type: ignore[arg-type]
-    bench.say(conn, WeightsFailed(version, f"version {version} was merged here to other weights\n  remedy: suspect", refused=True))
+    bench.say(
+        conn,
+        WeightsFailed(
+            version, f"version {version} was merged here to other weights\n  remedy: suspect", refused=True
+        ),
+    )
 
 
 def stopped(bench: Bench) -> list[RunStopped]:
@@ -212,7 +243,9 @@ def test_the_next_trainer_of_a_run_that_was_stopped_so_goes_on() -> None:
     assert stopped(bench) == []
 
 
-@pytest.mark.parametrize("names_root", [False, True], ids=["of an older release", "loaded before the digest was stated"])
+@pytest.mark.parametrize(
+    "names_root", [False, True], ids=["of an older release", "loaded before the digest was stated"]
+)
 def test_a_returning_engine_that_says_nothing_of_its_weights_keeps_what_it_is_at(names_root: bool) -> None:
     bench, adapters = with_stated()
     bench.hello(W1)

@@ -11,16 +11,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.router.forecast_service import Outstanding, Samples
-from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.router.window import ALIKE, GRID, LATER, SERVE_GAIN, WORTH, Serving, _step_s, carried, predict, serve, size_fleet, solve
+from scavenger.policy.forecast.service import Outstanding, Samples
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.seed_window import (
+    ALIKE,
+    GRID,
+    LATER,
+    MIN_BENEFIT,
+    SERVE_GAIN,
+    Serving,
+    _step_s,
+    carried,
+    predict,
+    serve,
+    size_fleet,
+    solve,
+)
 
 LINE = Curve(0.02, 2e-3, 1e-6)
-COSTS = Costs(prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0)
+COSTS = Costs(
+    prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0
+)
 
 
-def situation(seed: int = 1, groups: int = 8, each: int = 4, reserved: int = 3, harvested: int = 2, sigma: float = 0.7) -> Situation:
+def situation(
+    seed: int = 1, groups: int = 8, each: int = 4, reserved: int = 3, harvested: int = 2, sigma: float = 0.7
+) -> Situation:
     rng = random.Random(seed)
     samples = []
     for group in range(groups):
@@ -36,7 +53,9 @@ def played(at: Situation, window_s: float) -> float:
     assert at.reserved.curve == at.harvested.curve
     assert not isinstance(at.samples, Samples)
     left = [[sample.have, sample.rest, sample.group] for sample in at.samples]
-    tokens: dict[float, float] = {g: sum(s.have + s.rest for s in at.samples if s.group == g) for g in {s.group for s in at.samples}}
+    tokens: dict[float, float] = {
+        g: sum(s.have + s.rest for s in at.samples if s.group == g) for g in {s.group for s in at.samples}
+    }
     t, shut, whole = 0.0, False, []
     while left:
         if not shut and t >= window_s:
@@ -46,7 +65,11 @@ def played(at: Situation, window_s: float) -> float:
         engines = at.harvested.engines + (0 if shut else at.reserved.engines)
         batch = len(left) / engines
         base = at.harvested.curve.base
-        t += base + at.harvested.curve.per_sample * batch + at.harvested.curve.per_token * sum(have for have, _, _ in left) / engines
+        t += (
+            base
+            + at.harvested.curve.per_sample * batch
+            + at.harvested.curve.per_token * sum(have for have, _, _ in left) / engines
+        )
         before = {group for _, _, group in left}
         left = [[have + 1, rest - 1, group] for have, rest, group in left if rest > 1]
         whole += [(t, tokens[group]) for group in before - {group for _, _, group in left}]
@@ -161,7 +184,9 @@ def test_a_step_with_nothing_left_takes_its_finish() -> None:
     harvested=st.integers(0, 12),
     awake=st.booleans(),
 )
-def test_a_plan_is_never_worse_than_either_extreme(seed: int, groups: int, reserved: int, harvested: int, awake: bool) -> None:
+def test_a_plan_is_never_worse_than_either_extreme(
+    seed: int, groups: int, reserved: int, harvested: int, awake: bool
+) -> None:
     at = replace(situation(seed, groups, 3, reserved, harvested), awake=awake)
     plan = solve(at)
     if reserved + harvested == 0:
@@ -198,7 +223,10 @@ def _hardly_better(at: Situation) -> bool:
 def test_the_fleet_grows_to_where_an_engine_saves_too_little_and_no_further() -> None:
     alone = situation(groups=16, each=8, reserved=4, harvested=0)
     size = size_fleet(alone, most=64, least_saving=0.01)
-    with_ = {n: solve(replace(alone, harvested=replace(alone.harvested, engines=float(n)))).step_s for n in range(size.engines + 9)}
+    with_ = {
+        n: solve(replace(alone, harvested=replace(alone.harvested, engines=float(n)))).step_s
+        for n in range(size.engines + 9)
+    }
     assert 2 <= size.engines < 64
     assert size.step_s == with_[size.engines]
     more = 1 - (with_[size.engines + 8] / with_[size.engines]) ** (1 / 8)
@@ -210,8 +238,12 @@ def test_the_fleet_grows_to_where_an_engine_saves_too_little_and_no_further() ->
 
 def test_shares_that_are_alike_in_samples_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[float] = []
-    monkeypatch.setattr("scavenger.router.window._step_s", lambda at, _: looked_at.append(at.limit) or 1.0)
-    few = situation(groups=12, reserved=2, harvested=2)  # 12 samples an engine: most shares are the least that is served
+    monkeypatch.setattr(
+        "scavenger.policy.seed_window._step_s", lambda at, _: looked_at.append(at.limit) or 1.0
+    )
+    few = situation(
+        groups=12, reserved=2, harvested=2
+    )  # 12 samples an engine: most shares are the least that is served
     serve([few])
     assert sorted(looked_at) == [8, 9, 11, NEVER]
 
@@ -221,7 +253,9 @@ def test_fewer_samples_at_a_time_than_fit_are_served_only_where_that_ends_the_st
     for seed, chosen in enumerate(decided):
         at = situation(seed, groups=16, harvested=3)
         all_s, limited_s = solve(at).step_s, solve(replace(at, limit=chosen.limit)).step_s
-        assert chosen.limit == NEVER or limited_s < (1 - SERVE_GAIN / 2) * all_s, "it looks at fewer windows than this"
+        assert chosen.limit == NEVER or limited_s < (1 - SERVE_GAIN / 2) * all_s, (
+            "it looks at fewer windows than this"
+        )
         assert "at a time end the step in" in chosen.reason
     assert any(chosen.limit == NEVER for chosen in decided)
 
@@ -243,13 +277,17 @@ def test_a_decision_that_is_carried_over_is_the_same_share_of_what_each_engine_h
     assert kept.limit == math.ceil(0.5 * len(many.samples) / 5)
     assert "decided for a step before" in kept.reason
     assert carried(many, Serving()).limit == NEVER
-    assert carried(few, Serving(0, 90, 0.85)).limit == NEVER, "of seven samples an engine all are served: fewer would leave it unused"
+    assert carried(few, Serving(0, 90, 0.85)).limit == NEVER, (
+        "of seven samples an engine all are served: fewer would leave it unused"
+    )
 
 
 @pytest.mark.parametrize("awake", [True, False])
 @pytest.mark.parametrize("limit", [NEVER, 5.0])
 @pytest.mark.parametrize("train_s", [1e-4, 2e-3, 1e-2])
-def test_no_window_ends_a_step_sooner_than_all_its_training_allows(train_s: float, limit: float, awake: bool) -> None:
+def test_no_window_ends_a_step_sooner_than_all_its_training_allows(
+    train_s: float, limit: float, awake: bool
+) -> None:
     """And windows that are left out for that are none that any search could answer with."""
     at = replace(situation(3, harvested=4), costs=replace(COSTS, train_s=train_s), limit=limit, awake=awake)
     at = replace(at, ready_groups=3, ready_tokens=400.0, group_tokens={1: 90.0}, busy_s=0.0 if awake else 2.0)
@@ -262,7 +300,7 @@ def test_no_window_ends_a_step_sooner_than_all_its_training_allows(train_s: floa
     assert all(known[windows.index(window)] > best * (1 + LATER) for window in left_out)
     found = solve(at)
     if found.awake or awake:
-        assert found.step_s <= best * (1 + LATER + max(ALIKE, WORTH))
+        assert found.step_s <= best * (1 + LATER + max(ALIKE, MIN_BENEFIT))
     assert left_out or train_s < 1e-2, "training takes longest: late windows need not be looked at"
 
 
@@ -277,9 +315,11 @@ def test_a_step_s_time_is_that_of_its_plan_also_where_no_window_is_looked_at() -
         for awake in (True, False):
             for limit in (NEVER, 3.0):
                 at = replace(base, awake=awake, costs=costs, group_tokens=done, limit=limit, **ready)
-                alike = max(WORTH, LATER) if awake else 0.0
+                alike = max(MIN_BENEFIT, LATER) if awake else 0.0
                 assert _step_s(at) == pytest.approx(solve(at).step_s, rel=alike, abs=0)
-                assert solve(at).step_s <= _step_s(at, 0) * (1 + alike + LATER), "a coarse grid finds none that is clearly better"
+                assert solve(at).step_s <= _step_s(at, 0) * (1 + alike + LATER), (
+                    "a coarse grid finds none that is clearly better"
+                )
                 model = StepModel(at)
                 looked_at += not awake and model.least_s(0.0) < model.asleep_s() * 0.95
     assert 0 < looked_at < 80  # both ways of a sleeping one were there

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from scavenger.router.events import Identity, IntentRevoked, JobGone
-from scavenger.router.state import REFUSALS_TOLD, SampleStatus
-from scavenger.wire import (
+from scavenger.protocol.messages import (
+    PROTOCOL,
     Ack,
     Asleep,
     Chunks,
@@ -31,6 +33,16 @@ from scavenger.wire import (
     WeightsLoaded,
     Welcome,
 )
+from scavenger.router.core import workers
+from scavenger.router.core.events import Identity, IntentRevoked, JobGone, WorkerLife
+from scavenger.router.core.state import (
+    REFUSALS_LOGGED,
+    WORKER_TRANSITIONS,
+    IllegalTransition,
+    SampleStatus,
+    WorkerStatus,
+    WorkerStep,
+)
 from tests.router.harness import Bench, chunk_of, root, started
 from tests.router.moves import W1, W2, finish_all, one_lease, refused
 
@@ -50,6 +62,32 @@ def test_a_silent_worker_is_first_suspect_then_dead_and_its_samples_move_with_th
     bench.tick(13.0)
     assert bench.router.core.workers == {}
     assert (bench.sample(1).status, bench.sample(1).accepted) == (SampleStatus.QUEUED, 3)
+
+
+def test_of_each_harvested_engine_it_is_known_when_it_was_heard_first_and_last_also_once_it_is_gone() -> None:
+    """That is when its job held GPUs, whatever a poll of Slurm saw of it."""
+    bench, _ = one_lease()
+    joined_at, intent = bench.now, bench.router.core.workers[1].intent_id
+    bench.tick(5.0)
+    bench.say(W1, Heartbeat((), 0, 1))
+    heard_at = bench.now
+    assert workers.lives(bench.router.core) == [
+        WorkerLife(intent, 0, bench.router.core.workers[1].node, joined_at, heard_at, True)
+    ]
+    bench.tick(13.0)
+    [life] = workers.lives(bench.router.core)
+    assert (life.here, life.joined_at, life.seen_at) == (False, joined_at, heard_at), (
+        "not when it was given up"
+    )
+
+
+def test_an_engine_that_a_restarted_daemon_has_not_heard_shows_nothing() -> None:
+    bench, _ = one_lease()
+    bench.restart()
+    assert workers.lives(bench.router.core) == []
+    bench.tick(16.0)
+    assert bench.router.core.workers == {}, "it did not come back"
+    assert workers.lives(bench.router.core) == []
 
 
 def test_silence_while_the_daemon_itself_stood_still_is_nobodys_death() -> None:
@@ -137,7 +175,7 @@ def test_reserved_workers_sleep_with_every_token_flushed_and_wake_again() -> Non
     assert len(bench.take(W1, Sleep)) == 1
     bench.chunk(W1, lease, 0, 4)
     bench.join(W2)
-    bench.say(W1, Asleep())
+    bench.say(W1, Asleep(1, 512))
     (moved,) = bench.leases(W2)
     assert len(moved.accepted) == 16
     assert bench.take(1, Fleet)[-1].reserved_asleep == 1
@@ -187,20 +225,9 @@ def test_a_lost_assignment_is_repaired_by_heartbeats_but_not_before_it_was_sent(
         bench.say(W1, Heartbeat((), 0, 1, heard=before))
     assert bench.sample(1).epoch == 1, "time proves nothing"
     bench.say(W1, Heartbeat((), 0, 1, heard=bench.take(W1, HeartbeatAck)[0].number))
-    assert [x.epoch for x in bench.leases(W1)] == [2], "it heard what was sent after the lease, and does not hold it"
-
-
-def test_a_lost_assignment_of_a_worker_of_protocol_1_is_repaired_after_a_time() -> None:
-    """It does not say which ack it heard."""
-    bench = started(n=1)
-    bench.hello(W1, protocol=1)
-    bench.say(W1, WeightsLoaded(1, root(1)))
-    bench.leases(W1)  # lost on its way
-    for _ in range(4):
-        assert bench.sample(1).epoch == 1
-        bench.now += 1
-        bench.say(W1, Heartbeat((), 0, 1))
-    assert [x.epoch for x in bench.leases(W1)] == [2]
+    assert [x.epoch for x in bench.leases(W1)] == [2], (
+        "it heard what was sent after the lease, and does not hold it"
+    )
 
 
 def test_a_worker_that_greets_to_say_goodbye_gets_no_lease() -> None:
@@ -225,11 +252,11 @@ def test_a_worker_that_cannot_load_is_asked_again_and_at_last_drained() -> None:
 @pytest.mark.parametrize(
     ("kind", "message", "within"),
     [
-        ("weights_failed", WeightsFailed(1, "hash mismatch"), REFUSALS_TOLD + 5),
-        ("weights_refused", WeightsLoaded(1, b"forged"), REFUSALS_TOLD + 5),
-        ("weights_loaded", WeightsLoaded(1, root(1)), 2 * REFUSALS_TOLD + 10),
-        ("stale_leases", None, REFUSALS_TOLD + 5),
-        ("chunk_refused", Chunks((chunk_of(1, 99, 1, 0, 2),)), REFUSALS_TOLD + 5),
+        ("weights_failed", WeightsFailed(1, "hash mismatch"), REFUSALS_LOGGED + 5),
+        ("weights_refused", WeightsLoaded(1, b"forged"), REFUSALS_LOGGED + 5),
+        ("weights_loaded", WeightsLoaded(1, root(1)), 2 * REFUSALS_LOGGED + 10),
+        ("stale_leases", None, REFUSALS_LOGGED + 5),
+        ("chunk_refused", Chunks((chunk_of(1, 99, 1, 0, 2),)), REFUSALS_LOGGED + 5),
     ],
 )
 def test_one_key_does_not_fill_the_ledgers_events_however_often_it_greets_and_another_is_still_heard(
@@ -241,7 +268,7 @@ def test_one_key_does_not_fill_the_ledgers_events_however_often_it_greets_and_an
             bench.hello(W1, session=f"s{n}", held=(Held(1, 77, 3),) if message is None else ())
         if message is not None:
             bench.say(W1, message)
-    assert REFUSALS_TOLD <= len(bench.events(kind)) <= within
+    assert REFUSALS_LOGGED <= len(bench.events(kind)) <= within
     if kind != "stale_leases":
         assert bench.router.core.counters[kind] == times, "all are counted"
     before = len(bench.events(kind))
@@ -272,7 +299,7 @@ def test_weights_under_another_root_are_refused_and_the_worker_leaves() -> None:
 def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, object], reason: str) -> None:
     bench = started()
     if "kind" in change:
-        from scavenger.router.events import HelloReceived
+        from scavenger.router.core.events import HelloReceived
 
         bench.hello(W1)
         hello = msgspec.structs.replace(_hello_of(bench), kind="reserved")
@@ -286,23 +313,32 @@ def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, obj
     assert len(bench.events("hello_refused")) == 1
 
 
-@pytest.mark.parametrize("protocol", [0, 99])
-def test_a_worker_of_a_release_too_far_away_is_drained_with_the_reason(protocol: int) -> None:
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_worker_of_another_protocol_is_drained_with_the_reason(protocol: int) -> None:
     """Refused, its job would end as failed, and its node would be quarantined after three such jobs."""
     bench = started(n=1)
     bench.hello(50, protocol=protocol)
     (answer,) = bench.take(50, Drain)
-    assert f"protocol {protocol}: this daemon speaks 1 to 3" in answer.reason
+    assert f"protocol {protocol}: this daemon speaks {PROTOCOL}; run workers" in answer.reason
     assert "one release" in answer.reason
     assert bench.take(50, Rejected) == []
     assert bench.leases(50) == []
     assert len(bench.events("hello_refused")) == 1
 
 
-def _hello_of(bench: Bench):  # type: ignore[no-untyped-def]
-    from scavenger.wire import WorkerHello
+def test_a_reserved_engine_of_another_protocol_is_refused_with_the_remedy() -> None:
+    bench = started(n=1)
+    bench.hello(50, kind="reserved", slot="0", protocol=PROTOCOL - 1)
+    (refused,) = bench.take(50, Rejected)
+    assert f"this daemon speaks {PROTOCOL}" in refused.reason
+    assert refused.remedy == "run workers and daemon of one release"
+    assert not refused.retry
 
-    return WorkerHello(1, "harvested", "r", "s", 0, 1, "n", 1, "reference", "0", 1)
+
+def _hello_of(bench: Bench):  # type: ignore[no-untyped-def]
+    from scavenger.protocol.messages import WorkerHello
+
+    return WorkerHello(PROTOCOL, "harvested", "r", "s", 0, 1, "n", 1, "reference", "0", 1)
 
 
 # ---------------------------------------------------------------- restarts
@@ -405,7 +441,7 @@ def test_an_engine_that_lost_its_slot_is_refused_and_evicts_nobody(silent: bool)
 
 
 def test_evictions_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scavenger.router.greeting.MAX_EVICTED", 3)
+    monkeypatch.setattr("scavenger.router.core.registration.MAX_EVICTED", 3)
     bench = started(n=1)
     for number in range(8):
         assert in_slot(bench, 40 + number, f"s{number}") == []
@@ -416,5 +452,49 @@ def test_one_key_does_not_fill_the_ledger_with_refused_hellos() -> None:
     bench = started()
     for _ in range(350):
         bench.hello(W1, protocol=99, kind="reserved")
-    assert len(bench.events("hello_refused")) == REFUSALS_TOLD + 1
+    assert len(bench.events("hello_refused")) == REFUSALS_LOGGED + 1
     assert bench.router.core.counters["hello_refused"] == 350
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("status", list(WorkerStatus))
+@pytest.mark.parametrize("step", list(WorkerStep))
+def test_an_illegal_step_of_a_worker_raises_and_changes_nothing(
+    status: WorkerStatus, step: WorkerStep
+) -> None:
+    bench = started(n=1)
+    bench.join(W1)
+    worker = bench.router.core.workers[1]
+    worker.status = status
+    if (status, step) in WORKER_TRANSITIONS:
+        worker.step(step)
+        assert worker.status is WORKER_TRANSITIONS[status, step]
+        return
+    with pytest.raises(IllegalTransition, match=rf"worker 1 is {status} and cannot {step}"):
+        worker.step(step)
+    assert worker.status is status
+
+
+def test_every_status_and_every_step_of_a_worker_is_in_the_table_and_what_is_gone_stays_gone() -> None:
+    before, steps = {status for status, _ in WORKER_TRANSITIONS}, {step for _, step in WORKER_TRANSITIONS}
+    assert before == set(WorkerStatus) - {WorkerStatus.GONE}
+    assert steps == set(WorkerStep)
+    assert set(WORKER_TRANSITIONS.values()) == set(WorkerStatus) - {WorkerStatus.NEW}
+
+
+def test_nothing_but_a_legal_step_sets_a_status_or_a_memory() -> None:
+    folder = Path(workers.__file__).parent
+    setters: set[tuple[str, str]] = set()
+    for path in sorted(folder.glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                setters |= {
+                    (path.stem, function.name)
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Store)
+                    and node.attr in ("status", "memory")
+                }
+    assert setters == {("state", "step"), ("state", "step_memory")}

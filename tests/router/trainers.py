@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scavenger.wire import (
+from scavenger.protocol.messages import (
     Accepted,
     Attach,
     Call,
@@ -17,6 +17,8 @@ from scavenger.wire import (
     CloseRun,
     CommitStep,
     Denied,
+    EndReserved,
+    Fleet,
     GroupDone,
     HelloAgain,
     Message,
@@ -32,14 +34,19 @@ from scavenger.wire import (
     SetReserved,
     SubmitGroups,
 )
+from scavenger.protocol.train_step import ReservedAsleep, ReservedHolds
 from tests.router.checks import Truth
 from tests.router.engines import MAX_TOKENS, finish_at, goal, payload
 from tests.router.harness import SOURCE, open_body, specs
 from tests.router.links import Link
+from trainer.engine_control import Present
+from trainer.loop.sleeping import Found, observe
 
 PROMPTS, N = 3, 2
 PHASES = ("open", "publish", "submit", "collect", "commit", "over")
 PATIENCE = 8
+#: Turns that a trainer waits for its reserved engines to fall asleep before it ends them.
+DEADLINE = 6
 
 
 @dataclass
@@ -71,6 +78,8 @@ class SimTrainer:
         self.pending: Call | None = None
         self.published: PublishVersion | None = None
         self.reserved: SetReserved | None = None
+        self.fleet = Fleet(0, 0, 0, 0, 0)
+        self.asleep_in = 0  # turns since they were told to sleep, while they do not
         self.waited = self.calls = self.idle = self.steps_done = 0
         self.evaluated: set[int] = set()
         self.dead = self.wants_checkpoint = False
@@ -95,7 +104,9 @@ class SimTrainer:
         """Over a new connection: attach, say again what a restarted daemon may have forgotten, repeat what awaits its answer."""
         self.link.old, self.link = True, link
         if self.attempt:
-            self.aside(Attach(self.campaign.run, tuple(self.have), tuple(set(self.submitted) - set(self.have))))
+            self.aside(
+                Attach(self.campaign.run, tuple(self.have), tuple(set(self.submitted) - set(self.have)))
+            )
             for body in (self.published, self.reserved):
                 if body is not None:
                     self.aside(body)
@@ -129,7 +140,12 @@ class SimTrainer:
             case "publish":
                 return PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,))
             case "submit":
-                return SubmitGroups(self.step, self.version, self.purpose, specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS))
+                return SubmitGroups(
+                    self.step,
+                    self.version,
+                    self.purpose,
+                    specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS),
+                )
             case "commit":
                 return CommitStep(self.step, self.version, self.purpose, self._outcomes(), {})
         return None
@@ -137,13 +153,47 @@ class SimTrainer:
     def _outcomes(self) -> tuple[SampleOutcome, ...]:
         found = []
         for group in self.have.values():
-            outcome = "evaluated" if self.purpose == "eval" else "filtered" if group.group_id % 5 == 0 else "consumed"
+            outcome = (
+                "evaluated"
+                if self.purpose == "eval"
+                else "filtered"
+                if group.group_id % 5 == 0
+                else "consumed"
+            )
             found += [SampleOutcome(s.sample_id, outcome, 1.0, 0.1) for s in group.samples if s.error is None]
         return tuple(found)
 
     def set_reserved(self, awake: bool) -> None:
-        self.reserved = SetReserved(awake)
+        self.reserved, self.asleep_in = (
+            SetReserved(awake, self.reserved.order + 1 if self.reserved is not None else 1),
+            0,
+        )
         self.aside(self.reserved)
+
+    def sleeping(self, running: tuple[str, ...]) -> Found:
+        """What it makes of what it heard, and of the slots that have a process, which its launcher tells it."""
+        if (
+            self.reserved is None
+            or self.reserved.awake
+            or not self.attempt
+            or self.dead
+            or self.phase == "over"
+        ):
+            return Found(None)
+        present = Present(slots=tuple({*running, *self.fleet.holding}), running=running)
+        return observe(self.fleet, self.reserved.order, present, launched=True)
+
+    def tend(self, running: tuple[str, ...]) -> tuple[str, ...]:
+        """Tell the daemon of engines that are gone; returns the slots that are to be ended, once the others' time is over."""
+        found = self.sleeping(running)
+        if found.gone:
+            self.aside(EndReserved(found.gone, "its process ended"))
+        self.asleep_in = self.asleep_in + 1 if isinstance(found.event, ReservedHolds) else 0
+        return found.ending if self.asleep_in > DEADLINE else ()
+
+    def trains(self, running: tuple[str, ...]) -> bool:
+        """Whether it may be at work on the GPUs of its reserved engines."""
+        return isinstance(self.sleeping(running).event, ReservedAsleep)
 
     def close(self) -> None:
         if self.phase not in ("open", "over"):
@@ -160,6 +210,8 @@ class SimTrainer:
                 self._arrived(message)
             case HelloAgain():
                 return True
+            case Fleet():
+                self.fleet = message
             case RunStopped():
                 self.dead = True
             case Reply(body=Denied(code="stale")):
@@ -171,14 +223,20 @@ class SimTrainer:
 
     def _arrived(self, group: GroupDone) -> None:
         now = (group.purpose, group.step) == (self.purpose, self.step)
-        assert now or not self.submitted, f"group {group.group_id} of step {group.step} came in step {self.step} (I3)"
+        assert now or not self.submitted, (
+            f"group {group.group_id} of step {group.step} came in step {self.step} (I3)"
+        )
         for sample in group.samples:
             if sample.error is not None:
-                assert self.campaign.on_poison == "mask", f"sample {sample.sample_id} was masked and the run forbids it (I6)"
+                assert self.campaign.on_poison == "mask", (
+                    f"sample {sample.sample_id} was masked and the run forbids it (I6)"
+                )
                 continue
             mine = (sample.tokens, sample.logprobs, sample.raw_logprobs)
             assert mine == payload(sample.sample_id), f"sample {sample.sample_id} has others' tokens (I1)"
-            assert sample.finish == finish_at(sample.sample_id, goal(sample.sample_id)), f"sample {sample.sample_id}: {sample.finish}"
+            assert sample.finish == finish_at(sample.sample_id, goal(sample.sample_id)), (
+                f"sample {sample.sample_id}: {sample.finish}"
+            )
         made_with = self.truth.root_of_group(group.group_id)
         assert made_with == self.root(), f"group {group.group_id} was generated by other weights (I3, I4)"
         self.have[group.group_id] = group
@@ -196,7 +254,9 @@ class SimTrainer:
                 assert isinstance(reply, RunOpened)
                 self.attempt, self.next_version, self.phase = reply.attempt, reply.next_version, "publish"
             case PublishVersion():
-                assert self.truth.published(self.campaign.run, body.version), "a version was answered before its commit (I2)"
+                assert self.truth.published(self.campaign.run, body.version), (
+                    "a version was answered before its commit (I2)"
+                )
                 self.version, self.next_version, self.published = body.version, body.version + 1, body
                 self.phase, self.purpose = "submit", "train"
                 if self.step % 3 == 0 and self.step not in self.evaluated:
@@ -210,13 +270,17 @@ class SimTrainer:
                 assert isinstance(reply, Ok)
                 self._committed()
             case RecordCheckpoint() if self.job == self.campaign.jobs and body.step > max(self.campaign.kept):
-                self.campaign.kept = [*self.campaign.kept, body.step][-3:]  # what a fenced trainer wrote is set aside
+                self.campaign.kept = [*self.campaign.kept, body.step][
+                    -3:
+                ]  # what a fenced trainer wrote is set aside
             case CloseRun():
                 self.phase = "over"
         return False
 
     def _committed(self) -> None:
-        assert self.truth.taken(self.campaign.run, self.purpose, self.step), "a step was answered before its commit (I2)"
+        assert self.truth.taken(self.campaign.run, self.purpose, self.step), (
+            "a step was answered before its commit (I2)"
+        )
         self.have, self.submitted = {}, ()
         if self.purpose == "eval":
             self.evaluated.add(self.step)
@@ -230,7 +294,9 @@ class SimTrainer:
             return True
         expected = denied.code == "unknown-run" or self._fenced_opening(body) or self._closed(denied)
         assert expected, f"{type(body).__name__} of attempt {self.attempt} was denied: {denied}"
-        self.dead = True  # opened on a daemon that died before its commit, or fenced by a repeat of its own opening
+        self.dead = (
+            True  # opened on a daemon that died before its commit, or fenced by a repeat of its own opening
+        )
         return False
 
     def _fenced_opening(self, body: CallBody) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from scavenger.protocol.messages import Ok, PublishVersion, UseWeights
 from scavenger.weights import manifest as manifests
-from scavenger.wire import Ok, PublishVersion, UseWeights
 from tests.router.harness import SOURCE, Bench, specs
 
 MERGED, OTHER = b"m" * 32, b"o" * 32

@@ -7,19 +7,15 @@ may jump either way. Nothing here draws random numbers: `draw` does, `schedule` 
 
 from __future__ import annotations
 
-from rollout import events as ev
-from scavenger.router.events import (
-    Identity,
-    IntentRevoked,
-    JobGone,
-)
-from scavenger.router.payload_check import checked
-from scavenger.router.state import WorkerStatus
-from scavenger.wire import Call, Chunks, OpenRun
+from scavenger.protocol.messages import Call, Chunks, OpenRun
+from scavenger.protocol.worker import events as ev
+from scavenger.router.core.events import Identity, IntentRevoked, JobGone
+from scavenger.router.core.state import WorkerStatus
+from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
 from tests.router.engines import LIES, SimWorker, forged
 from tests.router.harness import OWNER
-from tests.router.site import POISON, Site
+from tests.router.site import POISON, Op, Site
 from tests.router.trainers import Campaign, SimTrainer
 
 #: Half-seconds within which every run must have taken its next step once nothing disturbs: time to find out who is dead, and to work.
@@ -42,14 +38,26 @@ class World(Site):
                 incarnation = self.incarnations[intent][0] + 1
             self.incarnations[intent] = (incarnation, run, node)
         slot = f"slot {intent}" if kind == "reserved" else ""
-        for other in [w for w in self.workers.values() if slot and name % 2 and (w.run, w.identity.slot) == (run, slot)]:
-            self.on_kill(other.name)  # its launcher starts one engine in a slot; an even name is one whose launcher lost another, alive
+        if slot and any(
+            trainer.reserved is not None and not trainer.reserved.awake for trainer in self._standing(run)
+        ):
+            return  # a launcher starts none while its trainer may be at work
+        for other in [
+            w for w in self.workers.values() if slot and name % 2 and (w.run, w.identity.slot) == (run, slot)
+        ]:
+            self.on_kill(
+                other.name
+            )  # its launcher starts one engine in a slot; an even name is one whose launcher lost another, alive
         me = ev.Identity(kind, run, f"s{name}", incarnation, name, node, 1, "reference", "0", 1, slot=slot)
         worker = SimWorker(name, me, intent if kind == "harvested" else "", self.daemon.now, self.cover.phase)
+        self.spawned += 1
+        worker.spawned = self.spawned
         self.workers[name] = worker
 
     def _who(self, worker: SimWorker) -> Identity:
-        return Identity("worker", f"key-{worker.intent}", worker.run, worker.intent) if worker.intent else OWNER
+        return (
+            Identity("worker", f"key-{worker.intent}", worker.run, worker.intent) if worker.intent else OWNER
+        )
 
     def on_do(self, name: int) -> None:
         """A worker's driver does the next thing that its session asked for; with nothing to do it looks at the clock."""
@@ -57,17 +65,21 @@ class World(Site):
         if worker is None or worker.stopped:
             return
         if not worker.todo:
-            worker.feed(ev.Tick())
+            worker.feed(ev.WorkerTick())
         else:
             match worker.todo.popleft():
                 case ev.Connect():
                     worker.link = self.open_link(self._who(worker))
                     worker.feed(ev.Connected())
-                case ev.Load(weights=weights):
+                case ev.LoadWeights(weights=weights):
                     root = self._root(worker.run, weights.version)
                     worker.feed(ev.Loaded(weights.version, root, 0.1, 0.1))
-                case ev.SleepEngine():
-                    worker.feed(ev.Slept())
+                case ev.SleepEngine(order=order):
+                    worker.awake = False
+                    worker.feed(ev.Slept(order, 512))
+                case ev.WakeEngine(order=order):
+                    worker.awake = True
+                    worker.feed(ev.Woken(order, 0.1, 4096))
         self._bury(worker)
 
     def _root(self, run: str, version: int) -> bytes:
@@ -83,7 +95,7 @@ class World(Site):
                 self._worker_fault("daemon unreachable", name)
                 worker.todo.popleft()
                 worker.feed(ev.Unreachable("no daemon has announced itself"))
-            case ev.Load(weights=weights):
+            case ev.LoadWeights(weights=weights):
                 self._worker_fault("load fails", name)
                 worker.todo.popleft()
                 worker.feed(ev.LoadFailed(weights.version, "the network broke"))
@@ -105,7 +117,7 @@ class World(Site):
                 self.on_do(name)
             self.on_gen(name, tokens)
             if name in self.workers:
-                self.workers[name].feed(ev.Tick())
+                self.workers[name].feed(ev.WorkerTick())
                 self._bury(self.workers[name])
             self.on_up(name, 100)
 
@@ -121,7 +133,7 @@ class World(Site):
         worker = self.workers.get(name)
         if worker is not None:
             self._worker_fault("killed", name)
-            worker.left = ev.Leave(0, "killed")
+            worker.left = ev.EndWorker(0, "killed")
             self._bury(worker)
 
     def on_term(self, name: int) -> None:
@@ -201,7 +213,10 @@ class World(Site):
 
     def _worker_fault(self, kind: str, name: int) -> None:
         session = f"s{name}"
-        found = next((w.status.value for w in self.daemon.router.core.workers.values() if w.session == session), "unknown")
+        found = next(
+            (w.status.value for w in self.daemon.router.core.workers.values() if w.session == session),
+            "unknown",
+        )
         self.cover.fault(kind, f"worker {found}")
 
     # ---- trainers
@@ -223,8 +238,43 @@ class World(Site):
         campaign.salt += other
         self.trainers[name] = SimTrainer(name, campaign, resume, self.open_link(OWNER), self.truth)
 
+    def _standing(self, run: str) -> list[SimTrainer]:
+        """The trainer of the run's newest attempt, if it is there: an older one's engines are no business of its GPUs."""
+        newest = self.truth.ledger.runs[self.truth.runs[run]]["attempt"] if run in self.truth.runs else 0
+        return [
+            t
+            for t in self.trainers.values()
+            if t.campaign.run == run and not t.dead and t.attempt and t.attempt == newest
+        ]
+
+    def _engines(self, run: str) -> dict[str, SimWorker]:
+        """Processes of the run's reserved engines: of each slot the newest, which its launcher knows of."""
+        mine = [w for w in self.workers.values() if w.run == run and w.identity.kind == "reserved"]
+        return {w.identity.slot: w for w in sorted(mine, key=lambda w: w.spawned)}
+
+    def apply(self, op: Op) -> None:
+        """Let one thing happen, after which no trainer is at work beside an engine that has its memory, or is about to take it."""
+        super().apply(op)
+        for run in self.campaigns:
+            engines = self._engines(run)
+            for trainer in self._standing(run):
+                if not trainer.trains(tuple(engines)):
+                    continue
+                self.cover.trained_beside += bool(engines)
+                for slot, engine in engines.items():
+                    awake = engine.awake or any(isinstance(action, ev.WakeEngine) for action in engine.todo)
+                    assert not awake, f"trainer {trainer.name} trains beside an engine that is awake: {slot}"
+
+    def _tend(self, trainer: SimTrainer) -> None:
+        engines = self._engines(trainer.campaign.run)
+        for slot in trainer.tend(tuple(engines)):
+            self.cover.ended_late += 1
+            self.on_kill(engines[slot].name)
+
     def on_act(self, name: int) -> None:
         trainer = self.trainers.get(name)
+        if trainer is not None and trainer in self._standing(trainer.campaign.run):
+            self._tend(trainer)
         if trainer is not None and trainer.act():
             self.on_reconnect(name)
 
@@ -254,7 +304,13 @@ class World(Site):
         """The process of the attempt before, which was stopped and goes on, says what the present one is about to say."""
         trainer = self.trainers.get(name)
         run = self.daemon.router.core.runs.get(trainer.campaign.run) if trainer is not None else None
-        if trainer is None or run is None or trainer.dead or trainer.attempt != run.attempt or trainer.attempt < 2:
+        if (
+            trainer is None
+            or run is None
+            or trainer.dead
+            or trainer.attempt != run.attempt
+            or trainer.attempt < 2
+        ):
             return
         body = trainer.next_body()
         if body is not None and not isinstance(body, OpenRun):
@@ -267,6 +323,12 @@ class World(Site):
         trainer = self.trainers.get(name)
         if trainer is not None and trainer.attempt and not trainer.dead:
             trainer.set_reserved(awake)
+
+    def on_toggle(self, name: int) -> None:
+        """A trainer wakes its engines and at once has them sleep again."""
+        self.on_reserved(name, True)
+        self.on_reserved(name, False)
+        self.on_up(name, 100)
 
     def on_close(self, name: int) -> None:
         trainer = self.trainers.get(name)
@@ -286,13 +348,17 @@ class World(Site):
         self.outage = 0
         self.on_fence()
         for worker in list(self.workers.values()):
-            if worker.stopped or worker.session._leaving is not None or (alone and worker.intent):
+            if worker.stopped or worker.session._ending is not None or (alone and worker.intent):
                 self.on_kill(worker.name)
         goals: dict[str, int] = {}
         for moment in range(CALM_MOMENTS):
             self._staff("reserved" if alone else "harvested")
             self._revive(goals, awake=alone)
-            if len(goals) == len(self.campaigns) and all(self._step(run) >= goal for run, goal in goals.items()) and self._all_serve():
+            if (
+                len(goals) == len(self.campaigns)
+                and all(self._step(run) >= goal for run, goal in goals.items())
+                and self._all_serve()
+            ):
                 self._audit()
                 self.cover.moments = max(self.cover.moments, moment)
                 return
@@ -319,7 +385,11 @@ class World(Site):
 
     def _revive(self, goals: dict[str, int], *, awake: bool) -> None:
         for run, campaign in self.campaigns.items():
-            mine = [t for t in self.trainers.values() if t.campaign is campaign and not t.dead and t.phase != "over"]
+            mine = [
+                t
+                for t in self.trainers.values()
+                if t.campaign is campaign and not t.dead and t.phase != "over"
+            ]
             if not mine:
                 self.spares += 1
                 self.on_train(9_000_000 + self.spares, run, 0, False)
@@ -335,7 +405,9 @@ class World(Site):
         return all(status.get(w.identity.session) in useful for w in self.workers.values())
 
     def _step(self, run: str) -> int:
-        return max((t.step for t in self.trainers.values() if t.campaign.run == run and not t.dead), default=0)
+        return max(
+            (t.step for t in self.trainers.values() if t.campaign.run == run and not t.dead), default=0
+        )
 
     def _audit(self) -> None:
         self.daemon.settle()
@@ -345,8 +417,15 @@ class World(Site):
         audit_ledger(self.truth)
 
     def _standstill(self) -> str:
-        open_samples = [(s.id, s.status.value, s.worker_id) for s in self.daemon.router.core.samples.values() if not s.done]
+        open_samples = [
+            (s.id, s.status.value, s.worker_id)
+            for s in self.daemon.router.core.samples.values()
+            if not s.done
+        ]
         trainers = [(t.name, t.phase, t.step, t.dead, t.pending) for t in self.trainers.values()]
         core = self.daemon.router.core
-        workers = [(w.session, w.status.value, w.loaded_version, w.asked_version, sorted(w.leases)) for w in core.workers.values()]
+        workers = [
+            (w.session, w.status.value, w.loaded_version, w.asked_version, sorted(w.leases))
+            for w in core.workers.values()
+        ]
         return f"open samples {open_samples}\ntrainers {trainers}\nthe core's workers {workers}\nworkers {sorted(self.workers)}"

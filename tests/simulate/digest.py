@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from scavenger.harvest.autoscale import Benefit
-from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
 from scavenger.simulate import presets, traces
-from scavenger.simulate.contender import Contender
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.registry import CONTENDERS
+from scavenger.simulate.policies.registry import SIMULATED_POLICIES
+from scavenger.simulate.policy import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -44,7 +44,7 @@ class Recorder:
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         answer = self._policy.place(view, now)
-        self._into.extend((now, "place", a.sample_id, a.worker_id, a.most_tokens, a.reason) for a in answer)
+        self._into.extend((now, "place", a.sample_id, a.worker_id, a.reason) for a in answer)
         return answer
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
@@ -74,10 +74,12 @@ class Recorder:
         self._policy.observe(fact, now)
 
 
-def digest(scenario: Scenario, contender: Contender) -> tuple[str, int]:
+def digest(scenario: Scenario, simulated_policy: SimulatedPolicy) -> tuple[str, int]:
     """The hash, and how many answers are in it."""
     told: list[object] = []
-    out = simulate(scenario, replace(contender, new_policy=lambda: Recorder(contender.new_policy(), told)))
+    out = simulate(
+        scenario, replace(simulated_policy, new_policy=lambda: Recorder(simulated_policy.new_policy(), told))
+    )
     result = [(field.name, getattr(out, field.name)) for field in fields(Outcome) if field.name != "events"]
     text = "\n".join(repr(one) for one in (*told, *result))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), len(told)
@@ -99,17 +101,37 @@ def coming_and_going(seed: int, end_s: float) -> Fleet:
 def small(seed: int, steps: int = 3) -> Scenario:
     """32 prompts on a fleet that comes and goes; answers that overflow bounds, batches and windows."""
     return Scenario(
-        ENGINE, 4, ENGINE, TRAINER, Lognormal.with_mean(1500, 0.9, 8192, 0.5), coming_and_going(seed, 3600.0), prompts=32,
-        steps=steps, max_engines=16, max_batch=32, seed=seed,
-    )  # fmt: skip
+        ENGINE,
+        4,
+        ENGINE,
+        TRAINER,
+        Lognormal.with_mean(1500, 0.9, 8192, 0.5),
+        coming_and_going(seed, 3600.0),
+        prompts=32,
+        steps=steps,
+        max_engines=16,
+        max_batch=32,
+        seed=seed,
+    )
 
 
 def large(fleet: Fleet, steps: int, seed: int = 0) -> Scenario:
     """The published setting's size: 1,024 answers a step."""
     return Scenario(
-        ENGINE, 8, ENGINE, TRAINER, Lognormal.with_mean(4000, 0.9, 14_336, 0.5), fleet, steps=steps, max_engines=64,
-        heartbeat_s=5.0, tick_s=5.0, observe_s=5.0, max_batch=64, seed=seed,
-    )  # fmt: skip
+        ENGINE,
+        8,
+        ENGINE,
+        TRAINER,
+        Lognormal.with_mean(4000, 0.9, 14_336, 0.5),
+        fleet,
+        steps=steps,
+        max_engines=64,
+        heartbeat_s=5.0,
+        tick_s=5.0,
+        poll_interval_s=5.0,
+        max_batch=64,
+        seed=seed,
+    )
 
 
 def main() -> None:
@@ -123,9 +145,12 @@ def main() -> None:
         for hour in (0, 30):
             fleet = traces.read_nodes(asked.trace, 8, 72 * 3600.0).segment(hour * 3600.0, (hour + 2) * 3600.0)
             for name in ("ours", "rlboost"):
-                cases[f"trace at {hour} h, {name}"] = (replace(large(fleet, 1), steps=0, horizon_s=3000.0, max_engines=256), name)
+                cases[f"trace at {hour} h, {name}"] = (
+                    replace(large(fleet, 1), steps=0, horizon_s=3000.0, max_engines=256),
+                    name,
+                )
     for case, (scenario, name) in cases.items():
-        found, answers = digest(scenario, CONTENDERS[name])
+        found, answers = digest(scenario, SIMULATED_POLICIES[name])
         print(f"{found} {answers:7d} answers  {case}", flush=True)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scavenger.simulate.oracle import Step
-from scavenger.simulate.sequences import EngineBatch, Finished, Request
+from benchmarks.oracle import OracleStep
+from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 from scavenger.simulate.trainer_model import micro_step_s, pack
 
 
@@ -36,7 +36,7 @@ class Plan(Protocol):
 class Play:
     """The state of one step at `now`. Samples are numbered group after group."""
 
-    step: Step
+    step: OracleStep
     plan: Plan
     now: float = 0.0
     batches: dict[int, EngineBatch] = field(default_factory=dict)
@@ -57,10 +57,15 @@ class Play:
         for index, group in enumerate(self.step.groups):
             self.group_of += [index] * len(group.targets)
             self.target += group.targets
-        self.keys_of = [[key for key, of in enumerate(self.group_of) if of == index] for index in range(len(self.step.groups))]
+        self.keys_of = [
+            [key for key, of in enumerate(self.group_of) if of == index]
+            for index in range(len(self.step.groups))
+        ]
         self.waiting = dict.fromkeys(range(len(self.target)), 0)
         self.generating = self.step.awake
-        self.times = sorted({*self.plan.times, *(t for engine in self.step.engines for one in engine.intervals for t in one)})
+        self.times = sorted(
+            {*self.plan.times, *(t for engine in self.step.engines for one in engine.intervals for t in one)}
+        )
 
     @property
     def reserved(self) -> list[int]:
@@ -68,7 +73,11 @@ class Play:
 
     def harvested_later(self) -> bool:
         """Whether any harvested engine is there now or will be."""
-        return any(not engine.reserved and end > self.now for engine in self.step.engines for _, end in engine.intervals)
+        return any(
+            not engine.reserved and end > self.now
+            for engine in self.step.engines
+            for _, end in engine.intervals
+        )
 
     def up(self) -> list[int]:
         found = []
@@ -78,9 +87,11 @@ class Play:
                 found.append(index)
         return found
 
-    def request(self, key: int, generated: int) -> Request:
+    def request(self, key: int, generated: int) -> SimulatedRequest:
         group = self.group_of[key]
-        return Request(key, group, self.step.groups[group].prompt_tokens, generated, self.target[key])
+        return SimulatedRequest(
+            key, group, self.step.groups[group].prompt_tokens, generated, self.target[key]
+        )
 
     def run(self) -> float:
         """When the step's version is published."""
@@ -135,7 +146,7 @@ class Play:
         up = sorted(self.batches)
         self.placings += 1
         self.load = {index: batch.size for index, batch in self.batches.items()}
-        given: dict[int, list[Request]] = {}
+        given: dict[int, list[SimulatedRequest]] = {}
         for key, generated in sorted(self.waiting.items()):
             index = self.plan.where(key, generated, up, self) if up else None
             if index is not None:
@@ -155,7 +166,11 @@ class Play:
         if self.reserved and wanted != self.generating:
             self._toggle(wanted)
         elif not self.generating or not self.reserved:
-            ready = [group for group in range(len(self.step.groups)) if group not in self.trained and self.ready_at(group) <= self.now]
+            ready = [
+                group
+                for group in range(len(self.step.groups))
+                if group not in self.trained and self.ready_at(group) <= self.now
+            ]
             if ready:
                 self._begin(ready)
 
@@ -171,7 +186,11 @@ class Play:
 
     def _begin(self, ready: list[int]) -> None:
         spec = self.step.trainer
-        lengths = [self.step.groups[group].prompt_tokens + target for group in ready for target in self.step.groups[group].targets]
+        lengths = [
+            self.step.groups[group].prompt_tokens + target
+            for group in ready
+            for target in self.step.groups[group].targets
+        ]
         micro_steps = pack(spec.model, lengths, spec.ranks, self.step.token_budget)
         self.in_training = ready
         self.train_until = self.now + sum(micro_step_s(spec, by_rank) for by_rank in micro_steps)

@@ -9,5 +9,6 @@ import pytest
 
 TRACES = Path(os.environ.get("SCAVENGER_TRACES", ""))
 needs_traces = pytest.mark.skipif(
-    not os.environ.get("SCAVENGER_TRACES"), reason="needs the real traces: set SCAVENGER_TRACES to their folder"
+    not os.environ.get("SCAVENGER_TRACES"),
+    reason="needs the real traces: set SCAVENGER_TRACES to their folder",
 )

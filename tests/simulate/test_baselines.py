@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
-from scavenger.router.policy import (
+from scavenger.policy.interface import (
     Fact,
     Move,
     PlainView,
@@ -23,7 +23,7 @@ from scavenger.router.policy import (
     WorkerReady,
     WorkerView,
 )
-from scavenger.simulate.contenders import contender, profiled, running_context
+from scavenger.simulate.policies.make import profiled, running_context, simulated_policy
 from scavenger.simulate.policies.polyrl import PolyRL
 from scavenger.simulate.policies.rlboost import RLBoost, Settings
 from scavenger.simulate.policies.seeding import Seeding
@@ -33,10 +33,15 @@ from scavenger.simulate.published import STACK, Setting, scenario, steady
 class Hand:
     """A daemon played by hand: it follows every answer at once. Samples are served in the order in which they were given."""
 
-    def __init__(self, policy: RouterPolicy, workers: Sequence[int], samples: int, siblings: int = 8, most: int = 256) -> None:
+    def __init__(
+        self, policy: RouterPolicy, workers: Sequence[int], samples: int, siblings: int = 8, most: int = 256
+    ) -> None:
         self.policy, self.workers, self.most = policy, list(workers), most
         numbers = [(i, *divmod(i, siblings)) for i in range(samples)]
-        self.samples = {i: SampleView(id=i, group_id=of, index=index, prompt_tokens=100, cap=9000) for i, of, index in numbers}
+        self.samples = {
+            i: SampleView(id=i, group_id=of, index=index, prompt_tokens=100, cap=9000)
+            for i, of, index in numbers
+        }
         self.beats: dict[int, float] = dict.fromkeys(workers, 0.0)
         policy.observe(StepSubmitted(1, "train", samples, samples // siblings), 0.0)
 
@@ -44,14 +49,23 @@ class Hand:
         held = Counter(sample.worker_id for sample in self.samples.values())
         workers = [
             WorkerView(
-                id=one, kind="harvested", node=f"n{one}", gpus=1, status="ready", serves=True, leases=held[one], max_batch=self.most,
+                id=one,
+                kind="harvested",
+                node=f"n{one}",
+                gpus=1,
+                status="ready",
+                serves=True,
+                leases=held[one],
+                max_batch=self.most,
                 beat_at=self.beats[one],
             )
             for one in self.workers
-        ]  # fmt: skip
+        ]
         everyone = list(self.samples.values())
         queued = [sample for sample in everyone if not sample.worker_id]
-        return PlainView(step=StepView(step=1, samples=len(everyone)), samples=everyone, queued=queued, workers=workers)
+        return PlainView(
+            step=StepView(step=1, samples=len(everyone)), samples=everyone, queued=queued, workers=workers
+        )
 
     def held(self, worker: int) -> list[SampleView]:
         found = (sample for sample in self.samples.values() if sample.worker_id == worker)
@@ -59,7 +73,9 @@ class Hand:
 
     def lease(self, sample_id: int, worker: int, now: float) -> None:
         old = self.samples[sample_id]
-        self.samples[sample_id] = msgspec.structs.replace(old, worker_id=worker, leased_at=now, lease_offset=old.length)
+        self.samples[sample_id] = msgspec.structs.replace(
+            old, worker_id=worker, leased_at=now, lease_offset=old.length
+        )
 
     def place(self, now: float) -> Mapping[int, int]:
         """How many each got."""
@@ -97,7 +113,9 @@ def test_beyond_b_a_request_is_pending_until_its_instance_tells_of_a_token() -> 
     hand = Hand(RLBoost(Settings(theta=8, batch=8)), (1,), 200)
     hand.place(0.0)
     assert hand.place(2.0) == {1: 8}, "the first B have begun meanwhile"
-    assert [hand.place(now) for now in (2.0, 4.0, 9.0)] == [{}, {}, {}], "whether more than B run is for the instance to say"
+    assert [hand.place(now) for now in (2.0, 4.0, 9.0)] == [{}, {}, {}], (
+        "whether more than B run is for the instance to say"
+    )
     hand.beat(10.0, {1: 13})
     assert hand.place(10.0) == {1: 5}, "three of 16 are pending, and may be eight"
     hand.beat(20.0, {1: 13})
@@ -116,7 +134,9 @@ def test_an_instance_that_executes_none_of_what_it_was_given_gets_no_more() -> N
 
 def test_requests_join_the_shortest_queue() -> None:
     hand = Hand(RLBoost(), (1, 2, 3), 30)
-    hand.samples |= {i: msgspec.structs.replace(hand.samples[i], worker_id=1 if i < 10 else 2, length=5) for i in range(14)}
+    hand.samples |= {
+        i: msgspec.structs.replace(hand.samples[i], worker_id=1 if i < 10 else 2, length=5) for i in range(14)
+    }
     assert hand.place(0.0) == {2: 6, 3: 10}
 
 
@@ -140,7 +160,9 @@ def test_pending_requests_move_to_an_instance_whose_queue_is_empty_though_it_is_
     hand = crowded(Settings(theta=1000, batch=64))
     last = {sample.id for sample in hand.held(1)[69:]}
     moves = hand.rebalance(20.0)
-    assert {move.sample_id for move in moves} == last, "who would have begun last goes, until both have as many"
+    assert {move.sample_id for move in moves} == last, (
+        "who would have begun last goes, until both have as many"
+    )
     assert (len(hand.held(1)), len(hand.held(2))) == (69, 68)
 
 
@@ -184,7 +206,9 @@ def test_what_is_executed_beyond_b_goes_to_idle_peers_and_to_no_others() -> None
         hand.samples[20] = msgspec.structs.replace(hand.samples[20], length=1000)
         moves = hand.rebalance(10.0)
         assert {move.to_worker for move in moves} <= {3}
-        assert {move.sample_id for move in moves} == set(range(20 - expected, 20)), "the shortest, until the idle one has as many"
+        assert {move.sample_id for move in moves} == set(range(20 - expected, 20)), (
+            "the shortest, until the idle one has as many"
+        )
 
 
 def test_b_is_what_the_cache_and_the_decode_curve_of_the_engine_allow() -> None:
@@ -200,7 +224,7 @@ def test_b_is_what_the_cache_and_the_decode_curve_of_the_engine_allow() -> None:
         assert settings.theta == 2 * settings.batch
         assert STACK.prompt_tokens + STACK.mean_tokens / 2 < context < STACK.prompt_tokens + STACK.mean_tokens
         found[model] = settings.batch
-        assert contender("rlboost", cell).name == "rlboost"
+        assert simulated_policy("rlboost", cell).name == "rlboost"
     assert 70 <= found["Qwen3-8B"] <= 85
     assert 55 <= found["Qwen3-14B"] <= 70
     assert 18 <= found["Qwen3-32B"] <= 25, "its pairs hold 141,000 tokens"
@@ -229,12 +253,18 @@ def finished() -> SampleFinished:
     return SampleFinished(1, 1, 1, 100, 100, False, 5, "harvested", "n")
 
 
-def step(start: float, wait_train: float, wait_remote: float, *between: Told, train_s: float = 50.0) -> list[Told]:
+def step(
+    start: float, wait_train: float, wait_remote: float, *between: Told, train_s: float = 50.0
+) -> list[Told]:
     """A step of 100 s."""
     metrics = {"seconds_wait": wait_train, "seconds_train": train_s, "seconds_update": 0.0}
     last = (start + 100.0 - wait_remote, finished())
     facts = sorted([*between, last], key=lambda pair: pair[0])
-    return [(start, StepSubmitted(1, "train", 8, 1)), *facts, (start + 100.0, StepFinished(1, "train", metrics))]
+    return [
+        (start, StepSubmitted(1, "train", 8, 1)),
+        *facts,
+        (start + 100.0, StepFinished(1, "train", metrics)),
+    ]
 
 
 def window_s(policy: RLBoost | PolyRL, opened: float) -> float:
@@ -281,7 +311,11 @@ def test_the_limit_is_remote_work_and_seeding_over_training_of_the_step_that_was
     """N = (t_remote n + T_seed N_resv) / t_train, n the mean over t_remote: four for 50 s, then two until the last answer at 100 s."""
     seeding = Seeding(0.0, 5.0, 30.0)
     assert seeding.cap(8, 64)[0] == 64, "nothing was measured yet"
-    told(seeding, *((0.0, ready(i)) for i in range(4)), *step(0.0, 0.0, 0.0, (50.0, lost(0)), (50.0, lost(1)), train_s=60.0))
+    told(
+        seeding,
+        *((0.0, ready(i)) for i in range(4)),
+        *step(0.0, 0.0, 0.0, (50.0, lost(0)), (50.0, lost(1)), train_s=60.0),
+    )
     assert seeding.cap(8, 64)[0] == 9  # (100 * 3 + 30 * 8) / 60 = 9.0
     assert seeding.cap(9, 64)[0] == 10
     assert seeding.cap(8, 4)[0] == 4

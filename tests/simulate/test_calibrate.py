@@ -14,19 +14,33 @@ from scavenger.simulate.calibrate import Measured, fit, parse, read
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.presets import UNCALIBRATED, engine
 
-GRID = [(batch, context) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256) for context in (256, 1024, 4096) if batch * context < 300_000]
+GRID = [
+    (batch, context)
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    for context in (256, 1024, 4096)
+    if batch * context < 300_000
+]
 PLANTED = replace(UNCALIBRATED, bandwidth=0.72, decode_compute=0.31, overhead_s=2.5e-3)
 
 
-def planted(spec: EngineSpec, noise: float, seed: int = 0, grid: list[tuple[int, int]] = GRID) -> list[Measured]:
+def planted(
+    spec: EngineSpec, noise: float, seed: int = 0, grid: list[tuple[int, int]] = GRID
+) -> list[Measured]:
     draw = np.random.default_rng(seed)
-    return [Measured(b, c, spec.tokens_per_s(b, c) * float(np.exp(noise * draw.standard_normal()))) for b, c in grid]
+    return [
+        Measured(b, c, spec.tokens_per_s(b, c) * float(np.exp(noise * draw.standard_normal())))
+        for b, c in grid
+    ]
 
 
 # 8 % of compute: a roofline that bends inside the grid, as on a GPU with little compute
 @pytest.mark.parametrize("compute", [0.31, 0.08])
-@pytest.mark.parametrize(("model", "gpu", "gpus"), [("Qwen3-8B", "A100", 1), ("Qwen3-14B", "A100", 2), ("Qwen3-8B", "H100", 1)])
-def test_planted_parameters_come_back_exactly_without_noise(model: str, gpu: str, gpus: int, compute: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"), [("Qwen3-8B", "A100", 1), ("Qwen3-14B", "A100", 2), ("Qwen3-8B", "H100", 1)]
+)
+def test_planted_parameters_come_back_exactly_without_noise(
+    model: str, gpu: str, gpus: int, compute: float
+) -> None:
     truth = replace(PLANTED, decode_compute=compute)
     points = planted(engine(model, gpu, gpus, truth), noise=0.0)
     found = fit(engine(model, gpu, gpus), points)
@@ -51,7 +65,9 @@ def test_planted_parameters_come_back_from_noisy_points_with_their_residuals(see
     assert found.worst_error == pytest.approx(max(abs(one.error) for one in found.residuals))
     fitted = engine("Qwen3-8B", "A100", 1, found.efficiency)
     for one in found.residuals:
-        assert one.predicted_tokens_per_s == pytest.approx(fitted.tokens_per_s(one.point.batch, one.point.context), rel=1e-9)
+        assert one.predicted_tokens_per_s == pytest.approx(
+            fitted.tokens_per_s(one.point.batch, one.point.context), rel=1e-9
+        )
 
 
 def test_no_other_parameters_fit_better() -> None:
@@ -72,7 +88,9 @@ def test_no_other_parameters_fit_better() -> None:
 
 
 def test_points_that_cannot_tell_the_compute_share_leave_it_and_say_so() -> None:
-    points = planted(engine("Qwen3-8B", "H100", 1, PLANTED), 0.0, grid=[(1, 500), (2, 2000), (4, 4000), (8, 8000)])
+    points = planted(
+        engine("Qwen3-8B", "H100", 1, PLANTED), 0.0, grid=[(1, 500), (2, 2000), (4, 4000), (8, 8000)]
+    )
     found = fit(engine("Qwen3-8B", "H100"), points)
     assert found.efficiency.decode_compute == engine("Qwen3-8B", "H100").efficiency.decode_compute
     assert any("compute" in note for note in found.notes)
@@ -81,7 +99,9 @@ def test_points_that_cannot_tell_the_compute_share_leave_it_and_say_so() -> None
 
 def test_points_that_cannot_tell_the_bandwidth_say_so() -> None:
     truth = replace(PLANTED, decode_compute=0.01)
-    points = planted(engine("Qwen3-8B", "A100", 1, truth), 0.0, grid=[(64, 200), (128, 300), (256, 100), (200, 400)])
+    points = planted(
+        engine("Qwen3-8B", "A100", 1, truth), 0.0, grid=[(64, 200), (128, 300), (256, 100), (200, 400)]
+    )
     found = fit(engine("Qwen3-8B", "A100"), points)
     assert any("memory bandwidth" in note for note in found.notes)
     assert found.efficiency.decode_compute == pytest.approx(0.01, rel=1e-6)
@@ -103,7 +123,14 @@ def test_two_points_are_not_enough() -> None:
 
 def test_a_file_holds_objects_or_triples(tmp_path: Path) -> None:
     path = tmp_path / "points.json"
-    path.write_text(json.dumps([{"batch": 8, "context": 2048, "tokens_per_s": 900}, {"batch": 1.0, "context": 10.5, "tokens_per_s": 80.5}]))
+    path.write_text(
+        json.dumps(
+            [
+                {"batch": 8, "context": 2048, "tokens_per_s": 900},
+                {"batch": 1.0, "context": 10.5, "tokens_per_s": 80.5},
+            ]
+        )
+    )
     assert read(path) == (Measured(8, 2048.0, 900.0), Measured(1, 10.5, 80.5))
     assert parse(b"[[8, 2048, 900], [1, 10.5, 80.5]]") == read(path)
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
+from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep, bound
+from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
-from scavenger.simulate.clairvoyant import Clairvoyant, Coming
-from scavenger.simulate.clairvoyant_model import line
-from scavenger.simulate.clairvoyant_seats import Known, Order, Seat
 from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.oracle import Engine, Group, Step, bound
+from scavenger.simulate.policies.clairvoyant.plan import line
+from scavenger.simulate.policies.clairvoyant.policy import ExpectedEngine, OracleSchedule
+from scavenger.simulate.policies.clairvoyant.seats import KnownSample, Order, PlannedEngine
 from scavenger.simulate.published import STACK, Setting
 from scavenger.simulate.trainer_model import TrainerSpec
 from tests.simulate.one_step import Play
@@ -29,7 +29,7 @@ H100 = presets.engine("Qwen3-8B", "H100")
 class Truth:
     """What the policy may know: the step itself."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: OracleStep) -> None:
         self.step = step
         self.trainer, self.token_budget, self.publish_s = step.trainer, step.token_budget, step.publish_s
         self.toggles_s = (step.to_training_s, step.to_generating_s)
@@ -44,9 +44,9 @@ class Truth:
     def lost_at(self, worker: WorkerView) -> float:
         return self._span(worker.id - 1, worker.joined_at)[1]
 
-    def coming(self, now: float) -> Sequence[Coming]:
+    def coming(self, now: float) -> Sequence[ExpectedEngine]:
         return [
-            Coming(engine.spec, start, end)
+            ExpectedEngine(engine.spec, start, end)
             for engine in self.step.engines
             for start, end in engine.intervals
             if not engine.reserved and start > now
@@ -59,7 +59,7 @@ class Truth:
 class Guided:
     """A plan that asks a policy, as the router would."""
 
-    def __init__(self, policy: Clairvoyant, every_s: float = 5.0, horizon_s: float = 4000.0) -> None:
+    def __init__(self, policy: OracleSchedule, every_s: float = 5.0, horizon_s: float = 4000.0) -> None:
         self._policy = policy
         self._placed_at = -1
         self._placed: dict[int, int] = {}
@@ -68,7 +68,9 @@ class Guided:
 
     def view(self, play: Play) -> PlainView:
         holder = {key: index + 1 for index, batch in play.batches.items() for key in batch}
-        lengths = {key: tokens for batch in play.batches.values() for key, tokens in batch.progress(play.now).items()}
+        lengths = {
+            key: tokens for batch in play.batches.values() for key, tokens in batch.progress(play.now).items()
+        }
         samples = [
             SampleView(
                 id=key,
@@ -98,14 +100,18 @@ class Guided:
             for index, engine in enumerate(play.step.engines)
             if engine.reserved or index in play.batches
         ]
-        step = StepView(step=1, samples=len(samples), finished=len(play.finished), reserved_awake=play.generating)
+        step = StepView(
+            step=1, samples=len(samples), finished=len(play.finished), reserved_awake=play.generating
+        )
         queued = [sample for sample in samples if not sample.done and not sample.worker_id]
         return PlainView(step=step, samples=samples, queued=queued, workers=workers)
 
     def where(self, key: int, generated: int, up: Sequence[int], play: Play) -> int | None:
         if self._placed_at != play.placings:
             self._placed_at = play.placings
-            self._placed = {one.sample_id: one.worker_id - 1 for one in self._policy.place(self.view(play), play.now)}
+            self._placed = {
+                one.sample_id: one.worker_id - 1 for one in self._policy.place(self.view(play), play.now)
+            }
         return self._placed.get(key)
 
     def moves(self, play: Play) -> Sequence[tuple[int, int, int]]:
@@ -118,12 +124,14 @@ class Guided:
         return decision is None or not decision.close
 
 
-def took(step: Step) -> float:
+def took(step: OracleStep) -> float:
     """Asked every second: the router asks when a decision says so (`again_at`), and small steps last five to ten."""
-    return Play(step, Guided(Clairvoyant(Truth(step)), every_s=1.0)).run()
+    return Play(step, Guided(OracleSchedule(Truth(step)), every_s=1.0)).run()
 
 
-def test_it_is_near_the_best_of_all_assignments_at_up_to_eight_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_near_the_best_of_all_assignments_at_up_to_eight_samples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ratios, bounds = [], []
     for step in map(small, range(10)):
         best = min(exhaustive(step, windows_of(step)), took(step))
@@ -137,23 +145,29 @@ def test_it_is_near_the_best_of_all_assignments_at_up_to_eight_samples(capsys: p
     assert max(ratios) < 1.20
 
 
-def published(pairs: int, share: int = 4) -> Step:
+def published(pairs: int, share: int = 4) -> OracleStep:
     """The published setting, a `share` of it: as many samples and engines fewer, so that it plays in a second."""
     whole = step_of(Setting(pairs=pairs))
     reserved = [engine for engine in whole.engines if engine.reserved][: max(1, 4 // share)]
     spot = [engine for engine in whole.engines if not engine.reserved][: pairs // share]
     trainer = replace(whole.trainer, ranks=8 // share)
-    return replace(whole, groups=whole.groups[: STACK.prompts // share], engines=(*reserved, *spot), trainer=trainer)
+    return replace(
+        whole, groups=whole.groups[: STACK.prompts // share], engines=(*reserved, *spot), trainer=trainer
+    )
 
 
 @pytest.mark.parametrize("pairs", [0, 4])
-def test_it_is_as_good_as_the_best_fixed_window_over_even_queues(pairs: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_as_good_as_the_best_fixed_window_over_even_queues(
+    pairs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = published(pairs)
     found, low = took(step), bound(step).total_s
     windows = [math.inf] if not pairs else [found * share for share in (0.2, 0.3, 0.4, 0.5)]
     even = min(Play(step, Even({}, window)).run() for window in windows)
     with capsys.disabled():
-        print(f"\n{pairs} pairs: bound {low:.0f} s, clairvoyant {found:.0f} s, even queues with their best window {even:.0f} s")
+        print(
+            f"\n{pairs} pairs: bound {low:.0f} s, clairvoyant {found:.0f} s, even queues with their best window {even:.0f} s"
+        )
     assert low <= found < even * 1.03  # the best in hindsight; over four such steps the mean is .99
     assert found < 1.45 * low
 
@@ -161,19 +175,27 @@ def test_it_is_as_good_as_the_best_fixed_window_over_even_queues(pairs: int, cap
 def test_never_better_than_the_bound_where_engines_come_and_go() -> None:
     for seed in range(12):
         draw = random.Random(seed)
-        groups = tuple(Group(200, tuple(draw.randint(50, 2500) for _ in range(4))) for _ in range(10))
-        spans = [(start := draw.uniform(0, 20), start + draw.expovariate(1 / 20)) for _ in range(draw.randint(0, 4))]
-        engines = (*[Engine(H100, reserved=True)] * draw.randint(1, 2), *(Engine(H100, (span,)) for span in spans))
-        trainer = TrainerSpec(presets.QWEN3_8B, presets.H100, 2, draw.choice([0.1, 0.4]), 4e11, 25e9, overhead_s=0.2)
-        step = Step(groups, engines, trainer, 16_000, 2.0, 3.0, draw.random() < 0.5, 1.0)
-        play = Play(step, Guided(Clairvoyant(Truth(step))))
+        groups = tuple(OracleGroup(200, tuple(draw.randint(50, 2500) for _ in range(4))) for _ in range(10))
+        spans = [
+            (start := draw.uniform(0, 20), start + draw.expovariate(1 / 20))
+            for _ in range(draw.randint(0, 4))
+        ]
+        engines = (
+            *[OracleEngine(H100, reserved=True)] * draw.randint(1, 2),
+            *(OracleEngine(H100, (span,)) for span in spans),
+        )
+        trainer = TrainerSpec(
+            presets.QWEN3_8B, presets.H100, 2, draw.choice([0.1, 0.4]), 4e11, 25e9, overhead_s=0.2
+        )
+        step = OracleStep(groups, engines, trainer, 16_000, 2.0, 3.0, draw.random() < 0.5, 1.0)
+        play = Play(step, Guided(OracleSchedule(Truth(step))))
         assert play.run() >= bound(step).total_s
         assert play.decoded + sum(batch.decoded_tokens for batch in play.batches.values()) == sum(play.target)
 
 
 def test_moves_end_and_never_go_back_at_once() -> None:
     step = published(4)
-    guided = Guided(Clairvoyant(Truth(step)))
+    guided = Guided(OracleSchedule(Truth(step)))
     Play(step, guided).run()
     assert guided.moves_made < step.samples
 
@@ -181,12 +203,14 @@ def test_moves_end_and_never_go_back_at_once() -> None:
 def test_an_engines_line_is_its_roofline_where_memory_binds() -> None:
     for spec in (H100, presets.engine("Qwen3-32B", "H100", 2)):
         for batch, context in ((1, 500), (32, 6000), (128, 9000)):
-            assert line(spec).step_s(batch, batch * context) == pytest.approx(spec.step_s(batch, batch * context), rel=1e-9)
+            assert line(spec).step_s(batch, batch * context) == pytest.approx(
+                spec.step_s(batch, batch * context), rel=1e-9
+            )
 
 
 def test_an_order_goes_on_where_it_stopped_and_knows_what_came_back() -> None:
-    seats = [Seat(worker_id, 1, H100, line(H100)) for worker_id in (1, 2)]
-    order = Order([Known(key, 100, 1000) for key in (5, 3, 4)], seats, 0.0, {})
+    seats = [PlannedEngine(worker_id, 1, H100, line(H100)) for worker_id in (1, 2)]
+    order = Order([KnownSample(key, 100, 1000) for key in (5, 3, 4)], seats, 0.0, {})
     assert list(order.place({3, 4, 5}.__contains__, {1: 1, 2: 1})) == [(5, 1), (3, 2)]
     assert list(order.place({4}.__contains__, {1: 1, 2: 1})) == []  # both hold as many as they may
     assert order.knows({4})
@@ -196,22 +220,22 @@ def test_an_order_goes_on_where_it_stopped_and_knows_what_came_back() -> None:
 
 
 def test_the_longest_that_is_left_is_told_without_looking_again() -> None:
-    seat = Seat(1, 8, H100, line(H100))
-    held = [Known(key, 100, rest) for key, rest in enumerate((700, 900, 900, 200))]
+    planned = PlannedEngine(1, 8, H100, line(H100))
+    held = [KnownSample(key, 100, rest) for key, rest in enumerate((700, 900, 900, 200))]
     for one in held:
-        seat.take(one)
+        planned.take(one)
     for one in held:
-        before = seat.without_s(one, seat.two_longest())
-        seat.give(one.id)
-        assert seat.drain_s == pytest.approx(before)
-        seat.take(one)
+        before = planned.without_s(one, planned.two_longest())
+        planned.remove(one.id)
+        assert planned.drain_s == pytest.approx(before)
+        planned.take(one)
 
 
 def test_filling_a_seat_is_taking_one_sample_after_the_other() -> None:
     draw = random.Random(7)
-    held = [Known(key, draw.randint(1, 9000), draw.randint(1, 9000)) for key in range(60)]
+    held = [KnownSample(key, draw.randint(1, 9000), draw.randint(1, 9000)) for key in range(60)]
     for share in (0.0, 0.55):
-        one_by_one, at_once = (Seat(1, 64, H100, line(H100), share) for _ in range(2))
+        one_by_one, at_once = (PlannedEngine(1, 64, H100, line(H100), share) for _ in range(2))
         for one in held:
             one_by_one.take(one)
         at_once.fill(held)

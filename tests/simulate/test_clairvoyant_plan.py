@@ -7,11 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.router.forecast_service import Outstanding
-from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.router.window import limit_of
-from scavenger.simulate.clairvoyant_plan import LATER, REOPEN_GAIN, SERVE_GAIN, SHARES, WORTH, plan, share_of
+from scavenger.policy.forecast.service import Outstanding
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.seed_window import limit_of
+from scavenger.simulate.policies.clairvoyant.plan import (
+    LATER,
+    REOPEN_GAIN,
+    SERVE_GAIN,
+    SHARES,
+    WORTH,
+    plan,
+    share_of,
+)
 
 CURVE = Curve(7e-3, 2e-5, 6e-8)
 
@@ -19,13 +27,21 @@ CURVE = Curve(7e-3, 2e-5, 6e-8)
 def situation(seed: int, awake: bool, groups: int = 12) -> Situation:
     """Part of a step: engines, lengths, costs and what is ready already all differ."""
     draw = random.Random(seed)
-    samples = tuple(Outstanding(draw.uniform(200, 900), draw.lognormvariate(7, 0.8), group) for group in range(groups) for _ in range(8))
+    samples = tuple(
+        Outstanding(draw.uniform(200, 900), draw.lognormvariate(7, 0.8), group)
+        for group in range(groups)
+        for _ in range(8)
+    )
     train_s = draw.choice([2e-5, 1e-4, 4e-4])
-    costs = Costs(1e-5, train_s, round_groups=4, sleep_s=draw.uniform(1, 6), wake_s=draw.uniform(1, 6), finish_s=3.0)
+    costs = Costs(
+        1e-5, train_s, round_groups=4, sleep_s=draw.uniform(1, 6), wake_s=draw.uniform(1, 6), finish_s=3.0
+    )
     ready = draw.choice([0, 5, 40])
     pools = Pool(CURVE, 2.0, 64), Pool(CURVE, float(draw.randint(1, 6)), 64)
     limit = draw.choice([NEVER, 8.0, 16.0])
-    return Situation(*pools, costs, samples, awake, ready_groups=ready, ready_tokens=ready * 12_000.0, limit=limit)
+    return Situation(
+        *pools, costs, samples, awake, ready_groups=ready, ready_tokens=ready * 12_000.0, limit=limit
+    )
 
 
 def finest(one: Situation, points: int = 60) -> float:
@@ -75,4 +91,6 @@ def test_the_share_is_as_good_as_any(seed: int) -> None:
         return finest(replace(one, limit=limit_of(one, share)), 30)
 
     usual = SHARES[seed]
-    assert step_s(share_of(one, usual)) <= min(step_s(share) for share in SHARES) * (1 + SERVE_GAIN + LATER + 0.01)
+    assert step_s(share_of(one, usual)) <= min(step_s(share) for share in SHARES) * (
+        1 + SERVE_GAIN + LATER + 0.01
+    )

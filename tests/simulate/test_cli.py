@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scavenger import cli, cli_play, toml
+from scavenger import toml
+from scavenger.cli import main, simulate_run
 from scavenger.cluster import choose
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec, Node, Partition, PreemptMode
 from scavenger.errors import ClusterError, ConfigError
-from scavenger.harvest.standing import drain
+from scavenger.harvest.stop_state import drain
 from scavenger.simulate import play, presets
-from scavenger.simulate.constants import error_of, load
+from scavenger.simulate.calibrate import error_of, load
 from scavenger.simulate.decode import Efficiency
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
@@ -24,7 +25,9 @@ DUMP = DATA / "sacct_22.05.txt"
 
 
 def simulate(*argv: str | Path, columns: int = 200) -> Result:
-    return CliRunner().invoke(cli.app, ["simulate", *map(str, argv)], env=dict(os.environ) | {"COLUMNS": str(columns)})
+    return CliRunner().invoke(
+        main.app, ["simulate", *map(str, argv)], env=dict(os.environ) | {"COLUMNS": str(columns)}
+    )
 
 
 def shown(*argv: str | Path) -> str:
@@ -60,9 +63,29 @@ def test_a_dump_is_answered(tmp_path: Path) -> None:
 
 def test_slurm_s_settings_and_the_engine_change_the_answers() -> None:
     text = shown(
-        "--sacct", DUMP, "--grace", "60", "--kill-wait", "2", "--sched-interval", "10", "--cold-start", "1", "--notice", "1",
-        "--gpus-per-engine", "2", "--engines", "1", "--model", "qwen3-14b", "--gpu", "h200", "--ignore-partition", "scavenge",
-    )  # fmt: skip
+        "--sacct",
+        DUMP,
+        "--grace",
+        "60",
+        "--kill-wait",
+        "2",
+        "--sched-interval",
+        "10",
+        "--cold-start",
+        "1",
+        "--notice",
+        "1",
+        "--gpus-per-engine",
+        "2",
+        "--engines",
+        "1",
+        "--model",
+        "qwen3-14b",
+        "--gpu",
+        "h200",
+        "--ignore-partition",
+        "scavenge",
+    )
     assert "65 s at most" in text
     assert "70 s at most" in text
     assert "cold start of Qwen3-14B on 2 x H200" in text
@@ -75,7 +98,13 @@ def test_a_trace_is_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--live", "--sacct", "x"], ["--trace", "x", "--sacct", "y"], ["--engines", "3"], ["--live", "--html", "x"]]
+    "argv",
+    [
+        ["--live", "--sacct", "x"],
+        ["--trace", "x", "--sacct", "y"],
+        ["--engines", "3"],
+        ["--live", "--html", "x"],
+    ],
 )
 def test_one_source_is_given(argv: list[str]) -> None:
     done = simulate(*argv)
@@ -83,23 +112,28 @@ def test_one_source_is_given(argv: list[str]) -> None:
     assert "Invalid value" in done.output
 
 
-def test_errors_are_told_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = tmp_path / "dump.txt"
     empty.touch()
     monkeypatch.setattr("sys.argv", ["scavenger", "simulate", "--sacct", str(empty)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == ConfigError.exit_code
     told = capsys.readouterr().err
     assert "the sacct dump is empty (line 1)" in told
     assert COMMAND in told
 
 
-@pytest.mark.parametrize(("argv", "says"), [
-    (["--sacct", DUMP, "--timezone", "Europe/Atlantis"], "no time zone 'Europe/Atlantis'"),
-    (["--sacct", DUMP, "--model", "GPT-9"], "no preset for the model 'GPT-9'"),
-    (["--sacct", DUMP, "--html", "/nowhere/x.html"], "/nowhere/x.html cannot be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--sacct", DUMP, "--timezone", "Europe/Atlantis"], "no time zone 'Europe/Atlantis'"),
+        (["--sacct", DUMP, "--model", "GPT-9"], "no preset for the model 'GPT-9'"),
+        (["--sacct", DUMP, "--html", "/nowhere/x.html"], "/nowhere/x.html cannot be written"),
+    ],
+)
 def test_what_cannot_be_done_names_its_cause(argv: list[str | Path], says: str) -> None:
     done = simulate(*argv)
     assert isinstance(done.exception, ConfigError)
@@ -123,10 +157,21 @@ def measured(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize(("run", "option"), [
-    ((), "--cold-start"), ((), "--notice"), ((), "--grace"), ((), "--kill-wait"), ((), "--message-timeout"), ((), "--sched-interval"),
-    (("run.toml",), "--from"), (("run.toml",), "--sigma"), (("run.toml",), "--capped-share"), (("run.toml",), "--correlation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        ((), "--cold-start"),
+        ((), "--notice"),
+        ((), "--grace"),
+        ((), "--kill-wait"),
+        ((), "--message-timeout"),
+        ((), "--sched-interval"),
+        (("run.toml",), "--from"),
+        (("run.toml",), "--sigma"),
+        (("run.toml",), "--capped-share"),
+        (("run.toml",), "--correlation"),
+    ],
+)
 def test_every_number_is_finite(run: tuple[str, ...], option: str, value: str) -> None:
     done = simulate(*run, "--sacct", DUMP, "--reserved-gpus", "1", option, value)
     assert done.exit_code == 2, done.output
@@ -146,17 +191,22 @@ def test_calibrate_finds_prints_and_writes_the_constants(tmp_path: Path) -> None
         load(out.read_text(encoding="utf-8"), presets.engine("Qwen3-14B", "H100"))
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (("[efficiency]", "[efficient]"), "are not both there"),
-    (("overhead_s = ", "overhead = "), "has not exactly the numbers .*overhead, overhead_s"),
-    (("memory_share = 0.9", "memory_share = true"), "a value is no number"),
-    (("[fit]", "[fit"), "not TOML"),
-    (("memory_share = 0.9", "memory_share = nan"), "memory_share = nan is no share"),
-    (("memory_share = 0.9", "memory_share = 1.5"), "memory_share = 1.5 is no share"),
-    (("memory_share = 0.9", "memory_share = -3.0"), "memory_share = -3 is no share"),
-    (("overhead_s = ", "overhead_s = 99"), "overhead_s = .* is no time of a step"),
-])  # fmt: skip
-def test_constants_that_were_tampered_with_are_refused(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("[efficiency]", "[efficient]"), "are not both there"),
+        (("overhead_s = ", "overhead = "), "has not exactly the numbers .*overhead, overhead_s"),
+        (("memory_share = 0.9", "memory_share = true"), "a value is no number"),
+        (("[fit]", "[fit"), "not TOML"),
+        (("memory_share = 0.9", "memory_share = nan"), "memory_share = nan is no share"),
+        (("memory_share = 0.9", "memory_share = 1.5"), "memory_share = 1.5 is no share"),
+        (("memory_share = 0.9", "memory_share = -3.0"), "memory_share = -3 is no share"),
+        (("overhead_s = ", "overhead_s = 99"), "overhead_s = .* is no time of a step"),
+    ],
+)
+def test_constants_that_were_tampered_with_are_refused(
+    tmp_path: Path, change: tuple[str, str], says: str
+) -> None:
     out = tmp_path / "constants.toml"
     shown("calibrate", measured(tmp_path), "--model", "Qwen3-8B", "--gpu", "H100", "--out", out)
     text = out.read_text(encoding="utf-8")
@@ -180,14 +230,17 @@ def test_the_error_of_a_fit_is_read_back() -> None:
 
 
 def test_the_usual_policies_are_named_in_the_help() -> None:
-    assert ",".join(play.USUAL) == cli_play.USUAL
+    assert ",".join(play.USUAL) == simulate_run.USUAL
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (("--trace", DATA / "nodes.csv", "--nodes", "n.txt"), "go with --sacct"),
-    (("--trace", DATA / "nodes.csv", "--ignore-partition", "p"), "go with --sacct"),
-    (("--sacct", DUMP, "--source", "x"), "goes with --trace"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--trace", DATA / "nodes.csv", "--nodes", "n.txt"), "go with --sacct"),
+        (("--trace", DATA / "nodes.csv", "--ignore-partition", "p"), "go with --sacct"),
+        (("--sacct", DUMP, "--source", "x"), "goes with --trace"),
+    ],
+)
 def test_options_that_do_not_apply_are_refused(options: tuple[str | Path, ...], says: str) -> None:
     for command in ((), ("run.toml",)):
         done = simulate(*command, *options, "--reserved-gpus", "1")
@@ -197,7 +250,15 @@ def test_options_that_do_not_apply_are_refused(options: tuple[str | Path, ...], 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_played(tmp_path: Path) -> None:
     for command in ((), ("nosuch.toml",)):
-        done = simulate(*command, "--sacct", tmp_path / "none.txt", "--reserved-gpus", "1", "--html", tmp_path / "no" / "x.html")
+        done = simulate(
+            *command,
+            "--sacct",
+            tmp_path / "none.txt",
+            "--reserved-gpus",
+            "1",
+            "--html",
+            tmp_path / "no" / "x.html",
+        )
         assert isinstance(done.exception, ConfigError)
         assert "x.html cannot be written" in done.exception.cause
 
@@ -215,7 +276,10 @@ class ReadOnly:
         return ClusterInfo("hand", "fake", "1.0", "preempt/partition_prio", 30.0, 10.0, "admin")
 
     def view(self) -> ClusterView:
-        nodes = tuple(Node(f"n{i}", frozenset({"idle"}), frozenset({"normal"}), "h100", 8, 5 * i, 64, 0, 1, 0) for i in range(2))
+        nodes = tuple(
+            Node(f"n{i}", frozenset({"idle"}), frozenset({"normal"}), "h100", 8, 5 * i, 64, 0, 1, 0)
+            for i in range(2)
+        )
         normal = Partition("normal", frozenset({"n0", "n1"}), 10, PreemptMode.OFF, 0.0, 1e9)
         return ClusterView(4e9, nodes, (), (normal,))  # in the future: never too old
 
@@ -249,7 +313,9 @@ def test_live_only_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_live_looks_with_the_limits_of_a_daemon_that_was_told_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_live_looks_with_the_limits_of_a_daemon_that_was_told_to_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(choose, "backend", lambda settings: ReadOnly())
     (tmp_path / "state").mkdir()
     drain(tmp_path / "state", "maintenance on Monday", at_once=False)
@@ -265,16 +331,23 @@ class Mute(ReadOnly):
     """Slurm's commands are here, and no cluster is."""
 
     def info(self) -> ClusterInfo:
-        raise ClusterError("scontrol: scontrol: error: DNS SRV lookup failed scontrol: fatal: Could not establish a configuration source")
+        raise ClusterError(
+            "scontrol: scontrol: error: DNS SRV lookup failed scontrol: fatal: Could not establish a configuration source"
+        )
 
 
-def test_live_without_a_cluster_says_so_in_a_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_live_without_a_cluster_says_so_in_a_line_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cluster = Mute()
     monkeypatch.setattr(choose, "backend", lambda settings: cluster)
     monkeypatch.chdir(tmp_path)
     done = simulate("--live")
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.cause == "the cluster's commands do not work on this host: Could not establish a configuration source"
+    assert (
+        done.exception.cause
+        == "the cluster's commands do not work on this host: Could not establish a configuration source"
+    )
     assert "scontrol ping" in done.exception.remedy
     assert cluster.closed
 

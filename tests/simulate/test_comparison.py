@@ -9,22 +9,38 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scavenger.cli_tables import play_all, print_comparison
+from scavenger.cli.tables import print_comparison, run_all
 from scavenger.errors import ConfigError
-from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, span, speed_up, table, verdict
+from scavenger.simulate.comparison import (
+    Prices,
+    SimulationResult,
+    by_policy,
+    estimate,
+    policy_metrics,
+    report,
+    span,
+    speed_up,
+    table,
+    verdict,
+)
 from scavenger.simulate.report import Series, html
 
 PRICES = Prices(reserved=10.0, harvested=2.0)
 OWNERS = Series("", (0.0,), (("reserved", (2.0,)), ("harvested", (1.0,)), ("idle", (5.0,))), 60.0)
 
 
-def run(policy: str, seed: int, tokens: int, harvested_gpu_s: float = 0.0, **more: object) -> Played:
+def run(
+    policy: str, seed: int, tokens: int, harvested_gpu_s: float = 0.0, **more: object
+) -> SimulationResult:
     parts = (("window", 20.0), ("train", 80.0))
-    return Played(policy, seed, 2, 100.0, tokens, 3600.0, harvested_gpu_s, parts, **more)  # type: ignore[arg-type]
+    return SimulationResult(policy, seed, 2, 100.0, tokens, 3600.0, harvested_gpu_s, parts, **more)  # type: ignore[arg-type]
 
 
 ALONE = (run("colocated", 0, 1000), run("colocated", 1, 3000))
-OURS = (run("ours", 1, 6000, 7200.0, starts=4, wasted=1, preemptions=1, moves=6), run("ours", 0, 2200, 7200.0, owners=OWNERS))
+OURS = (
+    run("ours", 1, 6000, 7200.0, starts=4, wasted=1, preemptions=1, moves=6),
+    run("ours", 0, 2200, 7200.0, owners=OWNERS),
+)
 
 
 def test_the_interval_is_student_s() -> None:
@@ -39,7 +55,11 @@ def test_the_interval_is_student_s() -> None:
 
 def test_the_verdict_names_what_chance_may_explain() -> None:
     assert verdict([*ALONE, *OURS])[0] == "ours cannot be told from colocated by 2 seeds: use more (--seeds)"
-    clear = [run(name, seed, 1000 * factor + seed) for name, factor in (("colocated", 1), ("ours", 2)) for seed in (0, 1, 2)]
+    clear = [
+        run(name, seed, 1000 * factor + seed)
+        for name, factor in (("colocated", 1), ("ours", 2))
+        for seed in (0, 1, 2)
+    ]
     assert verdict(clear)[0] == "ours is the fastest here, beyond chance"
     assert "--from" in verdict(clear)[1]
     assert verdict([clear[0], clear[3]]) == ("one seed tells nothing of chance: use --seeds 3 or more",)
@@ -54,12 +74,12 @@ def test_how_much_was_played_is_said_with_what_was_too_short() -> None:
 
 
 def test_prices_say_where_they_are_from() -> None:
-    assert "list prices of an H100" in Prices().told()
-    assert "as given" in PRICES.told()
+    assert "list prices of an H100" in Prices().summary()
+    assert "as given" in PRICES.summary()
 
 
 def test_figures_are_means_over_seeds() -> None:
-    alone, ours = figures((*ALONE, *OURS), PRICES)
+    alone, ours = policy_metrics((*ALONE, *OURS), PRICES)
     assert (alone.tokens_per_s.value, ours.tokens_per_s.value) == (20.0, 41.0)
     assert alone.tokens_per_dollar is not None
     assert ours.tokens_per_dollar is not None
@@ -108,14 +128,14 @@ def test_one_seed_has_no_interval() -> None:
 def test_every_policy_is_played_with_every_seed_and_tells_how_far_it_is() -> None:
     asked = []
 
-    def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
+    def run_policy(policy: str, seed: int, progress: Callable[[float], None]) -> SimulationResult:
         asked.append((policy, seed))
         progress(0.5)
         return run(policy, seed, 1000)
 
-    played = play_all(play, ("colocated", "ours"), seeds=2)
+    results = run_all(run_policy, ("colocated", "ours"), seeds=2)
     assert asked == [("colocated", 0), ("colocated", 1), ("ours", 0), ("ours", 1)]
-    assert [(one.policy, one.seed) for one in played] == asked
+    assert [(one.policy, one.seed) for one in results] == asked
 
 
 def test_what_was_played_is_printed_and_written(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from scavenger.simulate.presets import GPUS, MODELS, UNCALIBRATED, engine
 
 # 1 layer, 2 query heads and 1 KV head of 4, hidden 8, intermediate 16, vocabulary 100, on round numbers
 TINY = Model("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100)
-PLAIN = Gpu("plain", memory_bytes=20_000.0, bandwidth_bytes_s=1000.0, dense_flops=10_000.0, nvlink_bytes_s=500.0, host_bytes_s=100.0)
+PLAIN = Gpu(
+    "plain",
+    memory_bytes=20_000.0,
+    bandwidth_bytes_s=1000.0,
+    dense_flops=10_000.0,
+    nvlink_bytes_s=500.0,
+    host_bytes_s=100.0,
+)
 HALF = Efficiency(bandwidth=0.5, decode_compute=0.25, overhead_s=0.125, prefill_compute=0.5, memory_share=1.0)
 SPEC = EngineSpec(TINY, PLAIN, HALF)
 
@@ -48,7 +55,9 @@ def test_kv_capacity_is_what_weights_and_training_state_leave() -> None:
 def test_two_gpus_halve_the_roofline_and_pay_for_their_all_reduces() -> None:
     two = replace(SPEC, gpus=2, efficiency=replace(HALF, allreduce_latency_s=0.01))
     # twice a layer: latency, and 2 (g - 1) / g of B * 8 * 2 bytes at 500 bytes/s
-    assert two.step_s(4, 100) == pytest.approx(0.125 + 2 * (0.01 + 64 / 500) + max((2752 + 1600) / 1000, (11_008 + 3200) / 5000))
+    assert two.step_s(4, 100) == pytest.approx(
+        0.125 + 2 * (0.01 + 64 / 500) + max((2752 + 1600) / 1000, (11_008 + 3200) / 5000)
+    )
 
 
 def test_prefill_by_hand_alone_after_a_shared_prompt_and_again_after_a_move() -> None:
@@ -86,9 +95,15 @@ def test_the_closed_form_equals_stepping_token_by_token_over_random_batches() ->
     assert bent >= 3  # the bend is tested, not only the straight part
 
 
-@pytest.mark.parametrize(("memory", "compute"), [((10.0, 0.5), (40.0, 0.1)), ((40.0, 0.1), (10.0, 0.5)), ((1.0, 0.0), (2.0, 0.0))])
-def test_the_bend_is_found_whichever_side_leads_first(memory: tuple[float, float], compute: tuple[float, float]) -> None:
-    curve = Curve(overhead=1.0, memory=memory[0], memory_slope=memory[1], compute=compute[0], compute_slope=compute[1])
+@pytest.mark.parametrize(
+    ("memory", "compute"), [((10.0, 0.5), (40.0, 0.1)), ((40.0, 0.1), (10.0, 0.5)), ((1.0, 0.0), (2.0, 0.0))]
+)
+def test_the_bend_is_found_whichever_side_leads_first(
+    memory: tuple[float, float], compute: tuple[float, float]
+) -> None:
+    curve = Curve(
+        overhead=1.0, memory=memory[0], memory_slope=memory[1], compute=compute[0], compute_slope=compute[1]
+    )
     stretch = Stretch(curve, batch=3, context=5.0)
     for steps in (0, 1, 20, 24, 25, 26, 300):
         exact = stepped(curve, 3, 5.0, steps)
@@ -100,7 +115,9 @@ def test_stretches_add_up_wherever_they_are_cut() -> None:
     stretch = Stretch(engine("Qwen3-8B", "H100").curve(64), 64, 64 * 1000.0)
     for cut in (1, 17.3, 500.9):
         rest = msgspec.structs.replace(stretch, context=stretch.context + cut * 64)
-        assert stretch.seconds(cut) + rest.seconds(1000 - cut) == pytest.approx(stretch.seconds(1000), rel=1e-6)
+        assert stretch.seconds(cut) + rest.seconds(1000 - cut) == pytest.approx(
+            stretch.seconds(1000), rel=1e-6
+        )
 
 
 def test_decoding_slows_as_context_grows() -> None:

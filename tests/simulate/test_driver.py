@@ -8,49 +8,67 @@ from dataclasses import replace
 import pytest
 
 from scavenger.errors import ConfigError, SimulationError
-from scavenger.router.policy import Standard
-from scavenger.router.predictive import Predictive
-from scavenger.router.predictive_settings import Settings
+from scavenger.policy.interface import Standard
+from scavenger.policy.predictive.policy import Predictive
+from scavenger.policy.predictive.settings import Settings
 from scavenger.simulate import driver, presets
 from scavenger.simulate import trainer_model as cost
-from scavenger.simulate.contender import Contender
-from scavenger.simulate.contenders import contender as contender_of
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.lengths import Lognormal, Sampled
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.disaggregated import DISAGGREGATED
 from scavenger.simulate.policies.even import Even
+from scavenger.simulate.policies.make import simulated_policy as policy_of
 from scavenger.simulate.policies.ours import OURS, ours
 from scavenger.simulate.policies.polyrl import POLYRL
 from scavenger.simulate.policies.rlboost import RLBOOST, rlboost
 from scavenger.simulate.policies.rlboost import Settings as RLBoostSettings
+from scavenger.simulate.policy import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.sequences import EngineBatch, Request
-from scavenger.simulate.site_daemon import Daemon
-from scavenger.simulate.startup import ColdStart, Deltas, Phase
+from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
+from scavenger.simulate.site_daemon import SimDaemon
+from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase
 from scavenger.simulate.trainer_model import TrainerSpec
 
 ENGINE = presets.engine("Qwen3-8B", "H100")
 TRAINER = TrainerSpec(ENGINE.model, ENGINE.gpu, 8, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
 NOBODY = from_deltas("no idle GPUs", 1e7, {"a": 8}, {"a": 0}, [])
 ALWAYS = from_deltas("always idle", 1e7, {"a": 8, "b": 8}, {"a": 8, "b": 8}, [])
-SURE = ColdStart(Phase(10.0), Phase(5.0), Phase(15.0), 1e12)
+SURE = ColdStart(StartupPhase(10.0), StartupPhase(5.0), StartupPhase(15.0), 1e12)
 LENGTH, PROMPT = 2000, 512
 EQUAL = Scenario(
-    ENGINE, 8, ENGINE, TRAINER, Sampled((LENGTH,), 4096), NOBODY, prompts=16, prompt_tokens=PROMPT, steps=3, cold_start=SURE, relay=False
-)  # fmt: skip
-UNEVEN = replace(EQUAL, lengths=Lognormal.with_mean(1500, 0.9, 8192, 0.5), prompts=32, steps=3, fleet=ALWAYS, max_engines=8, max_batch=64)
-EVENLY = Contender("evenly", Even, window=0.4)
+    ENGINE,
+    8,
+    ENGINE,
+    TRAINER,
+    Sampled((LENGTH,), 4096),
+    NOBODY,
+    prompts=16,
+    prompt_tokens=PROMPT,
+    steps=3,
+    cold_start=SURE,
+    relay=False,
+)
+UNEVEN = replace(
+    EQUAL,
+    lengths=Lognormal.with_mean(1500, 0.9, 8192, 0.5),
+    prompts=32,
+    steps=3,
+    fleet=ALWAYS,
+    max_engines=8,
+    max_batch=64,
+)
+EVENLY = SimulatedPolicy("evenly", Even, window=0.4)
 
 
 def generation_s(spec: EngineSpec, samples: int) -> float:
     """One engine with whole groups of 8, all of one length, from prefill to end."""
     batch = EngineBatch(spec)
-    batch.add([Request(i, i // 8, PROMPT, 0, LENGTH) for i in range(samples)], 0.0)
+    batch.add([SimulatedRequest(i, i // 8, PROMPT, 0, LENGTH) for i in range(samples)], 0.0)
     while batch.size:
         ended = batch.next_time()
         batch.advance(ended)
@@ -60,7 +78,11 @@ def generation_s(spec: EngineSpec, samples: int) -> float:
 def training_s(scenario: Scenario) -> float:
     lengths = [PROMPT + LENGTH] * scenario.prompts * scenario.samples
     micro_steps = cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)
-    return sum(cost.micro_step_s(TRAINER, ranks) for ranks in micro_steps) + cost.optimizer_s(TRAINER) + cost.publish_s(TRAINER)
+    return (
+        sum(cost.micro_step_s(TRAINER, ranks) for ranks in micro_steps)
+        + cost.optimizer_s(TRAINER)
+        + cost.publish_s(TRAINER)
+    )
 
 
 # ---------------------------------------------------------------- closed forms: alike engines, equal lengths, no preemption
@@ -78,7 +100,10 @@ def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
     scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64)
     out = simulate(replace(scenario, steps=4), DISAGGREGATED)
     engines = 8
-    pull = max(ENGINE.model.weight_bytes * engines / TRAINER.nic_bytes_s, ENGINE.model.weight_bytes / scenario.engine_bytes_s)
+    pull = max(
+        ENGINE.model.weight_bytes * engines / TRAINER.nic_bytes_s,
+        ENGINE.model.weight_bytes / scenario.engine_bytes_s,
+    )
     load = ENGINE.model.weight_bytes / ENGINE.gpu.host_bytes_s
     expected = pull + load + generation_s(ENGINE, 16) + training_s(EQUAL)
     assert out.steps[-1].harvested == engines
@@ -87,14 +112,21 @@ def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
 
 def test_a_reward_that_takes_its_time_comes_after_generation() -> None:
     plain, late = (simulate(replace(EQUAL, reward_s=seconds), COLOCATED) for seconds in (0.0, 7.0))
-    assert [step.seconds for step in late.steps] == pytest.approx([step.seconds + 7.0 for step in plain.steps])
+    assert [step.seconds for step in late.steps] == pytest.approx(
+        [step.seconds + 7.0 for step in plain.steps]
+    )
 
 
 def test_versions_after_the_first_are_pulled_as_deltas() -> None:
     """Eight engines share the trainer's interface: a version takes their sum of bytes over it, of which a delta is a tenth."""
     trainer = replace(TRAINER, nic_bytes_s=5e9)
-    scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64, steps=4, trainer=trainer, engine_bytes_s=1e12)
-    whole, deltas = (simulate(replace(scenario, deltas=one), DISAGGREGATED).steps[-1].seconds for one in (None, Deltas(0.1, 1)))
+    scenario = replace(
+        EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64, steps=4, trainer=trainer, engine_bytes_s=1e12
+    )
+    whole, deltas = (
+        simulate(replace(scenario, deltas=one), DISAGGREGATED).steps[-1].seconds
+        for one in (None, Deltas(0.1, 1))
+    )
     assert whole - deltas == pytest.approx(0.9 * 8 * ENGINE.model.weight_bytes / 5e9, rel=0.01)
 
 
@@ -115,7 +147,14 @@ def instant(scenario: Scenario) -> Scenario:
     engine = replace(ENGINE, gpu=gpu)
     trainer = replace(TRAINER, gpu=gpu, sleep_s=0.0, wake_s=0.0, nic_bytes_s=1e18)
     return replace(
-        scenario, reserved=engine, harvested=engine, trainer=trainer, engine_bytes_s=1e18, fleet=ALWAYS, max_engines=8, max_batch=64
+        scenario,
+        reserved=engine,
+        harvested=engine,
+        trainer=trainer,
+        engine_bytes_s=1e18,
+        fleet=ALWAYS,
+        max_engines=8,
+        max_batch=64,
     )
 
 
@@ -129,7 +168,7 @@ def test_rlboost_with_a_window_longer_than_generation_uses_all_engines_at_once()
 def test_ours_and_the_mixtures_use_all_engines_to_the_end_of_generation(name: str) -> None:
     """Toggles are free and all answers end at once, so no window is better; rlboost's 30 s are longer than generation."""
     scenario = replace(instant(EQUAL), steps=6)
-    out = simulate(scenario, contender_of(name, scenario))
+    out = simulate(scenario, policy_of(name, scenario))
     assert out.steps[-1].harvested == 8
     assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
 
@@ -137,7 +176,7 @@ def test_ours_and_the_mixtures_use_all_engines_to_the_end_of_generation(name: st
 def test_the_clairvoyant_uses_all_engines_to_the_end_of_generation() -> None:
     """With as many slots as samples: else it gives ten each to thirteen engines, whose steps are hardly longer than eight's."""
     scenario = replace(instant(EQUAL), steps=4, max_batch=8)
-    out = simulate(scenario, contender_of("clairvoyant", scenario))
+    out = simulate(scenario, policy_of("clairvoyant", scenario))
     assert out.steps[-1].harvested == 8
     assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
 
@@ -159,9 +198,16 @@ def test_polyrl_hands_out_four_groups_a_second() -> None:
 def test_what_came_during_a_toggle_is_not_left_in_the_inbox() -> None:
     """The last group of a step and the last change of its fleet, while the trainer takes its state: no other message follows."""
     scenario = replace(
-        UNEVEN, steps=0, horizon_s=600.0, max_engines=16, prompt_tokens=256, prompts=8, lengths=Lognormal.with_mean(2500, 1.3, 30_000, 0.1),
-        cold_start=ColdStart(Phase(2.0), Phase(1.0), Phase(2.0), 1e12), trainer=replace(TRAINER, sleep_s=5.0, wake_s=60.0),
-    )  # fmt: skip
+        UNEVEN,
+        steps=0,
+        horizon_s=600.0,
+        max_engines=16,
+        prompt_tokens=256,
+        prompts=8,
+        lengths=Lognormal.with_mean(2500, 1.3, 30_000, 0.1),
+        cold_start=ColdStart(StartupPhase(2.0), StartupPhase(1.0), StartupPhase(2.0), 1e12),
+        trainer=replace(TRAINER, sleep_s=5.0, wake_s=60.0),
+    )
     out = simulate(scenario, ours(Settings(price=0.0, least_saving=1e-4)))
     assert len(out.steps) > 2, "all of the second step's answers had come, and it never ended"
 
@@ -202,29 +248,38 @@ def coming_and_going(seed: int, end_s: float = 3000.0) -> Fleet:
     return from_deltas("coming and going", end_s, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 4), deltas)
 
 
-@pytest.mark.parametrize("contender", [DISAGGREGATED, EVENLY, RLBOOST, POLYRL, OURS], ids=lambda c: c.name)
-def test_preempted_engines_lose_no_sample_and_ours_never_hold_what_others_need(contender: Contender) -> None:
+@pytest.mark.parametrize(
+    "simulated_policy", [DISAGGREGATED, EVENLY, RLBOOST, POLYRL, OURS], ids=lambda c: c.name
+)
+def test_preempted_engines_lose_no_sample_and_ours_never_hold_what_others_need(
+    simulated_policy: SimulatedPolicy,
+) -> None:
     scenario = replace(UNEVEN, fleet=coming_and_going(1), max_engines=16, max_batch=32)
-    out = simulate(scenario, contender)
+    out = simulate(scenario, simulated_policy)
     assert out.preemptions >= 5
     assert held_never_exceeds_idle(out)
     assert [step.samples for step in out.steps] == [256] * 3
-    truth = [sum(sum(scenario.lengths.group(Streams(0), step, prompt, 8)) for prompt in range(32)) for step in (1, 2, 3)]
+    truth = [
+        sum(sum(scenario.lengths.group(Streams(0), step, prompt, 8)) for prompt in range(32))
+        for step in (1, 2, 3)
+    ]
     assert [step.tokens for step in out.steps] == truth
     assert out.recorded == out.generated - out.regenerated
-    assert (out.regenerated > 0) == contender.whole_groups, "only what moves as a group is cut"
+    assert (out.regenerated > 0) == simulated_policy.whole_groups, "only what moves as a group is cut"
 
 
 def test_the_core_is_consistent_after_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = Daemon._handle
+    handle = SimDaemon._handle
 
     def checked(self, event):  # type: ignore[no-untyped-def]
         handle(self, event)
         self.router.check()
 
-    monkeypatch.setattr(Daemon, "_handle", checked)
-    contender = rlboost(RLBoostSettings(batch=4))  # moves much
-    out = simulate(replace(UNEVEN, steps=2, fleet=coming_and_going(2), max_engines=6, max_batch=32), contender)
+    monkeypatch.setattr(SimDaemon, "_handle", checked)
+    simulated_policy = rlboost(RLBoostSettings(batch=4))  # moves much
+    out = simulate(
+        replace(UNEVEN, steps=2, fleet=coming_and_going(2), max_engines=6, max_batch=32), simulated_policy
+    )
     assert out.decisions["rebalance"] > 0
 
 
@@ -251,10 +306,10 @@ def test_a_horizon_ends_the_simulation_between_steps() -> None:
 
 def test_engines_cost_from_their_jobs_start_and_idle_holds_are_counted() -> None:
     out = simulate(replace(UNEVEN, steps=2), DISAGGREGATED)
-    held = sum(engine.held_s for engine in out.engines)
+    held = sum(engine.allocated_s for engine in out.engines)
     busy = sum(engine.busy_s for engine in out.engines)
     assert out.harvested_gpu_hours == pytest.approx(held / 3600)
-    assert out.idle_held_gpu_hours == pytest.approx((held - busy) / 3600)
+    assert out.idle_allocated_gpu_hours == pytest.approx((held - busy) / 3600)
     assert out.dollars(2.0, 1.0) == pytest.approx(2 * out.reserved_gpu_hours + out.harvested_gpu_hours)
     assert all(engine.ready_s - engine.start_s >= 30.0 for engine in out.engines)
 
@@ -267,7 +322,7 @@ def test_answers_that_do_not_fit_an_engine_and_endless_runs_are_refused() -> Non
 
 
 def test_the_live_default_policy_runs_in_the_simulator_too() -> None:
-    out = simulate(replace(UNEVEN, steps=2), Contender("standard", Standard, window=0.5))
+    out = simulate(replace(UNEVEN, steps=2), SimulatedPolicy("standard", Standard, window=0.5))
     assert [step.samples for step in out.steps] == [256, 256]
 
 
@@ -279,7 +334,9 @@ def test_a_simulated_trainer_tells_what_a_round_costs() -> None:
         made.append(Predictive("run"))
         return made[-1]
 
-    dear = replace(UNEVEN, trainer=replace(TRAINER, overhead_s=3.0), round_tokens=10**7, steps=6)  # a round is one micro-step
+    dear = replace(
+        UNEVEN, trainer=replace(TRAINER, overhead_s=3.0), round_tokens=10**7, steps=6
+    )  # a round is one micro-step
     simulate(dear, replace(OURS, new_policy=ours))
     costs = made[0].forecast.costs(made[0].forecast.curve("harvested", 1), 1, TRAINER.ranks)
     assert costs.round_s == pytest.approx(3.0, rel=0.15)

@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.simulate.engine import Simulation, Streams
+from scavenger.simulate.clock import Simulation, Streams
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 1), st.booleans()), max_size=40))
-def test_events_run_by_time_then_priority_then_order_of_scheduling_and_cancelled_ones_never(plan: list[tuple[int, int, bool]]) -> None:
+def test_events_run_by_time_then_priority_then_order_of_scheduling_and_cancelled_ones_never(
+    plan: list[tuple[int, int, bool]],
+) -> None:
     simulation = Simulation()
     ran: list[int] = []
-    timers = [simulation.at(time, partial(ran.append, i), priority) for i, (time, priority, _) in enumerate(plan)]
+    timers = [
+        simulation.at(time, partial(ran.append, i), priority) for i, (time, priority, _) in enumerate(plan)
+    ]
     for timer, (_, _, cancelled) in zip(timers, plan, strict=True):
         if cancelled:
             timer.cancel()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.engine import Streams
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.lengths import Lengths, Lognormal, Remembered, Sampled, parse, read
 from tests.simulate.real import TRACES, needs_traces
 
@@ -57,7 +57,9 @@ def test_the_mean_after_the_cap_is_what_was_asked_for(mean: float, sigma: float)
 
 def test_lengths_drift_over_steps() -> None:
     lengths = Lognormal(math.log(1000), 0.5, 10**9, drift=0.01)
-    assert drawn(lengths, step=50).mean() / drawn(lengths, step=0).mean() == pytest.approx(math.exp(0.5), rel=0.05)
+    assert drawn(lengths, step=50).mean() / drawn(lengths, step=0).mean() == pytest.approx(
+        math.exp(0.5), rel=0.05
+    )
     assert lengths.mean(50) / lengths.mean(0) == pytest.approx(math.exp(0.5))
 
 
@@ -66,7 +68,17 @@ def test_a_group_is_the_same_whoever_asked_before_and_another_by_seed_step_and_p
     first = lengths.group(Streams(1), 3, 5, 8)
     lengths.group(Streams(1), 3, 4, 8)
     assert lengths.group(Streams(1), 3, 5, 8) == first
-    assert len({first, lengths.group(Streams(2), 3, 5, 8), lengths.group(Streams(1), 4, 5, 8), lengths.group(Streams(1), 3, 6, 8)}) == 4
+    assert (
+        len(
+            {
+                first,
+                lengths.group(Streams(2), 3, 5, 8),
+                lengths.group(Streams(1), 4, 5, 8),
+                lengths.group(Streams(1), 3, 6, 8),
+            }
+        )
+        == 4
+    )
 
 
 def test_lengths_are_whole_and_at_least_one_token() -> None:
@@ -80,15 +92,28 @@ def test_sampled_lengths_have_the_files_distribution_scale_cap_and_correlation()
     assert set(np.unique(found)) == set(tokens)
     assert found.mean() == pytest.approx(np.mean(tokens), rel=0.05)
     assert 0.4 < within_group(np.log(found)) < 0.65  # of ranks with ties: below that of the scores
-    assert set(np.unique(drawn(Sampled(tokens, 250, scale=2.0), 200))) == {min(250, 2 * token) for token in tokens}
+    assert set(np.unique(drawn(Sampled(tokens, 250, scale=2.0), 200))) == {
+        min(250, 2 * token) for token in tokens
+    }
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Lognormal(5.0, 0.0, 100), lambda: Lognormal(5.0, 1.0, 100, 1.5), lambda: Lognormal(5.0, 1.0, 0),
-    lambda: Lognormal.with_capped_share(1.0, 100, 0.0), lambda: Lognormal.with_mean(100, 1.0, 100), lambda: Sampled((), 10),
-    lambda: Lognormal(5.0, math.nan, 100), lambda: Lognormal(5.0, math.inf, 100), lambda: Lognormal(5.0, 50.0, 100),
-    lambda: Lognormal(math.nan, 1.0, 100), lambda: Lognormal(5.0, 1.0, 100, drift=math.inf), lambda: Sampled((1,), 10, scale=math.nan),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Lognormal(5.0, 0.0, 100),
+        lambda: Lognormal(5.0, 1.0, 100, 1.5),
+        lambda: Lognormal(5.0, 1.0, 0),
+        lambda: Lognormal.with_capped_share(1.0, 100, 0.0),
+        lambda: Lognormal.with_mean(100, 1.0, 100),
+        lambda: Sampled((), 10),
+        lambda: Lognormal(5.0, math.nan, 100),
+        lambda: Lognormal(5.0, math.inf, 100),
+        lambda: Lognormal(5.0, 50.0, 100),
+        lambda: Lognormal(math.nan, 1.0, 100),
+        lambda: Lognormal(5.0, 1.0, 100, drift=math.inf),
+        lambda: Sampled((1,), 10, scale=math.nan),
+    ],
+)
 def test_lengths_that_cannot_be_are_refused(make: object) -> None:
     assert callable(make)
     with pytest.raises(ConfigError):
@@ -103,11 +128,17 @@ def test_a_file_is_read_plain_or_gzipped_whole_or_one_source(tmp_path: Path) -> 
     assert read(packed) == read(SAMPLE)
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "empty"), ("source,tokens\na,5\n", "output_tokens"),
-    ("output_tokens\n5\nfive\n", "line 3"), ("# x\noutput_tokens\n-5\n", "line 3"),
-    ("output_tokens\n5,6\n", "line 2"), ("output_tokens\n", "no answer lengths"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "empty"),
+        ("source,tokens\na,5\n", "output_tokens"),
+        ("output_tokens\n5\nfive\n", "line 3"),
+        ("# x\noutput_tokens\n-5\n", "line 3"),
+        ("output_tokens\n5,6\n", "line 2"),
+        ("output_tokens\n", "no answer lengths"),
+    ],
+)
 def test_a_wrong_file_names_its_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse(text.splitlines(keepends=True))
@@ -127,7 +158,11 @@ def test_the_real_answers_have_the_statistics_of_their_readme() -> None:
     chat = np.array(read(TRACES / "output_lengths.csv.gz", "azure2023_conv"))
     assert (round(chat.mean()), np.percentile(chat, 50), round(np.percentile(chat, 99))) == (211, 129, 601)
     mooncake = np.array(read(TRACES / "output_lengths.csv.gz", "mooncake_conversation"))
-    assert (round(mooncake.mean()), np.percentile(mooncake, 50), round(np.percentile(mooncake, 99))) == (343, 350, 1119)
+    assert (round(mooncake.mean()), np.percentile(mooncake, 50), round(np.percentile(mooncake, 99))) == (
+        343,
+        350,
+        1119,
+    )
 
 
 def test_what_is_remembered_is_what_is_drawn_and_drawn_once_for_a_seed() -> None:
@@ -144,6 +179,8 @@ def test_what_is_remembered_is_what_is_drawn_and_drawn_once_for_a_seed() -> None
     lengths = Remembered(Counted())
     for seed in (1, 1, 2, 1):
         for step, prompt in ((1, 0), (2, 0), (1, 3)):
-            assert lengths.group(Streams(seed), step, prompt, 8) == truth.group(Streams(seed), step, prompt, 8)
+            assert lengths.group(Streams(seed), step, prompt, 8) == truth.group(
+                Streams(seed), step, prompt, 8
+            )
     assert asked == [(seed, step, prompt) for seed in (1, 2, 1) for step, prompt in ((1, 0), (2, 0), (1, 3))]
     assert lengths.cap == 100

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from scavenger.simulate.engine import Streams
-from scavenger.simulate.links import fair_rates
+from scavenger.simulate.clock import Streams
+from scavenger.simulate.network import fair_rates
 from scavenger.simulate.presets import COLD_CACHE, WARM_CACHE
-from scavenger.simulate.startup import ColdStart, Deltas, Phase, pull_bytes
+from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase, pull_bytes
 
 
 def test_fair_rates_give_small_caps_all_they_want_and_share_the_rest() -> None:
@@ -35,7 +35,13 @@ def test_the_bytes_to_pull_by_what_is_held() -> None:
 
 
 def test_cold_starts_have_the_stated_medians_and_means_and_load_by_size() -> None:
-    start = ColdStart(Phase(16.0, 0.4), Phase(10.0), Phase(30.0, 0.3), load_bytes_s=1e9, load_spread=0.2)
+    start = ColdStart(
+        StartupPhase(16.0, 0.4),
+        StartupPhase(10.0),
+        StartupPhase(30.0, 0.3),
+        load_bytes_s=1e9,
+        load_spread=0.2,
+    )
     stream = Streams(3).stream("starts")
     drawn = [start.draw(stream, 16e9) for _ in range(4000)]
     assert np.median([one.container_s for one in drawn]) == pytest.approx(16.0, rel=0.03)
@@ -43,12 +49,17 @@ def test_cold_starts_have_the_stated_medians_and_means_and_load_by_size() -> Non
     assert {one.import_s for one in drawn} == {10.0}
     assert np.median([one.load_s for one in drawn]) == pytest.approx(16.0, rel=0.03)
     assert np.mean([one.total_s for one in drawn]) == pytest.approx(start.mean_s(16e9), rel=0.02)
-    assert start.mean_s(16e9) == pytest.approx(16 * math.exp(0.08) + 10 + 30 * math.exp(0.045) + 16 * math.exp(0.02))
+    assert start.mean_s(16e9) == pytest.approx(
+        16 * math.exp(0.08) + 10 + 30 * math.exp(0.045) + 16 * math.exp(0.02)
+    )
     assert start.draw(stream, 0.0).load_s == 0.0
 
 
 def test_a_phase_without_spread_shifts_no_other_draw() -> None:
-    wide, narrow = ColdStart(Phase(1, 0.5), Phase(1, 0.5), Phase(1), 1.0), ColdStart(Phase(1), Phase(1, 0.5), Phase(1), 1.0)
+    wide, narrow = (
+        ColdStart(StartupPhase(1, 0.5), StartupPhase(1, 0.5), StartupPhase(1), 1.0),
+        ColdStart(StartupPhase(1), StartupPhase(1, 0.5), StartupPhase(1), 1.0),
+    )
     drawn = [start.draw(Streams(1).stream("start", "node-1"), 1.0) for start in (wide, narrow)]
     assert drawn[0].import_s == drawn[1].import_s
     assert drawn[0].container_s != drawn[1].container_s

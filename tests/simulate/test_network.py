@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.simulate.engine import Simulation
-from scavenger.simulate.links import fair_rates
-from scavenger.simulate.network import Network
+from scavenger.simulate.clock import Simulation
+from scavenger.simulate.network import Network, fair_rates
 
 
 @dataclass
@@ -112,7 +111,9 @@ def test_nothing_to_pull_takes_no_time() -> None:
     st.integers(1, 100),
     st.integers(1, 100),
 )
-def test_without_relays_pulls_end_as_the_closed_form_says(asked: list[tuple[int, int]], source: int, end: int) -> None:
+def test_without_relays_pulls_end_as_the_closed_form_says(
+    asked: list[tuple[int, int]], source: int, end: int
+) -> None:
     named = [(f"e{index}", float(start), float(nbytes)) for index, (start, nbytes) in enumerate(asked)]
     pulls = Pulls(float(source), float(end))
     for one in named:
@@ -128,7 +129,9 @@ def test_who_has_finished_serves_the_others() -> None:
     pulls = Pulls(100.0, 50.0, relay=True)
     for index in range(8):
         pulls.pull(f"e{index}", 0.0, 100.0)
-    assert pulls.run() == pytest.approx({**{f"e{i}": 2.0 for i in (0, 1)}, **{f"e{i}": 4.0 for i in (2, 3, 4, 5)}, "e6": 6.0, "e7": 6.0})
+    assert pulls.run() == pytest.approx(
+        {**{f"e{i}": 2.0 for i in (0, 1)}, **{f"e{i}": 4.0 for i in (2, 3, 4, 5)}, "e6": 6.0, "e7": 6.0}
+    )
 
 
 def test_later_ones_read_from_earlier_holders() -> None:
@@ -190,7 +193,10 @@ def test_who_waits_moves_up_when_one_before_it_gives_up() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 500)), min_size=1, max_size=12),
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["cancel", "left", "version"]), st.integers(0, 11)), max_size=8),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from(["cancel", "left", "version"]), st.integers(0, 11)),
+        max_size=8,
+    ),
     st.booleans(),
 )
 def test_whatever_comes_and_goes_nobody_is_faster_than_its_interface_and_all_end(
@@ -202,7 +208,11 @@ def test_whatever_comes_and_goes_nobody_is_faster_than_its_interface_and_all_end
     network = pulls.network
     for time_s, what, which in events:
         cancel = functools.partial(network.cancel, f"e{which}")
-        happens: dict[str, Callable[[], None]] = {"cancel": cancel, "left": network.left_holder, "version": network.new_version}
+        happens: dict[str, Callable[[], None]] = {
+            "cancel": cancel,
+            "left": network.left_holder,
+            "version": network.new_version,
+        }
         pulls.at(float(time_s), happens[what])
     over = pulls.run()
     cancelled = {f"e{which}" for _, what, which in events if what == "cancel"}

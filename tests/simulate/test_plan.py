@@ -12,36 +12,54 @@ from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.plan import Assumed, assumptions, of_run, parse_model, read_model
+from scavenger.simulate.plan import RunAssumptions, assumptions, of_run, parse_model, read_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/site/run.toml"
 # huggingface.co/Qwen/Qwen3-8B config.json, the keys that matter
 QWEN3_8B: dict[str, Any] = {
-    "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 
 
 def test_the_example_becomes_a_plan_that_tells_what_it_assumes() -> None:
-    assumed = Assumed(reserved_gpus=4)
+    assumed = RunAssumptions(reserved_gpus=4)
     plan = of_run(read_run(EXAMPLE), presets.QWEN3_8B, presets.H100, assumed)
-    assert (plan.name, plan.prompts, plan.samples, plan.lengths.cap, plan.most_engines, plan.max_batch) == ("math-1", 64, 8, 2048, 16, 64)
+    assert (plan.name, plan.prompts, plan.samples, plan.lengths.cap, plan.most_engines, plan.max_batch) == (
+        "math-1",
+        64,
+        8,
+        8192,
+        16,
+        104,
+    )
     assert isinstance(plan.lengths, Lognormal)
     assert plan.lengths.capped_share() == pytest.approx(0.05)
-    assert plan.told() == "Qwen3-8B on 4 reserved H100, at most 16 harvested engines of 1, 64 prompts x 8 up to 2,048 tokens"
+    assert (
+        plan.summary()
+        == "Qwen3-8B on 4 reserved H100, at most 16 harvested engines of 1, 64 prompts x 8 up to 8,192 tokens"
+    )
     (said,) = assumptions(plan, assumed)
     assert "sigma 0.8, 5% reach the cap" in said
 
 
 def test_a_run_that_may_not_harvest_gets_no_engines(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(EXAMPLE.read_text(encoding="utf-8").replace("#harvest = false", "harvest = false"), encoding="utf-8")
-    assert of_run(read_run(path), presets.QWEN3_8B, presets.H100, Assumed(4)).most_engines == 0
+    path.write_text(
+        EXAMPLE.read_text(encoding="utf-8").replace("#harvest = false", "harvest = false"), encoding="utf-8"
+    )
+    assert of_run(read_run(path), presets.QWEN3_8B, presets.H100, RunAssumptions(4)).most_engines == 0
 
 
 def test_somebody_must_train() -> None:
     with pytest.raises(ConfigError, match="0 reserved GPUs"):
-        of_run(read_run(EXAMPLE), presets.QWEN3_8B, presets.H100, Assumed(0))
+        of_run(read_run(EXAMPLE), presets.QWEN3_8B, presets.H100, RunAssumptions(0))
 
 
 def test_a_model_is_read_by_its_config_json(tmp_path: Path) -> None:
@@ -52,17 +70,24 @@ def test_a_model_is_read_by_its_config_json(tmp_path: Path) -> None:
 
 
 def test_what_a_config_json_leaves_out_is_what_transformers_takes() -> None:
-    old = {key: value for key, value in QWEN3_8B.items() if key not in ("num_key_value_heads", "head_dim", "tie_word_embeddings")}
+    old = {
+        key: value
+        for key, value in QWEN3_8B.items()
+        if key not in ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+    }
     found = parse_model(old, "old", Path("config.json"))
     assert (found.kv_heads, found.head_dim, found.tied) == (32, 128, False)
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"hidden_size": None}, "has no hidden_size"),
-    ({"num_hidden_layers": 0}, "has no num_hidden_layers"),
-    ({"vocab_size": "many"}, "has no vocab_size"),
-    ({"num_experts": 128}, "mixture of experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_hidden_layers": 0}, "has no num_hidden_layers"),
+        ({"vocab_size": "many"}, "has no vocab_size"),
+        ({"num_experts": 128}, "mixture of experts"),
+    ],
+)
 def test_a_model_that_cannot_be_costed_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_model(QWEN3_8B | change, "odd", Path("config.json"))

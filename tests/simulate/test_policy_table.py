@@ -15,11 +15,11 @@ from benchmarks import ablations, policies, policies_cells, sensitivity
 from benchmarks import policies_table as table
 from scavenger.config.run import ReservedSection
 from scavenger.errors import ConfigError
-from scavenger.harvest import survival
+from scavenger.policy.forecast import survival
 from scavenger.simulate import comparison, presets
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.ours import ABLATIONS, OURS
-from scavenger.simulate.policies.registry import CONTENDERS
+from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from tests.simulate.digest import small
 
 
@@ -29,9 +29,13 @@ def result(tokens_per_s: float) -> table.Result:
 
 #: Chosen before any policy was run over them (segments.json says how): another start is another benchmark.
 STARTS = {
-    "earth-calm": 41_400, "earth-median": 201_600, "earth-volatile": 246_600,
-    "spot-calm": 163_800, "spot-busy": 226_800, "spot-volatile": 28_800,
-}  # fmt: skip
+    "earth-calm": 41_400,
+    "earth-median": 201_600,
+    "earth-volatile": 246_600,
+    "spot-calm": 163_800,
+    "spot-busy": 226_800,
+    "spot-volatile": 28_800,
+}
 
 
 def test_six_segments_are_fixed_and_the_last_of_each_trace_is_its_most_volatile() -> None:
@@ -59,14 +63,19 @@ def test_a_confidence_interval_is_students_and_says_how_many_seeds_it_is_of() ->
 def test_the_gap_is_closed_by_what_lies_between_colocated_and_the_clairvoyant() -> None:
     found = {"colocated": result(10.0), "ours": result(19.0), "clairvoyant": result(20.0)}
     assert table.gap_closed(found) == pytest.approx(0.9)
-    assert table.gap_closed(found | {"clairvoyant": result(18.0)}) == 1.0, "who knows everything could have done what ours did"
+    assert table.gap_closed(found | {"clairvoyant": result(18.0)}) == 1.0, (
+        "who knows everything could have done what ours did"
+    )
     nothing = {"ours": result(10.02), "clairvoyant": result(10.05)}
     assert math.isnan(table.gap_closed(found | nothing)), "there was nothing to gain"
 
 
 def test_a_table_has_a_row_for_each_cell_and_ratios_are_taken_seed_by_seed() -> None:
     units = [table.Unit("s", "m", 4, seed) for seed in range(2)]
-    found = {unit: {"ours": result(20.0 * (unit.seed + 1)), "rlboost": result(10.0 * (unit.seed + 1))} for unit in units}
+    found = {
+        unit: {"ours": result(20.0 * (unit.seed + 1)), "rlboost": result(10.0 * (unit.seed + 1))}
+        for unit in units
+    }
     *_, row = table.rows(found, ["rlboost", "ours"])
     assert row.endswith("| 2.00 ± 0.00 |")
     assert row.startswith("| s | m | 4 | 2 | ")
@@ -81,24 +90,31 @@ def test_a_ratio_to_a_policy_that_made_no_whole_step_is_none() -> None:
 
 
 def test_every_compared_policy_is_known() -> None:
-    assert set(table.COMPARED) - {"clairvoyant"} <= CONTENDERS.keys()
+    assert set(table.COMPARED) - {"clairvoyant"} <= SIMULATED_POLICIES.keys()
 
 
 def test_without_its_window_ours_is_left_the_rule_that_a_live_run_has() -> None:
     without = ABLATIONS["ours without its window"]
     assert without.window == OURS.window == ReservedSection().window
     steps = simulate(small(5, 2), without).steps
-    assert all(step.window_s > 0.1 * step.seconds for step in steps), "the window stays open until half of the samples are there"
+    assert all(step.window_s > 0.1 * step.seconds for step in steps), (
+        "the window stays open until half of the samples are there"
+    )
 
 
 def test_ablations_are_ratios_to_ours_and_distances_from_the_bound() -> None:
     [first, second] = ablations.units_of("s:m:4", 2)
-    found = {(one, name): ablations.Played(50.0) for one in (first, second) for name in ablations.POLICIES}
-    found[first, "ours"], found[second, "ours"] = ablations.Played(100.0, 1.25, "training"), ablations.Played(50.0)
-    told = list(ablations.table(found, ["s:m:4"], 2))
-    assert told[0] == "| tok/s over ours' | s:m:4 |"
-    assert "| rlboost | 0.750 (0.500 to 1.000) |" in told
-    assert "| ours + rlboost's window | 0.750 (0.500 to 1.000) |" in told
+    found = {
+        (one, name): ablations.UnitResult(50.0) for one in (first, second) for name in ablations.POLICIES
+    }
+    found[first, "ours"], found[second, "ours"] = (
+        ablations.UnitResult(100.0, 1.25, "training"),
+        ablations.UnitResult(50.0),
+    )
+    summary = list(ablations.table(found, ["s:m:4"], 2))
+    assert summary[0] == "| tok/s over ours' | s:m:4 |"
+    assert "| rlboost | 0.750 (0.500 to 1.000) |" in summary
+    assert "| ours + rlboost's window | 0.750 (0.500 to 1.000) |" in summary
     assert list(ablations.distances(found, ["s:m:4"], 2))[-1] == "| s:m:4 | - | 1.250, 1 of 2 seeds | - |"
 
 
@@ -109,10 +125,12 @@ def test_a_cell_in_which_ours_is_behind_is_listed_with_its_seeds() -> None:
         wild: [{"ours": 9.0, "rlboost": 10.0, "polyrl": 5.0}, {"ours": 9.5, "rlboost": 10.0, "polyrl": 5.0}],
     }
     policies_ = ("ours", "rlboost", "polyrl")
-    told = list(sensitivity.lost(found, policies_))
-    assert told[0] == "ours is behind in 1 of 4 comparisons (2 cells):"
-    assert told[1:] == [f"- {wild.name}: ours / rlboost 0.925 (0.900 to 0.950), behind with 2 of 2 seeds"]
-    assert list(sensitivity.table(found, policies_))[2].endswith("| 2 | 10 (10 to 10) | 1.11 (1.11 to 1.11) | - |")
+    summary = list(sensitivity.lost(found, policies_))
+    assert summary[0] == "ours is behind in 1 of 4 comparisons (2 cells):"
+    assert summary[1:] == [f"- {wild.name}: ours / rlboost 0.925 (0.900 to 0.950), behind with 2 of 2 seeds"]
+    assert list(sensitivity.table(found, policies_))[2].endswith(
+        "| 2 | 10 (10 to 10) | 1.11 (1.11 to 1.11) | - |"
+    )
     assert len({*sensitivity.along(), *sensitivity.corners()}) == 21 + 32
 
 
@@ -131,7 +149,7 @@ def unit(seed: int = 0) -> table.Unit:
 def counted(found: table.Found) -> dict[str, list[str]]:
     """By goal: cells that meet it, miss it, are not asked, have no figure."""
     lines = [line.strip("| ").split(" | ") for line in table.missed(found)]
-    return {goal.name: line[1:] for goal in table.GOALS for line in lines if line[0] == goal.told}
+    return {goal.name: line[1:] for goal in table.GOALS for line in lines if line[0] == goal.summary}
 
 
 def test_a_goal_that_the_reference_misses_too_is_told_apart() -> None:
@@ -140,23 +158,32 @@ def test_a_goal_that_the_reference_misses_too_is_told_apart() -> None:
     by_name = {name: result(speed) for name, speed in speeds.items()}
     by_name["ours"] = replace(by_name["ours"], step_s=11.0, wait_s=2.0)
     found = {unit(): by_name}
-    told, counts = list(table.missed(found)), counted(found)
+    summary, counts = list(table.missed(found)), counted(found)
     assert counts["gap closed"] == ["1", "0", "0", "0"]
     assert counts["ours / rlboost"] == ["0", "1", "0", "0"]
     assert counts["ours / polyrl"] == ["0", "0", "1", "0"]
     assert counts["tokens/$ over colocated"] == ["0", "1", "0", "0"]
     why = "a step takes 1 s more than the reference's, waiting for groups 1 s"
-    assert any(f"ours / rlboost | 1.12 of 1.15 (reference 1.18) | {why} | ours 11 = 4 + 2 + 3 + 2; " in line for line in told)
-    assert any("ours / polyrl | 1.12 of 1.3 (reference 1.18) | out of reach: the reference has less too | " in line for line in told)
+    assert any(
+        f"ours / rlboost | 1.12 of 1.15 (reference 1.18) | {why} | ours 11 = 4 + 2 + 3 + 2; " in line
+        for line in summary
+    )
+    assert any(
+        "ours / polyrl | 1.12 of 1.3 (reference 1.18) | out of reach: the reference has less too | " in line
+        for line in summary
+    )
 
 
 def test_a_goal_counts_from_what_the_reference_reaches_and_the_page_says_from_what() -> None:
     """2.2 times colocated is asked where the reference has 2.4: with 2.3 it misses nothing, and nothing is out of its reach."""
-    found = {unit(): {name: result(10.0) for name in table.COMPARED} | {"ours": result(21.0), "clairvoyant": result(23.0)}}
+    found = {
+        unit(): {name: result(10.0) for name in table.COMPARED}
+        | {"ours": result(21.0), "clairvoyant": result(23.0)}
+    }
     assert counted(found)["ours / colocated"] == ["0", "0", "1", "0"]
-    told = "\n".join(table.missed(found))
-    assert "ours / colocated >= 2.2, where the reference has 2.4 or more | 0 |" in told
-    assert "2.10 of 2.2 (reference 2.30) | not asked: the reference has less than 2.4 |" in told
+    summary = "\n".join(table.missed(found))
+    assert "ours / colocated >= 2.2, where the reference has 2.4 or more | 0 |" in summary
+    assert "2.10 of 2.2 (reference 2.30) | not asked: the reference has less than 2.4 |" in summary
 
 
 def test_the_reference_is_ours_where_ours_is_ahead_and_the_page_says_how_often() -> None:
@@ -165,16 +192,27 @@ def test_the_reference_is_ours_where_ours_is_ahead_and_the_page_says_how_often()
         unit(0): base | {"ours": result(20.0), "clairvoyant": result(19.0)},
         unit(1): base | {"ours": result(18.0), "clairvoyant": result(20.0)},
     }
-    assert table.ahead(found) == "Ours was ahead of the clairvoyant scheduler in 1 of 2 units, by 5.3% at most (s, m, 4, seed 0)."
-    assert table.reference(found[unit(0)]).tokens_per_s == table.reference(found[unit(1)]).tokens_per_s == 20.0
-    assert table.ahead({unit(1): found[unit(1)]}) == "Ours was ahead of the clairvoyant scheduler in 0 of 1 units."
+    assert (
+        table.ahead(found)
+        == "Ours was ahead of the clairvoyant scheduler in 1 of 2 units, by 5.3% at most (s, m, 4, seed 0)."
+    )
+    assert (
+        table.reference(found[unit(0)]).tokens_per_s == table.reference(found[unit(1)]).tokens_per_s == 20.0
+    )
+    assert (
+        table.ahead({unit(1): found[unit(1)]})
+        == "Ours was ahead of the clairvoyant scheduler in 0 of 1 units."
+    )
 
 
 def test_a_cell_where_the_other_policy_ended_no_step_is_counted_and_named() -> None:
     by_name = {name: result(10.0) for name in table.COMPARED} | {"polyrl": result(0.0)}
     found = {unit(seed): by_name for seed in range(2)}
     assert counted(found)["ours / polyrl"] == ["0", "0", "0", "1"]
-    assert any(line.startswith("No figure: ") and "s, m, 4 (gap closed, ours / polyrl)" in line for line in table.missed(found))
+    assert any(
+        line.startswith("No figure: ") and "s, m, 4 (gap closed, ours / polyrl)" in line
+        for line in table.missed(found)
+    )
 
 
 def test_a_figure_and_the_reference_s_are_means_over_the_same_seeds() -> None:
@@ -182,9 +220,9 @@ def test_a_figure_and_the_reference_s_are_means_over_the_same_seeds() -> None:
     base = {name: result(10.0) for name in table.COMPARED}
     quick = base | {"ours": result(15.0), "clairvoyant": result(20.0)}
     found = {unit(0): quick, unit(1): base, unit(2): quick | {"polyrl": result(0.0)}}
-    told = "\n".join(table.missed(found))
-    assert "| gap closed | 0.50 ± 0.00 (2 of 3 seeds) of 0.9 (reference 2.00) |" in told
-    assert "| ours / polyrl | 1.25 ± 3.18 (2 of 3 seeds) of 1.3 (reference 1.50) |" in told
+    summary = "\n".join(table.missed(found))
+    assert "| gap closed | 0.50 ± 0.00 (2 of 3 seeds) of 0.9 (reference 2.00) |" in summary
+    assert "| ours / polyrl | 1.25 ± 3.18 (2 of 3 seeds) of 1.3 (reference 1.50) |" in summary
 
 
 def test_a_cell_without_a_gap_neither_meets_nor_misses_its_goal_and_has_no_interval() -> None:
@@ -196,25 +234,55 @@ def test_a_cell_without_a_gap_neither_meets_nor_misses_its_goal_and_has_no_inter
 
 def test_starts_are_counted_with_the_share_that_was_wasted() -> None:
     found = {
-        table.Unit("s", "m", pairs, seed): {"ours": replace(result(1.0), starts=10, wasted=seed, preemptions=3), "rlboost": result(1.0)}
+        table.Unit("s", "m", pairs, seed): {
+            "ours": replace(result(1.0), starts=10, wasted=seed, preemptions=3),
+            "rlboost": result(1.0),
+        }
         for pairs in (4, 0)
         for seed in range(2)
     }
-    told = list(table.starts(found, ["ours", "rlboost"]))
-    assert told[0] == "| segment | model | policy | 4 pairs | all pairs |"
-    assert "| s | m | ours | 10, 5 %, 3 | 10, 5 %, 3 |" in told
-    assert "| s | m | rlboost | 0, -, 0 | 0, -, 0 |" in told
-    assert "- ours: 5 % of all 40 starts were wasted (wanted: under 5 %)" in told
+    summary = list(table.starts(found, ["ours", "rlboost"]))
+    assert summary[0] == "| segment | model | policy | 4 pairs | all pairs |"
+    assert "| s | m | ours | 10, 5 %, 3 | 10, 5 %, 3 |" in summary
+    assert "| s | m | rlboost | 0, -, 0 | 0, -, 0 |" in summary
+    assert "- ours: 5 % of all 40 starts were wasted (wanted: under 5 %)" in summary
+
+
+def test_the_page_opens_with_each_goal_over_all_cells() -> None:
+    """Two cells: ours is 1.2 and 1.6 times rlboost, and polyrl ended no step in the first."""
+    found = {
+        table.Unit("s", "m", pairs, 0): {
+            "colocated": result(10.0),
+            "polyrl": result(polyrl),
+            "rlboost": result(10.0),
+            "ours": result(tokens),
+            "clairvoyant": result(20.0),
+        }
+        for pairs, tokens, polyrl in ((1, 12.0, 0.0), (2, 16.0, 10.0))
+    }
+    page = table.page(found, table.COMPARED, "May 2026", ["how"])
+    opening = page[: page.index("May 2026")]
+    assert "| ours / rlboost | 1.20 | 1.20 | 1.60 | 1.15 | 2 | 0 | 0 | 0 |" in opening
+    assert "| ours / polyrl | 1.60 | 1.60 | 1.60 | 1.3 | 1 | 0 | 0 | 1 |" in opening
+    assert "| gap closed | 0.20 | 0.20 | 0.60 | 0.9 | 0 | 2 | 0 | 0 |" in opening
+    assert "cells that meet it" not in "".join(table.page(found, ("ours", "rlboost"), "May 2026", ["how"]))
 
 
 def test_the_page_says_what_its_figures_rest_on_and_marks_what_another_code_played() -> None:
-    found = {table.Unit("s", "m", pairs, 0): {name: result(10.0) for name in table.COMPARED} for pairs in (1, 2)}
+    found = {
+        table.Unit("s", "m", pairs, 0): {name: result(10.0) for name in table.COMPARED} for pairs in (1, 2)
+    }
     page = table.page(found, table.COMPARED, "May 2026", ["how"], {table.Unit("s", "m", 2, 0)})
     assert "| s | m | 1 | 1 | " in page
     assert "| s | m | 2 | 1\\* | " in page
     for said in ("median of 60 s", "same fleet", ".63 losses an hour", "TCP", "a gap closed is 1 at most"):
         assert said in page
-    assert presets.WARM_CACHE.container.median_s + presets.WARM_CACHE.imports.median_s + presets.WARM_CACHE.compiling.median_s == 60.0
+    assert (
+        presets.WARM_CACHE.container.median_s
+        + presets.WARM_CACHE.imports.median_s
+        + presets.WARM_CACHE.compiling.median_s
+        == 60.0
+    )
     assert math.isclose(survival.PRIOR_HAZARD_PER_S * 3600, 0.63)
     assert survival.TRUST == 8.0
 
@@ -237,7 +305,17 @@ def units(*seeds: int) -> list[table.Unit]:
 
 
 def answer(unit: table.Unit, code: str = "one") -> str:
-    return json.dumps({"unit": asdict(unit), "found": {"ours": asdict(result(20.0 + unit.seed))}, "code": code, "commit": "abc"}) + "\n"
+    return (
+        json.dumps(
+            {
+                "unit": asdict(unit),
+                "found": {"ours": asdict(result(20.0 + unit.seed))},
+                "code": code,
+                "commit": "abc",
+            }
+        )
+        + "\n"
+    )
 
 
 def test_processes_share_the_units_and_each_is_answered_once() -> None:
@@ -270,8 +348,10 @@ def test_an_ended_table_goes_on_from_what_is_kept_and_leaves_out_half_a_line(tmp
     policies.run(asked, again, [answer(third, policies_cells.code_of())], 1, 3)
     last = policies.Kept(path, ["ours"])
     assert list(last.found) == [first, second, third]
-    assert last.others(policies_cells.code_of()) == dict.fromkeys((first, second), "commit abc")
-    assert "**2 of 3 units, marked \\*, were not played by this code: 2 by commit abc.**" in policies.told(asked, last, 3)
+    assert last.of_other_code(policies_cells.code_of()) == dict.fromkeys((first, second), "commit abc")
+    assert "**2 of 3 units, marked \\*, were not played by this code: 2 by commit abc.**" in policies.summary(
+        asked, last, 3
+    )
 
 
 def test_a_file_that_has_other_policies_or_other_lines_is_refused_by_its_line(tmp_path: Path) -> None:

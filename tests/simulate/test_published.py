@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 import pytest
 
-from scavenger.simulate.contenders import contender
+from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep
+from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
-from scavenger.simulate.oracle import Engine, Group, Step
-from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
+from scavenger.simulate.policies.make import simulated_policy
+from scavenger.simulate.published import (
+    ROWS,
+    STACK,
+    PublishedPoint,
+    Quantity,
+    Setting,
+    scenario,
+    steady,
+    throughput,
+)
 from scavenger.simulate.trainer_model import publish_s, to_generating_s, to_training_s
 from tests.simulate.one_step import Fixed, Play
 
@@ -28,25 +37,37 @@ class Even(Fixed):
         return play.now < self.close_s
 
 
-def step_of(setting: Setting, seed: int = 0) -> Step:
+def step_of(setting: Setting, seed: int = 0) -> OracleStep:
     trainer, engine, lengths = setting.trainer(), setting.engine(), setting.lengths()
     groups = tuple(
-        Group(STACK.prompt_tokens, lengths.group(Streams(seed), 0, prompt, STACK.samples_per_prompt)) for prompt in range(STACK.prompts)
+        OracleGroup(STACK.prompt_tokens, lengths.group(Streams(seed), 0, prompt, STACK.samples_per_prompt))
+        for prompt in range(STACK.prompts)
     )
     loaded_s = engine.model.weight_bytes * max(1 / STACK.engine_bytes_s, setting.pairs / trainer.nic_bytes_s)
-    reserved = [Engine(engine, reserved=True)] * (setting.reserved_gpus // STACK.engine_gpus)
-    spot = [Engine(engine, ((loaded_s, math.inf),))] * setting.pairs
-    toggles = (to_training_s(trainer, STACK.offload_optimizer), to_generating_s(trainer, STACK.offload_optimizer, STACK.engine_gpus))
-    return Step(groups, (*reserved, *spot), trainer, STACK.token_budget, *toggles, awake=False, publish_s=publish_s(trainer))
+    reserved = [OracleEngine(engine, reserved=True)] * (setting.reserved_gpus // STACK.engine_gpus)
+    spot = [OracleEngine(engine, ((loaded_s, math.inf),))] * setting.pairs
+    toggles = (
+        to_training_s(trainer, STACK.offload_optimizer),
+        to_generating_s(trainer, STACK.offload_optimizer, STACK.engine_gpus),
+    )
+    return OracleStep(
+        groups,
+        (*reserved, *spot),
+        trainer,
+        STACK.token_budget,
+        *toggles,
+        awake=False,
+        publish_s=publish_s(trainer),
+    )
 
 
-def row(name: str) -> Row:
+def row(name: str) -> PublishedPoint:
     return next(one for one in ROWS if one.name == name)
 
 
 def simulated(pairs: int, policy: str, steps: int) -> float:
     cell = scenario(Setting(pairs=pairs), steady(pairs, 1e6), steps, 0)
-    return throughput(simulate(cell, contender(policy, cell)))
+    return throughput(simulate(cell, simulated_policy(policy, cell)))
 
 
 def test_the_constants_give_the_colocated_row() -> None:
@@ -64,7 +85,11 @@ def test_the_table_has_every_published_point_once() -> None:
     assert len({one.name for one in ROWS}) == len(ROWS) == 13
     values = sorted(one.value for one in ROWS)
     assert values == sorted([10e3, 12e3, 14e3, 16e3, 18e3, 1.66, 1.97, 1.51, -0.19, 0.06, 0.34, 0.49, 0.28])
-    assert [one.name for one in ROWS if one.calibrates] == ["colocated", "rlboost, 1 pair", "rlboost, 4 pairs"]
+    assert [one.name for one in ROWS if one.calibrates] == [
+        "colocated",
+        "rlboost, 1 pair",
+        "rlboost, 4 pairs",
+    ]
     for one in ROWS:
         assert one.source
         assert bool(one.against) == (one.quantity is not Quantity.TOKENS_PER_S)

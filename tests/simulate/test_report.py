@@ -11,11 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scavenger import plots
-from scavenger.simulate.report import Estimate, HourOfDay, PolicyFigures, Report, Series, colours, html, owners_plot, thinned
+from scavenger.observe import plots
+from scavenger.simulate.report import (
+    Estimate,
+    HourOfDay,
+    PolicyMetrics,
+    Report,
+    Series,
+    colours,
+    html,
+    owners_plot,
+    thinned,
+)
 
 PARTS = (("window", 60.0), ("toggle", 5.0), ("wait", 15.0), ("train", 120.0))
-OWNERS = Series("ours", (0.0, 1800.0), (("others", (6.0, 2.0)), ("harvested", (0.0, 4.0)), ("idle", (2.0, 2.0))), 7200.0)
+OWNERS = Series(
+    "ours", (0.0, 1800.0), (("others", (6.0, 2.0)), ("harvested", (0.0, 4.0)), ("idle", (2.0, 2.0))), 7200.0
+)
 FULL = Report(
     title="a run",
     subtitle="Qwen3-8B",
@@ -23,8 +35,10 @@ FULL = Report(
     owners=(OWNERS,),
     hours=(HourOfDay(23, 3.5),),
     policies=(
-        PolicyFigures("colocated", Estimate(10_000, 10_000, 10_000), PARTS, Estimate(400_000, 400_000, 400_000)),
-        PolicyFigures("ours", Estimate(20_000, 19_000, 21_000), PARTS[:1], None, "two seeds"),
+        PolicyMetrics(
+            "colocated", Estimate(10_000, 10_000, 10_000), PARTS, Estimate(400_000, 400_000, 400_000)
+        ),
+        PolicyMetrics("ours", Estimate(20_000, 19_000, 21_000), PARTS[:1], None, "two seeds"),
     ),
     prices="at $10.47 a reserved GPU-hour",
     notes=("trace-driven, simulated placement",),
@@ -56,7 +70,9 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
         self.fetched += [
-            f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data", "xlink:href") or name.startswith("on")
+            f"{tag} {name}"
+            for name, _ in attrs
+            if name in ("src", "href", "srcset", "data", "xlink:href") or name.startswith("on")
         ]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -87,16 +103,23 @@ def test_the_page_needs_nothing_from_elsewhere_and_is_well_formed() -> None:
 
 def test_what_is_not_given_is_left_out() -> None:
     assert Page(html(Report("nothing", "yet"))).headings == []
-    no_parts = Report("t", "s", policies=(PolicyFigures("ours", Estimate(1.0, 1.0, 1.0)),))
+    no_parts = Report("t", "s", policies=(PolicyMetrics("ours", Estimate(1.0, 1.0, 1.0)),))
     assert Page(html(no_parts)).headings == ["Throughput by policy", "Figures"]
 
 
 def test_every_text_is_escaped() -> None:
     evil = "<b onclick=x>&"
     report = Report(
-        evil, evil, ((evil, evil, evil),), (Series(evil, (0.0, 9.0), ((evil, (1.0, 1.0)),), 10.0),),
-        policies=(PolicyFigures(evil, Estimate(1.0, 0.5, 2.0), ((evil, 3.0),), Estimate(1.0, 0.5, 2.0), evil),), prices=evil, notes=(evil,),
-    )  # fmt: skip
+        evil,
+        evil,
+        ((evil, evil, evil),),
+        (Series(evil, (0.0, 9.0), ((evil, (1.0, 1.0)),), 10.0),),
+        policies=(
+            PolicyMetrics(evil, Estimate(1.0, 0.5, 2.0), ((evil, 3.0),), Estimate(1.0, 0.5, 2.0), evil),
+        ),
+        prices=evil,
+        notes=(evil,),
+    )
     text = html(report)
     assert "<b " not in text
     assert Page(text).fetched == []
@@ -106,7 +129,9 @@ def test_every_text_is_escaped() -> None:
 def test_bars_are_to_scale_and_bounds_stand_where_they_belong() -> None:
     bars = [plots.Bar("a", (("x", 30.0), ("y", 10.0))), plots.Bar("b", (("x", 20.0),), 15.0, 25.0)]
     (drawn,) = drawings(plots.across(bars, [("x", "red"), ("y", "blue")], "s"))
-    rects = [(float(one.attrib["x"]), float(one.attrib["width"]), one.attrib["fill"]) for one in drawn.iter("rect")]
+    rects = [
+        (float(one.attrib["x"]), float(one.attrib["width"]), one.attrib["fill"]) for one in drawn.iter("rect")
+    ]
     (x1, w1, f1), (x2, w2, f2), (x3, w3, _) = rects
     assert (f1, f2) == ("red", "blue")
     assert x2 == pytest.approx(x1 + w1, abs=0.2)
@@ -162,16 +187,22 @@ def test_thinning_keeps_every_area(steps: list[tuple[float, int]], start: float,
     assert max(kept) <= max(values) + 1e-9
 
 
-@pytest.mark.parametrize(("top", "ticks"), [
-    (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
-    (856, [0, 200, 400, 600, 800]),
-    (72, [0, 20, 40, 60]),
-    (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("top", "ticks"),
+    [
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (856, [0, 200, 400, 600, 800]),
+        (72, [0, 20, 40, 60]),
+        (0.05, [0, 0.01, 0.02, 0.03, 0.04, 0.05]),
+    ],
+)
 def test_ticks_are_round_numbers(top: float, ticks: list[float]) -> None:
     assert plots.nice_ticks(top) == pytest.approx(ticks)
 
 
-@pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (99.44, "99.4"), (9.5, "9.50"), (4, "4"), (0.25, "0.25"), (0.0, "0")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.6, "12,346"), (99.44, "99.4"), (9.5, "9.50"), (4, "4"), (0.25, "0.25"), (0.0, "0")],
+)
 def test_numbers_have_the_digits_that_count(value: float, text: str) -> None:
     assert plots.number(value) == text

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.commands import parse_nodes
 from scavenger.cluster.model import JobState
+from scavenger.cluster.slurm.commands import parse_nodes
 from scavenger.errors import ConfigError
 from scavenger.simulate import sacct
 from scavenger.simulate.sacct import COMMAND, FIELDS, capacity_of, fleet_of, parse
@@ -35,8 +35,18 @@ def test_a_dump_is_read_as_slurm_writes_it() -> None:
     jobs = parse(LINES)
     assert [job.line for job in jobs] == list(range(1, 10))
     first, both, preempted, again, cancelled, pending, cpu, _, uneven = jobs
-    assert (first.job_id, first.state, first.submit, first.start, first.end) == ("101", JobState.COMPLETED, T0, T0 + 10, T0 + 600)
-    assert (both.nodes, both.gpus, both.requested_gpus) == (("gpu01", "gpu02"), 8, 8)  # only the typed count is there
+    assert (first.job_id, first.state, first.submit, first.start, first.end) == (
+        "101",
+        JobState.COMPLETED,
+        T0,
+        T0 + 10,
+        T0 + 600,
+    )
+    assert (both.nodes, both.gpus, both.requested_gpus) == (
+        ("gpu01", "gpu02"),
+        8,
+        8,
+    )  # only the typed count is there
     assert (preempted.gpus, preempted.state) == (4, JobState.PREEMPTED)  # typed and plain: counted once
     assert (again.job_id, again.state, again.end) == ("103", JobState.RUNNING, None)
     assert (cancelled.state, cancelled.start, cancelled.nodes) == (JobState.CANCELLED, None, ())
@@ -52,9 +62,13 @@ def test_the_fleet_is_what_the_jobs_leave_from_the_first_end_to_the_last_time() 
     # at 600: 102 holds 4 + 4; 103 takes 4 of gpu01 at 700 until 900, when 107 takes 3; 108 has 1 of gpu01 at 950
     assert dict(dump.fleet.initial) == {"gpu01": 4, "gpu02": 4, "gpu03": 4}
     assert [(change.t_s, change.node, change.delta) for change in dump.fleet.changes] == [
-        (100.0, "gpu01", -4), (300.0, "gpu01", 1), (350.0, "gpu01", -1),
-        (600.0, "gpu01", 4), (600.0, "gpu02", 4), (700.0, "gpu02", -4),
-    ]  # fmt: skip
+        (100.0, "gpu01", -4),
+        (300.0, "gpu01", 1),
+        (350.0, "gpu01", -1),
+        (600.0, "gpu01", 4),
+        (600.0, "gpu02", 4),
+        (700.0, "gpu02", -4),
+    ]
     assert any("1 jobs hold" in note for note in dump.notes)
     assert any("down" in note for note in dump.notes)
 
@@ -64,17 +78,31 @@ def test_a_dump_of_a_real_slurm_with_a_preempted_requeued_job_is_read_whole() ->
     # job whose name held '|' and a newline
     jobs = parse((DUMP.parent / "sacct_22.05.txt").read_text(encoding="utf-8").splitlines(keepends=True))
     assert [job.state for job in jobs if job.job_id == "5"] == [JobState.PREEMPTED, JobState.RUNNING]
-    assert {job.state for job in jobs} >= {JobState.COMPLETED, JobState.FAILED, JobState.SUSPENDED, JobState.PENDING, JobState.CANCELLED}
+    assert {job.state for job in jobs} >= {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.SUSPENDED,
+        JobState.PENDING,
+        JobState.CANCELLED,
+    }
     dump = fleet_of(jobs, {f"node{index}": 4 for index in range(4)})
     # node3: the preempted job until 14, who preempted it from that second to 17, the requeued job again from 20
-    assert [(change.t_s, change.delta) for change in dump.fleet.changes if change.node == "node3"] == [(17.0, 4), (20.0, -4)]
+    assert [(change.t_s, change.delta) for change in dump.fleet.changes if change.node == "node3"] == [
+        (17.0, 4),
+        (20.0, -4),
+    ]
     ours = fleet_of(jobs, {f"node{index}": 4 for index in range(4)}, ignore_partitions=["scavenge"])
-    assert [(change.t_s, change.delta) for change in ours.fleet.changes if change.node == "node3"] == [(14.0, -4), (17.0, 4)]
+    assert [(change.t_s, change.delta) for change in ours.fleet.changes if change.node == "node3"] == [
+        (14.0, -4),
+        (17.0, 4),
+    ]
 
 
 def test_our_own_jobs_count_as_idle() -> None:
     dump = fleet_of(parse(LINES), CAPACITY, ignore_partitions=("scavenge",))
-    assert [(change.t_s, change.delta) for change in dump.fleet.changes if change.node == "gpu02"] == [(600.0, 4)]
+    assert [(change.t_s, change.delta) for change in dump.fleet.changes if change.node == "gpu02"] == [
+        (600.0, 4)
+    ]
     assert any("2 jobs in scavenge" in note for note in dump.notes)
 
 
@@ -97,34 +125,39 @@ def test_the_nodes_come_from_scontrol() -> None:
     assert capacity_of(parse_nodes(line)) == {"gpu01": 8}
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("", "line 1"),
-    ("\n\n", "line 1"),
-    ("nonsense\n", "line 1 .*1 fields instead of 10"),
-    (f"{GOOD}\n{GOOD[:60]}", "line 2"),
-    ("|".join(FIELDS), "line 1 .*a header"),
-    (with_field("JobIDRaw", "101.batch"), "line 1 .*a job step"),
-    (with_field("JobIDRaw", "101_4"), "line 1 .*not a job id"),
-    (with_field("State", "DANCING"), "line 1 .*unknown job state"),
-    (with_field("State", ""), "line 1 .*unknown job state"),
-    (with_field("Start", "2023-11-14T22:13:30"), "line 1 .*not in Unix seconds"),
-    (with_field("Submit", "Unknown"), "line 1 .*never submitted"),
-    (with_field("End", "Unknown"), "line 1 .*has no end"),
-    (with_field("NodeList", "gpu[01-"), "line 1 .*malformed host"),
-    (with_field("NodeList", "None assigned"), "line 1 .*no node"),
-    (with_field("NodeList", "n[1-100000][1-100000]"), "line 1 .*more than 100,000 names"),
-    (with_field("NodeList", f"n[{'9' * 5000}]"), "line 1 .*malformed host range"),
-    (with_field("NodeList", "gpu01\x1bc"), r"line 1 .*cannot be printed.*gpu01\\x1bc"),
-    (with_field("JobIDRaw", "²"), "line 1 .*not a job id"),
-    (with_field("Submit", "²"), "line 1 .*not in Unix seconds"),
-    (with_field("Submit", "9" * 5000), "line 1 .*not in Unix seconds"),
-    (with_field("AllocTRES", "gres/gpu=²,node=1"), "line 1 .*not a number of GPUs: 'gres/gpu=²'"),
-    (with_field("ReqTRES", f"gres/gpu:h100={'9' * 5000}"), "line 1 .*not a number of GPUs"),
-    (f"{GOOD}\n{with_field('AllocTRES', 'gres/gpu=1000000000')}", "line 2 .*1000000000 GPUs on 1 nodes"),
-    (f"{GOOD}\n{with_field('End', '1700000009')}", "line 2 .*ends 1 s before it starts"),
-    (f"{GOOD}\n{with_field('Start', '1699999990')}", "line 2 .*starts 10 s before it is submitted"),
-])  # fmt: skip
-def test_a_dump_that_is_empty_unreadable_or_skewed_names_its_line_and_the_remedy(line: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "line 1"),
+        ("\n\n", "line 1"),
+        ("nonsense\n", "line 1 .*1 fields instead of 10"),
+        (f"{GOOD}\n{GOOD[:60]}", "line 2"),
+        ("|".join(FIELDS), "line 1 .*a header"),
+        (with_field("JobIDRaw", "101.batch"), "line 1 .*a job step"),
+        (with_field("JobIDRaw", "101_4"), "line 1 .*not a job id"),
+        (with_field("State", "DANCING"), "line 1 .*unknown job state"),
+        (with_field("State", ""), "line 1 .*unknown job state"),
+        (with_field("Start", "2023-11-14T22:13:30"), "line 1 .*not in Unix seconds"),
+        (with_field("Submit", "Unknown"), "line 1 .*never submitted"),
+        (with_field("End", "Unknown"), "line 1 .*has no end"),
+        (with_field("NodeList", "gpu[01-"), "line 1 .*malformed host"),
+        (with_field("NodeList", "None assigned"), "line 1 .*no node"),
+        (with_field("NodeList", "n[1-100000][1-100000]"), "line 1 .*more than 100,000 names"),
+        (with_field("NodeList", f"n[{'9' * 5000}]"), "line 1 .*malformed host range"),
+        (with_field("NodeList", "gpu01\x1bc"), r"line 1 .*cannot be printed.*gpu01\\x1bc"),
+        (with_field("JobIDRaw", "²"), "line 1 .*not a job id"),
+        (with_field("Submit", "²"), "line 1 .*not in Unix seconds"),
+        (with_field("Submit", "9" * 5000), "line 1 .*not in Unix seconds"),
+        (with_field("AllocTRES", "gres/gpu=²,node=1"), "line 1 .*not a number of GPUs: 'gres/gpu=²'"),
+        (with_field("ReqTRES", f"gres/gpu:h100={'9' * 5000}"), "line 1 .*not a number of GPUs"),
+        (f"{GOOD}\n{with_field('AllocTRES', 'gres/gpu=1000000000')}", "line 2 .*1000000000 GPUs on 1 nodes"),
+        (f"{GOOD}\n{with_field('End', '1700000009')}", "line 2 .*ends 1 s before it starts"),
+        (f"{GOOD}\n{with_field('Start', '1699999990')}", "line 2 .*starts 10 s before it is submitted"),
+    ],
+)
+def test_a_dump_that_is_empty_unreadable_or_skewed_names_its_line_and_the_remedy(
+    line: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         parse(line.splitlines(keepends=True))
     assert caught.value.remedy
@@ -141,8 +174,10 @@ def test_a_node_with_more_gpus_than_any_has_is_named_with_its_largest_job() -> N
         fleet_of(parse(lines), until=T0 + 3600, since=T0)
 
 
-def test_a_dump_of_more_places_than_memory_holds_names_the_line_that_is_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sacct, "_MOST_PLACES", 2)
+def test_a_dump_of_more_places_than_memory_holds_names_the_line_that_is_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sacct, "_MAX_NODE_ENTRIES", 2)
     with pytest.raises(ConfigError, match="line 3 of the sacct dump is one too many") as caught:
         parse([GOOD] * 5)
     assert caught.value.remedy == "take fewer days"

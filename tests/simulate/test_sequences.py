@@ -12,7 +12,15 @@ import pytest
 from scavenger.errors import EngineError
 from scavenger.simulate.decode import Efficiency, EngineSpec, Gpu, Model
 from scavenger.simulate.presets import engine
-from scavenger.simulate.sequences import WATERMARK, EngineBatch, Finished, Happening, Joined, Preempted, Request
+from scavenger.simulate.sequences import (
+    WATERMARK,
+    EngineBatch,
+    Finished,
+    Happening,
+    Joined,
+    Preempted,
+    SimulatedRequest,
+)
 
 H100_8B = engine("Qwen3-8B", "H100")
 SMALL = Model("small", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=500)
@@ -35,11 +43,13 @@ def run_out(batch: EngineBatch) -> list[Happening]:
 
 @dataclass
 class Slot:
-    request: Request
+    request: SimulatedRequest
     tokens: int
 
 
-def step_by_step(spec: EngineSpec, requests: list[tuple[float, Request]]) -> list[tuple[str, int, int, float]]:
+def step_by_step(
+    spec: EngineSpec, requests: list[tuple[float, SimulatedRequest]]
+) -> list[tuple[str, int, int, float]]:
     """The same rules, one token at a time and with plain lists: (what, key, tokens, time)."""
     coming = sorted(requests, key=lambda one: one[0])
     waiting: list[Slot] = []
@@ -59,8 +69,8 @@ def step_by_step(spec: EngineSpec, requests: list[tuple[float, Request]]) -> lis
         parts = []
         while waiting and len(running) + len(admitted) < spec.max_sequences:
             here = running + admitted
-            spare = WATERMARK * spec.kv_capacity if here else 0
-            if stored([*here, waiting[0]]) + len(here) + 1 + spare > spec.kv_capacity:
+            watermark = WATERMARK * spec.kv_capacity if here else 0
+            if stored([*here, waiting[0]]) + len(here) + 1 + watermark > spec.kv_capacity:
                 break
             slot = waiting.pop(0)
             shared = any(slot.request.prompt == other.request.prompt for other in here)
@@ -88,7 +98,9 @@ def step_by_step(spec: EngineSpec, requests: list[tuple[float, Request]]) -> lis
     return log
 
 
-def computed(spec: EngineSpec, requests: list[tuple[float, Request]]) -> list[tuple[str, int, int, float]]:
+def computed(
+    spec: EngineSpec, requests: list[tuple[float, SimulatedRequest]]
+) -> list[tuple[str, int, int, float]]:
     batch = EngineBatch(spec)
     happened = []
     for at in sorted({time for time, _ in requests}):
@@ -98,7 +110,11 @@ def computed(spec: EngineSpec, requests: list[tuple[float, Request]]) -> list[tu
     assert batch.size == 0
     assert batch.stored_tokens(batch._since) == 0
     names = {Finished: "finished", Preempted: "preempted"}
-    return [(names[type(one)], one.key, one.generated, one.time_s) for one in happened if not isinstance(one, Joined)]
+    return [
+        (names[type(one)], one.key, one.generated, one.time_s)
+        for one in happened
+        if not isinstance(one, Joined)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -108,7 +124,12 @@ def test_finish_times_are_those_of_stepping_token_by_token(seed: int) -> None:
     for key in range(draw.randint(1, 40)):
         prompt = key // draw.choice([1, 4, 8])
         generated = draw.choice([0, 0, draw.randint(1, 500)])
-        requests.append((0.0, Request(key, prompt, 50 + 37 * prompt, generated, generated + draw.randint(1, 1500))))
+        requests.append(
+            (
+                0.0,
+                SimulatedRequest(key, prompt, 50 + 37 * prompt, generated, generated + draw.randint(1, 1500)),
+            )
+        )
     exact, ours = step_by_step(H100_8B, requests), computed(H100_8B, requests)
     assert sorted(one[:3] for one in exact) == sorted(one[:3] for one in ours)
     ends = {key: time for _, key, _, time in exact}
@@ -121,7 +142,11 @@ def test_samples_that_come_while_others_decode_finish_within_one_percent_of_step
     draw = random.Random(100 + seed)
     spec = replace(H100_8B, max_sequences=12)
     requests = [
-        (draw.uniform(0, 20), Request(key, key // 4, 100 + 50 * (key // 4), 0, draw.randint(200, 1500))) for key in range(40)
+        (
+            draw.uniform(0, 20),
+            SimulatedRequest(key, key // 4, 100 + 50 * (key // 4), 0, draw.randint(200, 1500)),
+        )
+        for key in range(40)
     ]
     exact = {key: time for _, key, _, time in step_by_step(spec, requests)}
     for _, key, _, time in computed(spec, requests):
@@ -132,7 +157,10 @@ def test_samples_that_come_while_others_decode_finish_within_one_percent_of_step
 def test_a_full_cache_preempts_and_recomputes_as_stepping_does(seed: int) -> None:
     draw = random.Random(200 + seed)
     spec = with_capacity(1500)
-    requests = [(0.0, Request(key, key // 3, 40 + 10 * (key // 3), 0, draw.randint(60, 400))) for key in range(draw.randint(14, 24))]
+    requests = [
+        (0.0, SimulatedRequest(key, key // 3, 40 + 10 * (key // 3), 0, draw.randint(60, 400)))
+        for key in range(draw.randint(14, 24))
+    ]
     exact, ours = step_by_step(spec, requests), computed(spec, requests)
     assert any(what == "preempted" for what, *_ in exact)
     assert [one[:3] for one in ours] == [one[:3] for one in exact]
@@ -141,13 +169,13 @@ def test_a_full_cache_preempts_and_recomputes_as_stepping_does(seed: int) -> Non
 
 def test_a_newcomer_waits_until_there_is_room_to_spare() -> None:
     batch = EngineBatch(with_capacity(1000))
-    batch.add([Request(1, 0, 100, 800, 850)], 0.0)
+    batch.add([SimulatedRequest(1, 0, 100, 800, 850)], 0.0)
     batch.advance(batch.next_time())
     # 900 are held: 88 more leave the spare 1 % and a token for each, 89 do not
-    batch.add([Request(2, 1, 80, 9, 200)], batch._since)
+    batch.add([SimulatedRequest(2, 1, 80, 9, 200)], batch._since)
     assert (batch.running, batch.size, len(batch._joining)) == (1, 2, 0)
     batch.remove(2, batch._since)
-    batch.add([Request(3, 1, 80, 8, 200)], batch._since)
+    batch.add([SimulatedRequest(3, 1, 80, 8, 200)], batch._since)
     assert [request.key for request in batch._joining] == [3]
 
 
@@ -157,7 +185,9 @@ def test_every_token_is_counted_once_whatever_happens_on_the_way() -> None:
     engines = [EngineBatch(spec), EngineBatch(spec)]
     target = {key: draw.randint(30, 300) for key in range(60)}
     for side in (0, 1):
-        engines[side].add((Request(key, key // 4, 30, 0, target[key]) for key in target if key % 2 == side), 0.0)
+        engines[side].add(
+            (SimulatedRequest(key, key // 4, 30, 0, target[key]) for key in target if key % 2 == side), 0.0
+        )
     finished: dict[int, int] = {}
     last = dict.fromkeys(target, 0)
     now = 0.0
@@ -180,7 +210,7 @@ def test_every_token_is_counted_once_whatever_happens_on_the_way() -> None:
             tokens = here.remove(key, now)
             assert tokens == last[key]
             assert key not in here
-            there.add([Request(key, key // 4, 30, tokens, target[key])], now)
+            there.add([SimulatedRequest(key, key // 4, 30, tokens, target[key])], now)
     assert finished == target
     assert moves > 10
     assert sum(batch.preemptions for batch in engines) > 0
@@ -189,7 +219,7 @@ def test_every_token_is_counted_once_whatever_happens_on_the_way() -> None:
 
 def test_siblings_prefill_and_store_their_prompt_once_on_one_engine_and_twice_on_two() -> None:
     one, two, other = EngineBatch(H100_8B), EngineBatch(H100_8B), EngineBatch(H100_8B)
-    group = [Request(key, 0, 1000, 0, 100) for key in range(8)]
+    group = [SimulatedRequest(key, 0, 1000, 0, 100) for key in range(8)]
     one.add(group, 0.0)
     two.add(group[:4], 0.0)
     other.add(group[4:], 0.0)
@@ -202,7 +232,7 @@ def test_siblings_prefill_and_store_their_prompt_once_on_one_engine_and_twice_on
 
 def test_a_moved_sample_is_prefilled_with_its_answer() -> None:
     batch = EngineBatch(H100_8B)
-    batch.add([Request(1, 0, 300, 5000, 6000)], 0.0)
+    batch.add([SimulatedRequest(1, 0, 300, 5000, 6000)], 0.0)
     assert batch.next_time() == pytest.approx(H100_8B.prefill_s(5300))
     assert batch.advance(batch.next_time()) == [Joined(pytest.approx(H100_8B.prefill_s(5300)), (1,))]  # type: ignore[arg-type]
     assert run_out(batch)[-1] == Finished(pytest.approx(batch._since), 1, 6000)  # type: ignore[arg-type]
@@ -211,9 +241,9 @@ def test_a_moved_sample_is_prefilled_with_its_answer() -> None:
 
 def test_decoding_stalls_while_a_newcomer_is_prefilled() -> None:
     batch = EngineBatch(H100_8B)
-    batch.add([Request(1, 0, 100, 0, 5000)], 0.0)
+    batch.add([SimulatedRequest(1, 0, 100, 0, 5000)], 0.0)
     before = batch.generated(1, 2.0)
-    batch.add([Request(2, 1, 30_000, 0, 5000)], 2.0)
+    batch.add([SimulatedRequest(2, 1, 30_000, 0, 5000)], 2.0)
     stall = H100_8B.prefill_s(30_000)
     assert batch.generated(1, 2.0 + stall * 0.99) == before
     assert batch.generated(1, 2.0 + stall + 1.0) > before
@@ -222,12 +252,12 @@ def test_decoding_stalls_while_a_newcomer_is_prefilled() -> None:
 def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     spec = with_capacity(500)
     batch = EngineBatch(spec)
-    batch.add([Request(1, 0, 100, 0, 400)], 0.0)
+    batch.add([SimulatedRequest(1, 0, 100, 0, 400)], 0.0)
     due = batch.next_time()
     with pytest.raises(EngineError, match="the engine has KV for 500"):
-        batch.add([Request(2, 1, 101, 0, 400)], 0.0)
+        batch.add([SimulatedRequest(2, 1, 101, 0, 400)], 0.0)
     with pytest.raises(ValueError, match="here already"):
-        batch.add([Request(1, 0, 100, 0, 400)], 0.0)
+        batch.add([SimulatedRequest(1, 0, 100, 0, 400)], 0.0)
     with pytest.raises(KeyError):
         batch.remove(3, 0.0)
     assert (batch.next_time(), batch.size) == (due, 1)
@@ -236,7 +266,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         batch.advance(due - 1.0)
     for wrong in ((0, 0, 10), (10, 10, 10), (10, -1, 10)):
         with pytest.raises(ValueError, match="sample 9"):
-            Request(9, 0, *wrong)
+            SimulatedRequest(9, 0, *wrong)
     with pytest.raises(KeyError):
         batch.generated(3, due)
 
@@ -245,12 +275,14 @@ def test_a_batch_runs_alike_however_often_it_is_looked_at() -> None:
     def play(looks: int) -> list[Happening]:
         batch = EngineBatch(with_capacity(1500))
         for key in range(16):
-            batch.add([Request(key, key // 4, 50, 0, 40 + 20 * key)], 0.0)
+            batch.add([SimulatedRequest(key, key // 4, 50, 0, 40 + 20 * key)], 0.0)
         happened: list[Happening] = []
         for look in range(looks):
             happened += batch.advance(look * 4.0 / looks)
         return happened + run_out(batch)
 
     few, many = play(1), play(500)
-    assert [msgspec.structs.replace(one, time_s=0.0) for one in few] == [msgspec.structs.replace(one, time_s=0.0) for one in many]
+    assert [msgspec.structs.replace(one, time_s=0.0) for one in few] == [
+        msgspec.structs.replace(one, time_s=0.0) for one in many
+    ]
     assert [one.time_s for one in few] == pytest.approx([one.time_s for one in many], rel=1e-9)

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.harvest.autoscale import Benefit
-from scavenger.harvest.idling import LEAST_LOST
-from scavenger.router.policy import RunView, Standard, Weighs
-from scavenger.simulate.clairvoyant_site import clairvoyant
-from scavenger.simulate.contender import Contender
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.idle_gpus import LEAST_LOST
+from scavenger.policy.interface import RunView, Standard, Weighs
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.outcome import EngineOutcome, Outcome
+from scavenger.simulate.policies.clairvoyant.site import clairvoyant
 from scavenger.simulate.policies.even import Even
 from scavenger.simulate.policies.mixed import mixed
-from scavenger.simulate.policies.registry import CONTENDERS, MIXTURES
+from scavenger.simulate.policies.registry import MIXTURES, SIMULATED_POLICIES
+from scavenger.simulate.policy import SimulatedPolicy
 from tests.simulate.test_driver import EQUAL
 
 END_S = 1000.0
@@ -34,13 +34,17 @@ class Weighing(Even):
         return Benefit(0.05, 8, 1, START_S)
 
 
-TAKES = Contender("takes what comes", Weighing)
+TAKES = SimulatedPolicy("takes what comes", Weighing)
 GATED = replace(TAKES, name="gated", gates=True)
 
 
 def flickering() -> Fleet:
     """On b and c eight GPUs each idle for 25 s and are taken for 25; on a, from 700 s on, four idle for good."""
-    deltas = [(25.0 * tick, node, -8 if tick % 2 else 8) for tick in range(1, int(END_S / 25)) for node in ("b", "c")]
+    deltas = [
+        (25.0 * tick, node, -8 if tick % 2 else 8)
+        for tick in range(1, int(END_S / 25))
+        for node in ("b", "c")
+    ]
     deltas.append((700.0, "a", 4))
     return from_deltas("flickering", END_S, dict.fromkeys("abc", 8), {"a": 0, "b": 8, "c": 8}, sorted(deltas))
 
@@ -57,7 +61,9 @@ def begun(out: Outcome, after_s: float) -> Sequence[EngineOutcome]:
     return [engine for engine in out.engines if engine.start_s >= after_s]
 
 
-def test_once_enough_was_seen_no_engine_starts_on_gpus_that_do_not_last(played: tuple[Outcome, Outcome]) -> None:
+def test_once_enough_was_seen_no_engine_starts_on_gpus_that_do_not_last(
+    played: tuple[Outcome, Outcome],
+) -> None:
     takes, gated = played
     seen_s = 25.0 * 2 * (LEAST_LOST / 16 + 1)
     assert seen_s < 600
@@ -75,28 +81,39 @@ def test_what_lasts_is_taken_once_it_has_shown_so(played: tuple[Outcome, Outcome
 
 def test_a_policy_that_says_nothing_of_an_engines_worth_meets_no_gate() -> None:
     """Though it is placed node by node as the live daemon's jobs are."""
-    silent = Contender("silent", Even, gates=True)
-    assert {engine.node for engine in begun(simulate(replace(SCENARIO, horizon_s=600.0), silent), 500.0)} & {"b", "c"}
+    silent = SimulatedPolicy("silent", Even, gates=True)
+    assert {engine.node for engine in begun(simulate(replace(SCENARIO, horizon_s=600.0), silent), 500.0)} & {
+        "b",
+        "c",
+    }
 
 
 @pytest.mark.parametrize(("gates", "least_s"), [(False, 0.0), (True, 30.0)])
 def test_a_gated_job_waits_for_its_node_for_a_while_and_then_moves(gates: bool, least_s: float) -> None:
     """The smallest gap that fits is a's, and it is gone before Slurm has placed anybody."""
     fleet = from_deltas("taken at once", 1e6, {"a": 8, "b": 8}, {"a": 1, "b": 8}, [(1.0, "a", -1)])
-    out = simulate(replace(EQUAL, fleet=fleet, steps=2, max_engines=1), Contender("one", Standard, window=0.5, gates=gates))
+    out = simulate(
+        replace(EQUAL, fleet=fleet, steps=2, max_engines=1),
+        SimulatedPolicy("one", Standard, window=0.5, gates=gates),
+    )
     (engine,) = out.engines
     assert engine.node == "b"
     assert least_s <= engine.start_s <= least_s + 15.0
 
 
 def test_ours_and_what_harvests_as_ours_do_are_gated_and_the_published_ones_are_not() -> None:
-    ours = ({name for name in CONTENDERS if name.startswith("ours")} | MIXTURES.keys()) - {"ours without gates"}
-    assert {name for name, one in CONTENDERS.items() if one.gates} == ours
+    ours = ({name for name in SIMULATED_POLICIES if name.startswith("ours")} | MIXTURES.keys()) - {
+        "ours without gates"
+    }
+    assert {name for name, one in SIMULATED_POLICIES.items() if one.gates} == ours
     assert not clairvoyant(SCENARIO).gates
 
 
 def test_a_mixture_says_what_the_policy_that_asks_for_engines_says() -> None:
-    for other, growing, benefit in ((Standard, Weighing, Benefit(0.05, 8, 1, START_S)), (Weighing, Standard, None)):
+    for other, growing, benefit in (
+        (Standard, Weighing, Benefit(0.05, 8, 1, START_S)),
+        (Weighing, Standard, None),
+    ):
         policy = mixed("", other, other, growing).new_policy()
         assert isinstance(policy, Weighs)
         assert policy.benefit() == benefit

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.router.policy import Fact, Placement, RunView, Standard, StepSubmitted, TrainedGroups
+from scavenger.policy.interface import Fact, Placement, RunView, Standard, StepSubmitted, TrainedGroups
 from scavenger.simulate import trainer_model as cost
-from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import from_deltas
 from scavenger.simulate.policies.disaggregated import DISAGGREGATED
+from scavenger.simulate.policy import SimulatedPolicy
 from tests.simulate.test_driver import ENGINE, EQUAL, LENGTH, PROMPT, TRAINER, UNEVEN
 
 
@@ -39,8 +39,12 @@ def listener() -> Listener:
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_engines_tell_the_tokens_their_cache_holds_beside_what_is_resident(listener: Listener, offload: bool) -> None:
-    simulate(replace(UNEVEN, steps=2, offload=offload), Contender("listener", lambda: listener, window=0.5))
+def test_engines_tell_the_tokens_their_cache_holds_beside_what_is_resident(
+    listener: Listener, offload: bool
+) -> None:
+    simulate(
+        replace(UNEVEN, steps=2, offload=offload), SimulatedPolicy("listener", lambda: listener, window=0.5)
+    )
     beside = ENGINE if offload else ENGINE.with_resident(cost.state_bytes_per_gpu(TRAINER))
     assert (beside.kv_capacity < ENGINE.kv_capacity) != offload
     assert listener.caches == {"reserved": {beside.kv_capacity}, "harvested": {ENGINE.kv_capacity}}
@@ -48,7 +52,7 @@ def test_engines_tell_the_tokens_their_cache_holds_beside_what_is_resident(liste
 
 def test_the_trainer_tells_how_far_a_step_is_trained(listener: Listener) -> None:
     """Whole groups, with their prompts, and the seconds that they took; of the step under way alone."""
-    out = simulate(replace(UNEVEN, steps=3), Contender("listener", lambda: listener, window=0.3))
+    out = simulate(replace(UNEVEN, steps=3), SimulatedPolicy("listener", lambda: listener, window=0.3))
     step, told = 0, 0
     before = TrainedGroups(0, 0, 0, 0.0)
     for now, fact in listener.facts:
@@ -66,8 +70,10 @@ def test_the_trainer_tells_how_far_a_step_is_trained(listener: Listener) -> None
 
 
 def test_what_is_told_of_equal_groups_are_their_tokens(listener: Listener) -> None:
-    slow = replace(EQUAL, trainer=replace(TRAINER, hash_bytes_s=0.5e9))  # so long that the last round is told before the step ends
-    simulate(slow, Contender("listener", lambda: listener, window=1.0))
+    slow = replace(
+        EQUAL, trainer=replace(TRAINER, hash_bytes_s=0.5e9)
+    )  # so long that the last round is told before the step ends
+    simulate(slow, SimulatedPolicy("listener", lambda: listener, window=1.0))
     told = {fact.step: fact for _, fact in listener.facts if isinstance(fact, TrainedGroups)}
     assert set(told) == {1, 2, 3}
     assert {(one.groups, one.tokens) for one in told.values()} == {(16, 16 * 8 * (PROMPT + LENGTH))}
@@ -82,7 +88,11 @@ def test_an_engine_lost_after_its_prefill_and_before_a_token_was_started_for_not
         out = simulate(replace(one, fleet=fleet), DISAGGREGATED)
         return out.wasted_starts, out.engines[0].tokens
 
-    ready_s = simulate(replace(one, fleet=from_deltas("one", 1e6, {"a": 1}, {"a": 1}, [])), DISAGGREGATED).engines[0].ready_s
+    ready_s = (
+        simulate(replace(one, fleet=from_deltas("one", 1e6, {"a": 1}, {"a": 1}, [])), DISAGGREGATED)
+        .engines[0]
+        .ready_s
+    )
     prefilled_s, step_s = ready_s + ENGINE.prefill_s(PROMPT), ENGINE.step_s(1, PROMPT)
     assert played(ready_s - 1.0) == (1, 0)
     assert played(prefilled_s - 0.001) == (1, 0)

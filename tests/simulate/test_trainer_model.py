@@ -26,7 +26,14 @@ from scavenger.simulate.trainer_model import (
 
 # 1376 weights in products, 2176 in all, 32 attention FLOPs a pair: see test_decode.py
 TINY = Model("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100)
-PLAIN = Gpu("plain", memory_bytes=1e6, bandwidth_bytes_s=1000.0, dense_flops=10_000.0, nvlink_bytes_s=500.0, host_bytes_s=100.0)
+PLAIN = Gpu(
+    "plain",
+    memory_bytes=1e6,
+    bandwidth_bytes_s=1000.0,
+    dense_flops=10_000.0,
+    nvlink_bytes_s=500.0,
+    host_bytes_s=100.0,
+)
 SPEC = TrainerSpec(TINY, PLAIN, ranks=2, compute=0.5, link_bytes_s=1e12, nic_bytes_s=1000.0, overhead_s=0.25)
 
 
@@ -68,7 +75,9 @@ def test_the_optimizer_reads_and_writes_each_ranks_state_once() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 8), st.integers(50, 400))
-def test_packing_places_every_sequence_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+def test_packing_places_every_sequence_once_within_the_budget(
+    lengths: list[int], ranks: int, budget: int
+) -> None:
     steps = pack(TINY, lengths, ranks, budget)
     assert sorted(length for step in steps for rank in step for length in rank) == sorted(lengths)
     for step in steps:
@@ -88,12 +97,16 @@ def test_the_toggle_moves_state_and_weights_over_pcie_both_ways() -> None:
     assert state_bytes_per_gpu(spec) == 2176 * 16 / 2
     assert to_training_s(spec, offloaded=True) == pytest.approx(1.5 + 17_408 / 100)
     assert to_training_s(spec, offloaded=False) == 1.5
-    assert to_generating_s(spec, offload=True, engine_gpus=2) == pytest.approx(2.5 + 4352 / 2 / 100 + 17_408 / 100)
+    assert to_generating_s(spec, offload=True, engine_gpus=2) == pytest.approx(
+        2.5 + 4352 / 2 / 100 + 17_408 / 100
+    )
     assert to_generating_s(spec, offload=False) == pytest.approx(2.5 + 43.52)
 
 
 def test_state_that_stays_takes_its_room_from_a_reserved_engines_kv() -> None:
-    trainer = TrainerSpec(presets.QWEN3_8B, presets.H100, ranks=8, compute=0.4, link_bytes_s=400e9, nic_bytes_s=25e9)
+    trainer = TrainerSpec(
+        presets.QWEN3_8B, presets.H100, ranks=8, compute=0.4, link_bytes_s=400e9, nic_bytes_s=25e9
+    )
     engine = presets.engine("Qwen3-8B", "H100")
     reduced = engine.with_resident(state_bytes_per_gpu(trainer))
     lost = state_bytes_per_gpu(trainer) / engine.model.kv_bytes_per_token
@@ -106,8 +119,12 @@ def test_publishing_hashes_a_shard_a_rank() -> None:
 
 
 def test_an_8b_step_on_8_h100_is_of_the_expected_order() -> None:
-    trainer = TrainerSpec(presets.QWEN3_8B, presets.H100, ranks=8, compute=0.4, link_bytes_s=400e9, nic_bytes_s=25e9)
+    trainer = TrainerSpec(
+        presets.QWEN3_8B, presets.H100, ranks=8, compute=0.4, link_bytes_s=400e9, nic_bytes_s=25e9
+    )
     lengths = [4000] * 1024
-    took = sum(micro_step_s(trainer, ranks) for ranks in pack(trainer.model, lengths, 8, 32_000)) + optimizer_s(trainer)
+    took = sum(
+        micro_step_s(trainer, ranks) for ranks in pack(trainer.model, lengths, 8, 32_000)
+    ) + optimizer_s(trainer)
     # 8 FLOPs a weight and token at 40 % of 8 x 989 TFLOPS, attention adding to it
     assert 1.0 < took / (8 * 7.57e9 * 4000 * 1024 / (8 * 989.4e12 * 0.4)) < 1.5

@@ -19,5 +19,10 @@ def write_small_model(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(model_config(hidden=32, layers=2)))
     sort.write_tokenizer(path)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True), dtype=torch.float32)
-    save_file({name: value.detach().contiguous() for name, value in model.named_parameters()}, path / "model.safetensors")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(path, local_files_only=True), dtype=torch.float32
+    )
+    save_file(
+        {name: value.detach().contiguous() for name, value in model.named_parameters()},
+        path / "model.safetensors",
+    )

@@ -16,11 +16,19 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterUnavailable
-from scavenger.ledger import reports, store
+from scavenger.ledger import store
+from scavenger.ledger.read import reports
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 170.0
-ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT, JobState.OUT_OF_MEMORY, JobState.NODE_FAIL)
+ENDED = (
+    JobState.COMPLETED,
+    JobState.FAILED,
+    JobState.CANCELLED,
+    JobState.TIMEOUT,
+    JobState.OUT_OF_MEMORY,
+    JobState.NODE_FAIL,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,15 @@ class Result:
     def until(self, last: int) -> Result:
         """The first steps of it: a longer run starts as a shorter one."""
         assert last in self.steps
-        return Result({k: v for k, v in self.tokens.items() if k[0] <= last}, {k: v for k, v in self.steps.items() if k <= last})
+        return Result(
+            {k: v for k, v in self.tokens.items() if k[0] <= last},
+            {k: v for k, v in self.steps.items() if k <= last},
+        )
 
 
-def wait_for(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S, every_s: float = 0.1) -> Any:
+def wait_for(
+    what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S, every_s: float = 0.1
+) -> Any:
     """Poll until the condition is true and return its value; fail naming what was waited for."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
@@ -49,8 +62,13 @@ def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
     """A small deterministic run: 4 prompts x 4 samples, up to 20 tokens each, two ranks."""
     document: dict[str, dict[str, Any]] = {
         "run": {
-            "name": "small", "seed": 7, "steps": 4, "state_dir": site.state_dir, "out_dir": site.dir / "out",
-            "deterministic": True, "max_engines": 8,
+            "name": "small",
+            "seed": 7,
+            "steps": 4,
+            "state_dir": site.state_dir,
+            "out_dir": site.dir / "out",
+            "deterministic": True,
+            "max_engines": 8,
         },
         "model": {"path": model, "context_length": 32},
         "data": {"task": "sort", "prompts_per_step": 4, "samples_per_prompt": 4},
@@ -61,7 +79,7 @@ def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
         "reserved": {"workers": 1, "window": 0.25, "wake_after_s": 1.0},
         "checkpoint": {"every": 2, "keep": 2},
         "weights": {"dtype": "float32"},
-    }  # fmt: skip
+    }
     for section, keys in overrides.items():
         document.setdefault(section, {}).update(keys)
     path = site.dir / "run.toml"
@@ -111,7 +129,7 @@ def cut_short(site: Site, job_id: int) -> int:
 
 def undisturbed(model: Path, folder: Path, steps: int) -> Result:
     """One reserved engine alone, nobody preempted, on the local backend."""
-    options = SiteOptions("local", folder, demo_layout(grace_s=1.0), observe_s=0.2)
+    options = SiteOptions("local", folder, demo_layout(grace_s=1.0), poll_interval_s=0.2)
     with Site(options) as site:
         run = write_run(site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16})
         finish(site, submit(site, run))
@@ -121,7 +139,9 @@ def undisturbed(model: Path, folder: Path, steps: int) -> Result:
 def as_long(undisturbed_run: Result, found: Result, model: Path, folder: Path) -> Result:
     """As many steps of an undisturbed run as `found` has; played anew where a slow machine came further than that one."""
     done = max(found.steps)
-    return (undisturbed_run if done in undisturbed_run.steps else undisturbed(model, folder / "longer", done)).until(done)
+    return (
+        undisturbed_run if done in undisturbed_run.steps else undisturbed(model, folder / "longer", done)
+    ).until(done)
 
 
 def logs(site: Site, lines: int = 40) -> str:
@@ -152,7 +172,10 @@ def steps_done(site: Site) -> int:
 
 def workers(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
     """(worker id, job id, node) of the workers that are here."""
-    return ask(site, f"SELECT worker_id, job_id, node FROM workers WHERE left_at IS NULL AND kind = '{kind}' ORDER BY worker_id")
+    return ask(
+        site,
+        f"SELECT worker_id, job_id, node FROM workers WHERE left_at IS NULL AND kind = '{kind}' ORDER BY worker_id",
+    )
 
 
 def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
@@ -179,7 +202,9 @@ def result(site: Site) -> Result:
         key = (step, prompt, index)
         assert len(tokens.get(key, b"")) == 4 * start, f"sample {key} has a gap at {start}"
         tokens[key] = tokens.get(key, b"") + data
-    found = ask(site, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step")
+    found = ask(
+        site, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
+    )
     steps = {}
     for step, text in found:
         metrics = json.loads(text)
@@ -190,6 +215,8 @@ def result(site: Site) -> Result:
 
 def jobs_left(site: Site) -> list[Job]:
     """Jobs of ours that the queue still holds."""
-    return [j for j in site.cluster.view().jobs if j.partition == "scavenge" and j.state in (JobState.PENDING, JobState.RUNNING)]
-
-
+    return [
+        j
+        for j in site.cluster.view().jobs
+        if j.partition == "scavenge" and j.state in (JobState.PENDING, JobState.RUNNING)
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.cluster.local import LocalCluster
+from scavenger.cluster.local.client import LocalCluster
 from scavenger.demo.site import Site, SiteOptions
 from tests.system import play
 
@@ -18,13 +18,19 @@ pytestmark = pytest.mark.mpi
 def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
     how: str, tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), observe_s=0.2, max_engines=2)
+    options = SiteOptions(
+        "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
+    )
     with Site(options) as site:
         cluster = site.cluster
         assert isinstance(cluster, LocalCluster)
         # the window closes as soon as a harvested engine is ready: all of the step is then in flight at harvested engines
         run = play.write_run(
-            site, small_model, run={"steps": 80}, engine={"max_batch": 8, "pace": 3.0}, reserved={"window": 0.0}
+            site,
+            small_model,
+            run={"steps": 80},
+            engine={"max_batch": 8, "pace": 3.0},
+            reserved={"window": 0.0},
         )
         training = play.submit(site, run)
         step = play.wait_for("reserved engines asleep, harvested ones at work", lambda: _window_closed(site))

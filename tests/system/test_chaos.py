@@ -20,7 +20,9 @@ def _play(options: Options, model: Path, undisturbed: play.Result) -> Chaos:
     chaos = Chaos(options, model, said.append)
     outcome = chaos.play(undisturbed.until(options.steps))
     faults = {**dict(sorted(outcome.done.items())), "planned and not done": outcome.left}
-    assert outcome.sound, "\n".join([*said, *outcome.own_ends, table(f"seed {options.seed}", outcome.audit, faults)])
+    assert outcome.sound, "\n".join(
+        [*said, *outcome.own_ends, table(f"seed {options.seed}", outcome.audit, faults)]
+    )
     assert outcome.audit.facts["tokens witnessed"] > 0
     assert sum(count for name, count in outcome.done.items() if name.startswith("kill")) == options.kills
     return chaos
@@ -30,25 +32,32 @@ def test_kills_of_daemon_engine_and_trainer_and_a_zombie_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
     parts = ("daemon", "engine", "rank")
-    options = Options(tmp_path, seed=163, kills=8, steps=3, kinds=("kill", "stop"), local_parts=parts, pace=15.0)
+    options = Options(
+        tmp_path, seed=163, kills=8, steps=3, kinds=("kill", "stop"), local_parts=parts, pace=15.0
+    )
     chaos = _play(options, small_model, undisturbed)
     for wrong, counted in PLANTED.items():
         _plant_and_find(wrong, counted, chaos, undisturbed.until(options.steps))
 
 
-_LAST = "(SELECT max(c.id) FROM chunks c JOIN samples s ON s.sample_id = c.sample_id WHERE s.state = 'consumed')"
+_LAST = (
+    "(SELECT max(c.id) FROM chunks c JOIN samples s ON s.sample_id = c.sample_id WHERE s.state = 'consumed')"
+)
 #: What could be wrong with a ledger, and the count that must tell.
 PLANTED = {
     f"UPDATE chunks SET tokens = x'7FFFFFFF' || substr(tokens, 5) WHERE id = {_LAST}": "committed tokens lost",
     f"DELETE FROM chunks WHERE id = {_LAST}": "committed tokens lost",
-    "INSERT INTO sample_ends (sample_id, state, reason, step, attempt, at) SELECT sample_id, state, reason, step, attempt, at "
+    "INSERT INTO sample_ends (sample_id, state, reason, step, attempt, reward_version, at) "
+    "SELECT sample_id, state, reason, step, attempt, reward_version, at "
     "FROM sample_ends WHERE state = 'consumed' ORDER BY id DESC LIMIT 1": "samples consumed twice",
-    "UPDATE samples SET state = 'masked' WHERE sample_id = (SELECT max(sample_id) FROM samples WHERE state = 'consumed')":
-        "prompts skipped",
+    (
+        "UPDATE samples SET state = 'masked' WHERE sample_id = (SELECT "
+        "max(sample_id) FROM samples WHERE state = 'consumed')"
+    ): "prompts skipped",
     f"UPDATE chunks SET epoch = epoch - 1 WHERE id = {_LAST}": "stale chunks accepted",
-    "UPDATE steps SET metrics = json_set(metrics, '$.reward', 2) WHERE id = (SELECT max(id) FROM steps WHERE purpose = 'train')":
-        "steps with another reward or loss than undisturbed",
-}  # fmt: skip
+    "UPDATE steps SET metrics = json_set(metrics, '$.reward', 2) "
+    "WHERE id = (SELECT max(id) FROM steps WHERE purpose = 'train')": "steps with another reward or loss than undisturbed",
+}
 
 
 def _plant_and_find(wrong: str, counted: str, chaos: Chaos, undisturbed: play.Result) -> None:
@@ -72,7 +81,11 @@ def _plant_and_find(wrong: str, counted: str, chaos: Chaos, undisturbed: play.Re
 def test_fifty_kills_zombies_and_black_holes_change_nothing_on_sqlite(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    _play(Options(tmp_path, seed=50, kills=50, steps=12, kinds=("kill", "stop", "hole")), small_model, undisturbed)
+    _play(
+        Options(tmp_path, seed=50, kills=50, steps=12, kinds=("kill", "stop", "hole")),
+        small_model,
+        undisturbed,
+    )
 
 
 @pytest.mark.long
@@ -81,12 +94,20 @@ def test_fifty_kills_zombies_and_black_holes_change_nothing_on_sqlite(
 def test_fifty_kills_zombies_and_black_holes_change_nothing_on_postgresql(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = Options(tmp_path, seed=51, kills=50, steps=12, kinds=("kill", "stop", "hole"), database="postgres")
+    options = Options(
+        tmp_path, seed=51, kills=50, steps=12, kinds=("kill", "stop", "hole"), database="postgres"
+    )
     _play(options, small_model, undisturbed)
 
 
 @pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.timeout(1500)
-def test_kills_of_slurmctld_too_change_nothing_on_slurm(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
-    _play(Options(tmp_path, seed=52, kills=12, steps=6, kinds=("kill", "stop"), backend="slurm"), small_model, undisturbed)
+def test_kills_of_slurmctld_too_change_nothing_on_slurm(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    _play(
+        Options(tmp_path, seed=52, kills=12, steps=6, kinds=("kill", "stop"), backend="slurm"),
+        small_model,
+        undisturbed,
+    )

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from scavenger import toml
-from scavenger.cluster import procs
+from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions, daemon_document
-from scavenger.ledger import reports
+from scavenger.ledger.read import reports
 from scavenger.weights.source import WeightSource
 from tests.system import play, scripted
 
@@ -29,25 +29,31 @@ from tests.system import play, scripted
 def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemon_that_is_refused_beside_it_disturbs_nothing(
     tmp_path: Path, small_model: Path
 ) -> None:
-    options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=2.0), observe_s=0.3, max_engines=1)
+    options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=2.0), poll_interval_s=0.3, max_engines=1)
     with Site(options) as site, WeightSource() as source:
         run_toml = play.write_run(site, small_model, run={"name": "cancelled"}, engine={"pace": 2.5})
         with scripted.opened(run_toml) as run:
             version = scripted.publish(run, source, small_model, 0)
-            waiting = scripted.submit(run, 1, version, samples=12, tokens=20)  # four at a time: 24 s of one engine's work
+            waiting = scripted.submit(
+                run, 1, version, samples=12, tokens=20
+            )  # four at a time: 24 s of one engine's work
             [engine] = play.wait_for("an engine at work", lambda: play.busy(site), 60)
             _partitions_in_the_way(site)
-            assert play.wait_for("an engine at work", lambda: play.busy(site), 60) == [engine], "it never stopped"
+            assert play.wait_for("an engine at work", lambda: play.busy(site), 60) == [engine], (
+                "it never stopped"
+            )
             job = engine[1]
             site.cluster.cancel((job,))
             groups = scripted.collect(run, waiting)
             scripted.commit(run, 1, version, groups)
             run.close_run("finished")
-        leases = play.ask(site, "SELECT sample_id, epoch, worker_id, start_len, end_len, reason FROM leases ORDER BY 1, 2")
+        leases = play.ask(
+            site, "SELECT sample_id, epoch, worker_id, start_len, end_len, reason FROM leases ORDER BY 1, 2"
+        )
         moves = [sample.moves for group in groups for sample in group.samples]
         assert (len(moves), set(moves)) == (12, {0, 1}), leases
         assert moves.count(1) <= 4, leases
-        assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "it said goodbye first"
+        _lost_no_more_than_promised(site, moves.count(1))
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 60)
         was = play.job(site, job)
         assert was is None or (was.state, was.restart_count) == (JobState.CANCELLED, 0)
@@ -55,6 +61,19 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
         assert ("engine_died",) not in kinds, "being cancelled is no crash"
         assert play.ask(site, "SELECT count(*) FROM jobs") == [(2,)]
         assert reports.check(site.ledger_url) == []
+
+
+def _lost_no_more_than_promised(site: Site, moved: int) -> None:
+    """An engine that said goodbye lost nothing. One that Slurm killed first (a busy machine) lost a flush interval at most:
+
+    at a pace of 2.5 tokens a second that is one token of each sample that it had.
+    """
+    [(lost, noticed)] = play.ask(
+        site,
+        "SELECT sum(regenerated), min(notice) FROM workers WHERE kind = 'harvested' AND regenerated + salvaged > 0",
+    )
+    assert lost <= (0 if noticed else moved), (lost, noticed, moved)
+    assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(lost,)]
 
 
 def _partitions_in_the_way(site: Site) -> None:
@@ -68,8 +87,13 @@ def _partitions_in_the_way(site: Site) -> None:
         path.write_text(toml.dumps(document))
         argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(path)]
         starting[partition] = subprocess.Popen(
-            argv, env=site.env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )  # fmt: skip
+            argv,
+            env=site.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     try:
         for partition, process in starting.items():
             _, told = process.communicate(timeout=60)
@@ -88,7 +112,7 @@ def _partitions_in_the_way(site: Site) -> None:
 DEMO = """
 import sys
 from pathlib import Path
-from scavenger import cli
+from scavenger.cli.main import main
 from scavenger.demo import session
 
 class Given:
@@ -99,7 +123,7 @@ class Given:
     def wait(self, screen): pass
 
 session.Model = Given
-cli.main()
+main()
 """
 
 
@@ -115,9 +139,11 @@ def _processes_of(mark: str) -> dict[int, str]:
     """Every process that names the folder on its command line or got it from its parent's environment."""
     here = os.getpid()
     return {
-        pid: procs.title(pid)
-        for pid, proc in procs.snapshot().items()
-        if pid != here and proc.state != "Z" and (mark in procs.title(pid) or procs.has_variable(pid, f"TMPDIR={mark}"))
+        pid: processes.title(pid)
+        for pid, proc in processes.snapshot().items()
+        if pid != here
+        and proc.state != "Z"
+        and (mark in processes.title(pid) or processes.has_variable(pid, f"TMPDIR={mark}"))
     }
 
 
@@ -127,13 +153,31 @@ def _ledger(own_tmp: Path) -> Path | None:
 
 def _interrupt(own_tmp: Path, model: Path, backend: str, at: float | None) -> None:
     """Start the demo, press Ctrl-C `at` seconds after its first act (None: when harvested engines have joined), look at what is left."""
-    argv = [sys.executable, "-c", DEMO, "demo", "--out", str(own_tmp / "out"), "--backend", backend, "--steps", "30", str(model)]
+    argv = [
+        sys.executable,
+        "-c",
+        DEMO,
+        "demo",
+        "--out",
+        str(own_tmp / "out"),
+        "--backend",
+        backend,
+        "--steps",
+        "30",
+        str(model),
+    ]
     env = {**os.environ, "TMPDIR": str(own_tmp), "OMP_NUM_THREADS": "1"}
     log = own_tmp / "demo.log"
     with log.open("wb") as output:
         demo = subprocess.Popen(
-            argv, env=env, cwd=play.ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )  # fmt: skip
+            argv,
+            env=env,
+            cwd=play.ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
         begun = _joined if at is None else _began
         play.wait_for("the moment", lambda: begun(own_tmp) or demo.poll() is not None, 60, every_s=0.01)

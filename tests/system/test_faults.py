@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import procs
+from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import Fenced, LedgerHeld, Refused
-from scavenger.ledger import reports
+from scavenger.ledger.read import reports
 from scavenger.weights.source import WeightSource
 from tests.chaos.faults import fill
-from tests.system import play, scripted
+from tests.system import killed_trainer, play, scripted
 
 LAYOUT = demo_layout(grace_s=1.0, requeue_delay_s=0.5)
 #: Silence is believed soon, so that a stopped worker's samples move while the test looks on.
@@ -43,7 +43,11 @@ def _daemon_log(site: Site) -> str:
 def _worker_pid(job_id: int) -> int:
     """The engine's process of a job on the local backend."""
     mark = f"SCAVENGER_JOB_ID={job_id}"
-    found = [pid for pid in procs.snapshot() if procs.has_variable(pid, mark) and " -m rollout " in procs.title(pid)]
+    found = [
+        pid
+        for pid in processes.snapshot()
+        if processes.has_variable(pid, mark) and " -m rollout " in processes.title(pid)
+    ]
     assert len(found) == 1, f"job {job_id} has the engines {found}"
     return found[0]
 
@@ -55,7 +59,7 @@ def _worker_pid(job_id: int) -> int:
 def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=2, daemon=QUICK)
+    options = SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2, daemon=QUICK)
     with Site(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 4, "pace": 10.0})
         training = play.submit(site, run)
@@ -74,7 +78,9 @@ def _lost_by_silence(site: Site, worker: int) -> list[tuple[int, int]]:
     """(sample, epoch) that a silent worker lost, once it holds nothing any more; none if all of its samples had ended."""
     still = f"SELECT 1 FROM leases WHERE worker_id = {worker} AND ended_at IS NULL"
     play.wait_for("its leases to end", lambda: not play.ask(site, still))
-    return play.ask(site, f"SELECT sample_id, epoch FROM leases WHERE worker_id = {worker} AND reason LIKE 'silent for%'")
+    return play.ask(
+        site, f"SELECT sample_id, epoch FROM leases WHERE worker_id = {worker} AND reason LIKE 'silent for%'"
+    )
 
 
 def _wait_until_elsewhere(site: Site, sample: int, epoch: int) -> None:
@@ -91,14 +97,22 @@ def _kill_the_daemon(site: Site) -> None:
     site.start_daemon()
 
     def resumed() -> object:
-        return play.ask(site, f"SELECT sample_id, epoch FROM chunks WHERE at > {killed_at} ORDER BY id") if _settled(site, before) else []
+        return (
+            play.ask(site, f"SELECT sample_id, epoch FROM chunks WHERE at > {killed_at} ORDER BY id")
+            if _settled(site, before)
+            else []
+        )
 
     after = play.wait_for("the leases of before to go on or to move", resumed)
-    assert {(sample, epoch) for sample, epoch, _, _ in before} & set(after), "no lease went on under its old epoch"
+    assert {(sample, epoch) for sample, epoch, _, _ in before} & set(after), (
+        "no lease went on under its old epoch"
+    )
     for sample, _, _, length in before:
         [[accepted]] = play.ask(site, f"SELECT accepted_len FROM samples WHERE sample_id = {sample}")
         assert accepted >= length, f"sample {sample} lost tokens"
-    assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "workers keep what was not acknowledged"
+    assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], (
+        "workers keep what was not acknowledged"
+    )
 
 
 def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
@@ -110,7 +124,9 @@ def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
 def _start_a_second_daemon(site: Site) -> None:
     """An admin's mistake is refused. Meant, the newer daemon takes the ledger, the older one ends, the run goes on with the newer."""
     argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(site.config_path)]
-    refused = subprocess.run(argv, env=site.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    refused = subprocess.run(
+        argv, env=site.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
     assert refused.returncode == LedgerHeld.exit_code, refused.stderr
     assert f"held by the daemon with pid {site.daemon_pid} on host" in refused.stderr
     with site.second_daemon() as first:
@@ -122,7 +138,9 @@ def _start_a_second_daemon(site: Site) -> None:
 def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
     """SIGSTOP: silence moves its samples. SIGCONT: what it still says is refused with a reason."""
     lost: list[tuple[int, int]] = []
-    while not lost:  # the last samples of an engine may have ended just before it was stopped: then another one is
+    while (
+        not lost
+    ):  # the last samples of an engine may have ended just before it was stopped: then another one is
         worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
         pid = _worker_pid(job)
         os.kill(pid, signal.SIGSTOP)
@@ -135,16 +153,24 @@ def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
     [[reason]] = play.wait_for("the zombie to be refused", lambda: _refusals(site))[:1]
     assert "moved on" in reason
     for sample, epoch in lost:
-        [[last]] = play.ask(site, f"SELECT coalesce(max(at), 0) FROM chunks WHERE sample_id = {sample} AND epoch = {epoch}")
-        [[ended]] = play.ask(site, f"SELECT ended_at FROM leases WHERE sample_id = {sample} AND epoch = {epoch}")
+        [[last]] = play.ask(
+            site, f"SELECT coalesce(max(at), 0) FROM chunks WHERE sample_id = {sample} AND epoch = {epoch}"
+        )
+        [[ended]] = play.ask(
+            site, f"SELECT ended_at FROM leases WHERE sample_id = {sample} AND epoch = {epoch}"
+        )
         assert last <= ended, f"sample {sample} took a chunk of its lost lease"
 
 
 def _at_work(site: Site) -> list[tuple[int, int]]:
     """(worker id, job id) of harvested engines that hold samples and have said something to the newest daemon."""
-    assert play.ask(site, "SELECT 1 FROM runs WHERE state <> 'active'") == [], f"the run ended too soon\n{play.logs(site)}"
+    assert play.ask(site, "SELECT 1 FROM runs WHERE state <> 'active'") == [], (
+        f"the run ended too soon\n{play.logs(site)}"
+    )
     [[since]] = play.ask(site, "SELECT max(started_at) FROM generations")
-    heard = {worker for (worker,) in play.ask(site, f"SELECT DISTINCT worker_id FROM chunks WHERE at > {since}")}
+    heard = {
+        worker for (worker,) in play.ask(site, f"SELECT DISTINCT worker_id FROM chunks WHERE at > {since}")
+    }
     return [(worker, job) for worker, job, _ in play.busy(site) if worker in heard]
 
 
@@ -160,7 +186,11 @@ def _small_disk(where: Path, nbytes: int) -> Iterator[None]:
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
     where.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(where)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(where)],
+        capture_output=True,
+        text=True,
+    )
     if mounted.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     try:
@@ -174,10 +204,11 @@ def test_a_trainer_killed_before_its_commit_and_a_full_disk_change_nothing_witho
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
     """`harvest.max_engines = 0` besides: harvesting is wished for, and there never is an engine."""
-    options = SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=0)
+    options = SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=0)
     with _small_disk(tmp_path / "state", 16 << 20), Site(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 40.0})
-        training = play.submit(site, run, env={"SCAVENGER_TEST_CRASH": "between-publish-and-commit:4"})
+        python = str(killed_trainer.interpreter(tmp_path))
+        training = play.submit(site, run, env={"SCAVENGER_PYTHON": python, killed_trainer.STEP: "4"})
         play.wait_for("the first step", lambda: play.steps_done(site) >= 1)
         _fill_the_disk_and_free_it(site)
         crashed = play.wait_for("the trainer to be killed", lambda: _over(site, training))
@@ -206,14 +237,21 @@ def _fill_the_disk_and_free_it(site: Site) -> None:
     assert "SQLITE_FULL" in line
     assert "free space where the ledger lies" in line
     ballast.unlink()
-    play.wait_for("the daemon to go on by itself", lambda: "state=OK" in _daemon_log(site).partition("STALLED_DISK_FULL")[2])
+    play.wait_for(
+        "the daemon to go on by itself",
+        lambda: "state=OK" in _daemon_log(site).partition("STALLED_DISK_FULL")[2],
+    )
 
 
 def _replayed(site: Site) -> None:
     """I3: step 3 was committed after the checkpoint of step 2, so its samples were delivered again and not generated again."""
     assert play.ask(site, "SELECT attempt, resume_step FROM attempts ORDER BY attempt") == [(1, 0), (2, 2)]
-    assert play.ask(site, "SELECT step, attempt FROM steps WHERE rewound_by = 2 AND purpose = 'train'") == [(3, 1)]
-    again = play.ask(site, "SELECT DISTINCT g.step FROM groups g WHERE g.version > g.created_version ORDER BY 1")
+    assert play.ask(site, "SELECT step, attempt FROM steps WHERE rewound_by = 2 AND purpose = 'train'") == [
+        (3, 1)
+    ]
+    again = play.ask(
+        site, "SELECT DISTINCT g.step FROM groups g WHERE g.version > g.created_version ORDER BY 1"
+    )
     assert again == [(3,), (4,)], "steps 3 and 4 were adopted under the versions of the second attempt"
     reopened = play.ask(
         site,
@@ -221,7 +259,9 @@ def _replayed(site: Site) -> None:
         "JOIN groups g ON g.group_id = s.group_id WHERE e.state = 'reopened' AND e.attempt = 2 AND g.step = 3",
     )
     assert reopened == [(16,)]
-    assert play.ask(site, "SELECT count(*) FROM groups WHERE purpose = 'train'") == [(16,)], "no prompt was generated twice"
+    assert play.ask(site, "SELECT count(*) FROM groups WHERE purpose = 'train'") == [(16,)], (
+        "no prompt was generated twice"
+    )
     twice = "SELECT sample_id FROM sample_ends WHERE state = 'consumed' AND attempt = 2 GROUP BY sample_id HAVING count(*) > 1"
     assert play.ask(site, twice) == []
 
@@ -236,7 +276,9 @@ def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_al
     template = tmp_path / "dies.sbatch.j2"
     template.write_text("#!/bin/bash\nexit 1\n")
     harvest = {"job_template": str(template), "backoff_s": 0.03, "quarantine_after": 2, "max_pending": 1}
-    options = SiteOptions("local", tmp_path / "site", LAYOUT, observe_s=0.2, max_engines=2, harvest=harvest)
+    options = SiteOptions(
+        "local", tmp_path / "site", LAYOUT, poll_interval_s=0.2, max_engines=2, harvest=harvest
+    )
     with Site(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 16.0})
         training = play.submit(site, run)
@@ -245,10 +287,15 @@ def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_al
         assert play.result(site) == undisturbed.until(4)
         assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested'") == [(0,)]
         assert {node for node, _ in _events(site, "node_quarantined")} == {"node1", "node2", "node3"}
-        assert all("2 engines died on it" in reason and "exit code 1" in reason for _, reason in _events(site, "node_quarantined"))
+        assert all(
+            "2 engines died on it" in reason and "exit code 1" in reason
+            for _, reason in _events(site, "node_quarantined")
+        )
         reasons = [reason for (reason,) in play.ask(site, "SELECT reason FROM decisions")]
         assert any("backs off" in reason and "died at once" in reason for reason in reasons)
-        assert play.ask(site, "SELECT count(*) FROM jobs") == [(6,)], "two deaths a node, and not one submission more"
+        assert play.ask(site, "SELECT count(*) FROM jobs") == [(6,)], (
+            "two deaths a node, and not one submission more"
+        )
 
 
 # ---------------------------------------------------------------- an engine that makes no numbers
@@ -257,11 +304,18 @@ def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_al
 def test_an_engine_whose_numbers_are_not_finite_stops_the_run_with_the_sample_or_is_masked_and_counted(
     tmp_path: Path, small_model: Path
 ) -> None:
-    with Site(SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=2)) as site, WeightSource() as source:
+    with (
+        Site(SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2)) as site,
+        WeightSource() as source,
+    ):
         shared = {"poison_after": 1, "max_engines": 1}
         with (
-            scripted.opened(play.write_run(site, small_model, run={"name": "stops", "on_poison": "stop", **shared})) as stops,
-            scripted.opened(play.write_run(site, small_model, run={"name": "masks", "on_poison": "mask", **shared})) as masks,
+            scripted.opened(
+                play.write_run(site, small_model, run={"name": "stops", "on_poison": "stop", **shared})
+            ) as stops,
+            scripted.opened(
+                play.write_run(site, small_model, run={"name": "masks", "on_poison": "mask", **shared})
+            ) as masks,
         ):
             waiting = {}
             for run in (stops, masks):
@@ -274,7 +328,9 @@ def test_an_engine_whose_numbers_are_not_finite_stops_the_run_with_the_sample_or
             stops.close_run("failed", stopped.value.cause)
 
             groups = scripted.collect(masks, waiting["masks"])
-            assert all(sample.error and "not finite" in sample.error for group in groups for sample in group.samples)
+            assert all(
+                sample.error and "not finite" in sample.error for group in groups for sample in group.samples
+            )
             mended = scripted.publish(masks, source, small_model, 1)
             scripted.commit(masks, 1, version, groups)
             groups = scripted.collect(masks, scripted.submit(masks, 2, mended))

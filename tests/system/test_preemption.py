@@ -15,7 +15,7 @@ import pytest
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.harvest import standing
+from scavenger.harvest import stop_state
 from scavenger.ledger import queries
 from tests.system import play
 
@@ -43,15 +43,24 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
 ) -> None:
     # The predicting policy gives engines back that no step needs: some that were chosen here would not be lost.
     options = SiteOptions(
-        "slurm", tmp_path, demo_layout(grace_s=10.0), observe_s=0.5, max_engines=ENGINES, harvest={"max_pending": 6},
+        "slurm",
+        tmp_path,
+        demo_layout(grace_s=10.0),
+        poll_interval_s=0.5,
+        max_engines=ENGINES,
+        harvest={"max_pending": 6},
         router={"policy": "standard"},
-    )  # fmt: skip
+    )
     with Site(options) as site:
         # The reserved engine wakes late, so that lost engines are back before the steps are over.
         run = play.write_run(
-            site, small_model, run={"steps": STEPS}, engine={"max_batch": 3, "pace": PACE}, checkpoint={"every": 4},
+            site,
+            small_model,
+            run={"steps": STEPS},
+            engine={"max_batch": 3, "pace": PACE},
+            checkpoint={"every": 4},
             reserved={"wake_after_s": 30.0},
-        )  # fmt: skip
+        )
         training = play.submit(site, run)
         arms = [Arm("GraceTime=10", 10.0), Arm("GraceTime=0", 0.0), Arm("no notice", 0.0)]
         for arm in arms:
@@ -60,7 +69,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
         after = play.steps_done(site) + 2  # the one in which the last ones were lost, and one more
         play.wait_for("training to go on", lambda: play.steps_done(site) >= after)
         done = play.cut_short(site, training)
-        standing.drain(site.state_dir, "the test", at_once=False)
+        stop_state.drain(site.state_dir, "the test", at_once=False)
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site))
         found = play.result(site).until(done)
         assert found == play.as_long(undisturbed, found, small_model, tmp_path)
@@ -71,16 +80,22 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
 
 def _lose_engines(site: Site, arm: Arm) -> None:
     """Take engines that hold samples, node by node, until the arm has its share."""
-    deadline = time.monotonic() + 240  # six engines that start at once on two busy cores import for half a minute, twice in an arm
+    deadline = (
+        time.monotonic() + 240
+    )  # six engines that start at once on two busy cores import for half a minute, twice in an arm
     while len(arm.lost) < PER_ARM:
-        assert time.monotonic() < deadline, f"{arm.name}: only {len(arm.lost)} engines were at work to be lost\n{play.logs(site)}"
+        assert time.monotonic() < deadline, (
+            f"{arm.name}: only {len(arm.lost)} engines were at work to be lost\n{play.logs(site)}"
+        )
         assert play.steps_done(site) < STEPS, f"{arm.name}: the run ended before its engines were lost"
         by_node: dict[str, list[tuple[int, int]]] = {}
         for worker, job, node in play.busy(site):
             if worker not in arm.lost:
                 by_node.setdefault(node, []).append((worker, job))
         if sum(map(len, by_node.values())) < min(ENGINES - 2, PER_ARM - len(arm.lost)):
-            time.sleep(0.1)  # until enough engines are back at work: losing them one by one takes a requeue each
+            time.sleep(
+                0.1
+            )  # until enough engines are back at work: losing them one by one takes a requeue each
             continue
         for node, engines in by_node.items():
             if arm.name == "no notice":
@@ -109,7 +124,9 @@ def _watch_others(site: Site, arm: Arm) -> None:
 
 def _check_ledger(site: Site, arms: list[Arm]) -> None:
     """At least 20 engines lost, 5 in each arm; nothing generated again with notice, at most one flush interval a sample without."""
-    lost_workers = "SELECT worker_id, notice, samples, salvaged, regenerated, reason FROM workers WHERE left_at > 0"
+    lost_workers = (
+        "SELECT worker_id, notice, samples, salvaged, regenerated, reason FROM workers WHERE left_at > 0"
+    )
     rows = {row[0]: row for row in play.ask(site, lost_workers)}
     for arm in arms:
         lost = [rows[worker] for worker in arm.lost]
@@ -117,11 +134,17 @@ def _check_ledger(site: Site, arms: list[Arm]) -> None:
         for worker, notice, samples, _salvaged, regenerated, reason in lost:
             if arm.name == "no notice":
                 assert not notice, f"worker {worker}: {reason}"
-                assert regenerated <= samples * math.ceil(PACE * FLUSH_S), f"worker {worker} lost {regenerated} tokens of {samples} samples"
+                assert regenerated <= samples * math.ceil(PACE * FLUSH_S), (
+                    f"worker {worker} lost {regenerated} tokens of {samples} samples"
+                )
             else:
                 assert notice, f"{arm.name}, worker {worker}: {reason}"
-                assert regenerated == 0, f"{arm.name}, worker {worker}: {regenerated} tokens again in spite of notice"
+                assert regenerated == 0, (
+                    f"{arm.name}, worker {worker}: {regenerated} tokens again in spite of notice"
+                )
     assert sum(len(arm.lost) for arm in arms) >= 20
-    assert sum(rows[w][3] for arm in arms for w in arm.lost) > 0, "no token was in flight: the engines were lost between samples"
-    totals = play.ask(site, queries.load_report("lost_engines_by_arm"))
+    assert sum(rows[w][3] for arm in arms for w in arm.lost) > 0, (
+        "no token was in flight: the engines were lost between samples"
+    )
+    totals = play.ask(site, queries.load_report("lost_engines_by_cause"))
     assert sum(row[2] for row in totals) >= 20, totals

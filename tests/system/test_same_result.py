@@ -25,12 +25,20 @@ def _run(
     policy: str = "standard",
 ) -> play.Result:
     options = SiteOptions(
-        backend, tmp_path, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=engines, router={"policy": policy}
+        backend,
+        tmp_path,
+        demo_layout(grace_s=1.0, requeue_delay_s=0.5),
+        poll_interval_s=0.2,
+        max_engines=engines,
+        router={"policy": policy},
     )
     with Site(options) as site:
         # longer than any machine takes until what is to be seen has been seen, then cut short
         run = play.write_run(
-            site, small_model, run={"steps": 80 if engines else 4, "harvest": engines > 0}, engine={"max_batch": 4, "pace": pace}
+            site,
+            small_model,
+            run={"steps": 80 if engines else 4, "harvest": engines > 0},
+            engine={"max_batch": 4, "pace": pace},
         )
         training = play.submit(site, run, ranks)
         if not engines:
@@ -38,13 +46,20 @@ def _run(
             return play.result(site)
         lost: set[int] = set()
         while preempt and (len(lost) < 4 or not _hit(site)):
-            for worker, _job, node in play.wait_for("engines at work", lambda: [one for one in play.busy(site) if one[0] not in lost]):
+            for worker, _job, node in play.wait_for(
+                "engines at work", lambda: [one for one in play.busy(site) if one[0] not in lost]
+            ):
                 lost.add(worker)
                 site.submit_other(0.3, 4, node)
         play.wait_for("harvested engines' tokens that were trained on", lambda: _harvested_tokens(site) > 0)
-        wanted = {"standard": {"harvest", "engines"}, "predictive": {"harvest", "engines", "placement", "window"}}[policy]
+        wanted = {
+            "standard": {"harvest", "engines"},
+            "predictive": {"harvest", "engines", "placement", "window"},
+        }[policy]
         said = "SELECT DISTINCT policy FROM decisions WHERE code <> ''"
-        play.wait_for("the ledger to explain the run", lambda: wanted <= {kind for (kind,) in play.ask(site, said)})
+        play.wait_for(
+            "the ledger to explain the run", lambda: wanted <= {kind for (kind,) in play.ask(site, said)}
+        )
         play.wait_for("four steps", lambda: play.steps_done(site) >= 4)
         done = play.cut_short(site, training)
         return play.result(site).until(done)
@@ -65,7 +80,9 @@ def _harvested_tokens(site: Site) -> int:
     return int(rows[0][0])
 
 
-def test_heavy_preemption_changes_nothing(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
+def test_heavy_preemption_changes_nothing(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
     found = _run(tmp_path, small_model, backend="local", engines=6, preempt=True, pace=6.0)
     assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
@@ -78,6 +95,10 @@ def test_one_harvested_engine_and_one_rank_give_the_same_result(
     assert alone == play.as_long(undisturbed, alone, small_model, tmp_path)
 
 
-def test_the_predicting_policy_changes_who_generates_and_nothing_else(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
-    predicted = _run(tmp_path, small_model, backend="local", engines=2, preempt=False, pace=6.0, policy="predictive")
+def test_the_predicting_policy_changes_who_generates_and_nothing_else(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    predicted = _run(
+        tmp_path, small_model, backend="local", engines=2, preempt=False, pace=6.0, policy="predictive"
+    )
     assert predicted == play.as_long(undisturbed, predicted, small_model, tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.ledger import reports
+from scavenger.ledger.read import reports
 from scavenger.weights import manifest as manifests
 from scavenger.weights import spool
 from tests.system import play
@@ -36,21 +36,29 @@ def _ended(site: Site, job_id: int) -> bool:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_joiner_loads_from_the_disk_while_the_trainer_is_gone_and_the_run_goes_on(tmp_path: Path, small_model: Path) -> None:
+def test_a_joiner_loads_from_the_disk_while_the_trainer_is_gone_and_the_run_goes_on(
+    tmp_path: Path, small_model: Path
+) -> None:
     spool_dir = tmp_path / "spool"
-    with Site(SiteOptions("local", tmp_path / "site", LAYOUT, observe_s=0.2, max_engines=1)) as site:
+    with Site(SiteOptions("local", tmp_path / "site", LAYOUT, poll_interval_s=0.2, max_engines=1)) as site:
         weights, engine = {"spool_dir": spool_dir, "encrypt": True}, {"max_batch": 4, "pace": 2.0}
         run = play.write_run(site, small_model, run={"max_engines": 1}, engine=engine, weights=weights)
         training = play.submit(site, run)
         harvested = (
-            "SELECT w.job_id FROM workers w JOIN leases l ON l.worker_id = w.worker_id WHERE w.kind = 'harvested' AND w.left_at IS NULL"
+            "SELECT w.job_id FROM workers w JOIN leases l ON l.worker_id = w.worker_id "
+            "WHERE w.kind = 'harvested' AND w.left_at IS NULL"
         )
         play.wait_for("a harvested engine to generate", lambda: play.ask(site, harvested))
-        play.wait_for("the version that it generates with to be on disk", lambda: _newest(site) in versions(spool_dir / "small"))
+        play.wait_for(
+            "the version that it generates with to be on disk",
+            lambda: _newest(site) in versions(spool_dir / "small"),
+        )
         site.cluster.cancel((training,))
         play.wait_for("the trainer to be gone", lambda: _ended(site, training))
         newest, here, done = _newest(site), versions(spool_dir / "small"), play.steps_done(site)
-        assert newest in here, f"step {done} ended while the trainer was being ended: its answers were too fast for this test"
+        assert newest in here, (
+            f"step {done} ended while the trainer was being ended: its answers were too fast for this test"
+        )
         roots = dict(play.ask(site, "SELECT version, root FROM weight_versions"))
         assert all(bytes(roots[number]).hex() == root for number, root in here.items())
 
@@ -65,7 +73,9 @@ def test_a_joiner_loads_from_the_disk_while_the_trainer_is_gone_and_the_run_goes
         )
         assert play.steps_done(site) == done, "no trainer came meanwhile"
 
-        quick = play.write_run(site, small_model, run={"max_engines": 1}, engine={"max_batch": 4, "pace": 0.0}, weights=weights)
+        quick = play.write_run(
+            site, small_model, run={"max_engines": 1}, engine={"max_batch": 4, "pace": 0.0}, weights=weights
+        )
         play.finish(site, play.submit(site, quick), deadline_s=400.0)
         assert play.steps_done(site) == 4
         assert versions(spool_dir / "small")

@@ -19,8 +19,9 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from trainer import checkpoint, comm
-from trainer.saving import Checkpoints, Saver
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Checkpoints, Saver
+from trainer.loop import comm
 
 VALUES = 1 << 20  # of each of two tensors: 8 MB a checkpoint, so that most of a life is writing
 
@@ -50,13 +51,17 @@ def live(out: Path, started: int) -> None:
     os.write(started, b"x")
     run: Any = SimpleNamespace(checkpoint=lambda *args: None)
     values = tensors(step)
-    ranks: Any = SimpleNamespace(save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait)
+    ranks: Any = SimpleNamespace(
+        save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait
+    )
     checkpoints = Checkpoints(out, 2, run, ranks)
     while True:
         step += 1
         for name, value in tensors(step).items():
-            values[name].copy_(value)  # in place, as an optimizer does, perhaps while the one before is still written
-        checkpoints.begin(checkpoint.State(step, step, "00", 0, 0, step, "float32", 1))
+            values[name].copy_(
+                value
+            )  # in place, as an optimizer does, perhaps while the one before is still written
+        checkpoints.begin(checkpoint.CheckpointState(step, step, "00", 0, 0, step, "float32", 1))
 
 
 def main(out: Path, lives: int, seed: int) -> None:
@@ -71,10 +76,12 @@ def main(out: Path, lives: int, seed: int) -> None:
         os.close(reader)
         time.sleep(rng.random() * 0.25)  # the random moment
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, "it was to be killed, not to fail"
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (
+            "it was to be killed, not to fail"
+        )
     comm.join(comm.Solo())
     print(resume(out), flush=True)
-    comm.leave()
+    comm.disconnect()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scavenger import keys, wire
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
 from scavenger.errors import WeightsError
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights import spool
 from scavenger.weights.manifest import Manifest
@@ -23,15 +23,15 @@ from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 from tests.trainer.published import digest_of, gathered
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
-from trainer.batching import balanced
-from trainer.comm import Comm, connect, join, leave
-from trainer.model import Learner
-from trainer.publish import Publisher
-from trainer.ranks import Ranks, serve
+from trainer.data.batching import balanced
+from trainer.loop.comm import Comm, connect, disconnect, join
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks, serve
+from trainer.model.learner import Learner
 
 VERSIONS = 6
 DTYPE = "bfloat16"
@@ -45,22 +45,29 @@ class Watched(WeightSource):
         self.memory: list[int] = []
 
     def publish(
-        self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, chunks: Sequence[int] | None = None
-    ) -> wire.WeightSource:
+        self,
+        manifest: Manifest,
+        blob: bytes | bytearray | memoryview | Buffer,
+        chunks: Sequence[int] | None = None,
+    ) -> messages.WeightSource:
         assert isinstance(blob, Buffer)
         self.memory.append(os.fstat(blob.fd).st_ino)
         self.nbytes = os.fstat(blob.fd).st_blocks * 512
         return super().publish(manifest, blob, chunks)
 
 
-async def pulled(manifest: Manifest, sources: Sequence[wire.WeightSource], base: tuple[Manifest, Buffer] | None = None) -> Pull:
-    work = Pull(manifest, keys.generate(), base=base, limits=Limits(stall_s=2.0))
+async def pulled(
+    manifest: Manifest, sources: Sequence[messages.WeightSource], base: tuple[Manifest, Buffer] | None = None
+) -> Pull:
+    work = Pull(manifest, keys.generate(), base=base, limits=TransferLimits(stall_s=2.0))
     work.offer(sources)
     await work.finish(20.0)
     return work
 
 
-def train_and_publish(ranks: Ranks, version: int, seed: int) -> tuple[Manifest, tuple[wire.WeightSource, ...]]:
+def train_and_publish(
+    ranks: Ranks, version: int, seed: int
+) -> tuple[Manifest, tuple[messages.WeightSource, ...]]:
     if version == 1 and ranks.trains_adapters:
         manifest = ranks.build_base(version)
         return manifest, ranks.offer(manifest)
@@ -71,10 +78,10 @@ def train_and_publish(ranks: Ranks, version: int, seed: int) -> tuple[Manifest, 
     return manifest, ranks.offer(manifest)
 
 
-def dead(manifest: Manifest, sources: Sequence[wire.WeightSource], blob: Buffer) -> dict[str, object]:
+def dead(manifest: Manifest, sources: Sequence[messages.WeightSource], blob: Buffer) -> dict[str, object]:
     """The last rank serves no longer: what a receiver says without it, and with another engine that has the version."""
     said = ""
-    work = Pull(manifest, keys.generate(), limits=Limits(stall_s=0.5))
+    work = Pull(manifest, keys.generate(), limits=TransferLimits(stall_s=0.5))
     work.offer(sources)
     try:
         asyncio.run(work.finish(2.0))
@@ -104,7 +111,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
         assert isinstance(source, Watched)
         disk = Spool(folder)
         publisher = Publisher(source, disk)
-        sources: Sequence[wire.WeightSource] = ()
+        sources: Sequence[messages.WeightSource] = ()
         ranks = Ranks(comm, learner, publisher)
         root = b""
         for version in range(1, VERSIONS + 1):
@@ -123,7 +130,9 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
                 work = asyncio.run(pulled(manifest, sources, base))
                 base = (manifest, work.buffer)
                 deltas.append(work.deltas)
-                equal.append(manifest.root == theirs.root and work.buffer.view == blob and manifest.merged == merged)
+                equal.append(
+                    manifest.root == theirs.root and work.buffer.view == blob and manifest.merged == merged
+                )
             together(comm)
         disk.wait()
         told = [source.nbytes, len(set(source.memory))]
@@ -139,12 +148,17 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
             assert base is not None
             stored, on_disk = spool.read(folder / f"version-{disk.versions()[-1]}")
             found = {
-                "equal": equal, "deltas": deltas, "sources": len(sources), "owners": sorted({one.owner for one in base[0].shards}),
-                "complete": [one.complete for one in sources], "total": base[0].total_nbytes,
-                "nbytes": [one for one, _ in all_told], "buffers": [count for _, count in all_told],
+                "equal": equal,
+                "deltas": deltas,
+                "sources": len(sources),
+                "owners": sorted({one.owner for one in base[0].shards}),
+                "complete": [one.complete for one in sources],
+                "total": base[0].total_nbytes,
+                "nbytes": [one for one, _ in all_told],
+                "buffers": [count for _, count in all_told],
                 "spooled": stored.chunk_hashes == manifests.hashes_of(on_disk, stored.chunk_nbytes),
                 "left": [path.name for path in folder.glob(".part-*")],
-            }  # fmt: skip
+            }
             if comm.size > 1:
                 found |= dead(base[0], sources, base[1])
             comm.send([b""] * comm.size)
@@ -162,11 +176,16 @@ def main(model: str, out: str) -> None:
         kinds["narrow"] = LoraSection(rank=2, alpha=4.0)  # A has two rows: the other ranks have none of it
     for name, lora in kinds.items():
         learner = Learner(
-            Path(model), mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-4), temperature=1.0,
-            deterministic=False, lora=lora,
-        )  # fmt: skip
+            Path(model),
+            mesh,
+            recipe=resolve(AlgorithmSection(), 8),
+            optimizer=OptimizerSection(lr=1e-4),
+            temperature=1.0,
+            deterministic=False,
+            lora=lora,
+        )
         found[name] = publish(comm, learner, Path(out) / f"spool-{comm.size}" / name, local=name != "all")
-    leave()
+    disconnect()
     if comm.rank == 0:
         (Path(out) / f"found-{comm.size}.json").write_text(json.dumps(found))
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollout.engines import checksum, lora
-from scavenger import wire
+from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from trainer.model import Learner
-from trainer.publish import DTYPES, Publisher
+from trainer.loop.publish import DTYPES, Publisher
+from trainer.model.learner import Learner
 
 
 class Kept:
@@ -23,9 +23,11 @@ class Kept:
     def __init__(self) -> None:
         self.buffers: dict[int, Buffer] = {}
 
-    def publish(self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None) -> wire.WeightSource:
+    def publish(
+        self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None
+    ) -> messages.WeightSource:
         self.buffers[manifest.version] = blob
-        return wire.WeightSource("kept", "", b"")
+        return messages.WeightSource("kept", "", b"")
 
 
 def build_version(version: int, learner: Learner, dtype: str) -> tuple[Manifest, Buffer]:
@@ -56,19 +58,31 @@ def whole(learner: Learner) -> dict[str, Tensor]:
 def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> tuple[Manifest, memoryview]:
     """What rank 0 would publish had it all of the weights; a collective. `base`: its root, of adapters."""
     if not learner.adapter_scale:
-        return manifests.build(version, {name: _entry(value, dtype) for name, value in whole(learner).items()})
+        return manifests.build(
+            version, {name: _entry(value, dtype) for name, value in whole(learner).items()}
+        )
     parameters = {name: _full(value) for name, value in learner.model.named_parameters()}
     if not base:
-        pristine = {name.replace(".base_layer", ""): value for name, value in parameters.items() if ".lora_" not in name}
-        return manifests.build(version, {name: _entry(value, learner.base_dtype) for name, value in pristine.items()})
+        pristine = {
+            name.replace(".base_layer", ""): value
+            for name, value in parameters.items()
+            if ".lora_" not in name
+        }
+        return manifests.build(
+            version, {name: _entry(value, learner.base_dtype) for name, value in pristine.items()}
+        )
     trained = {name.replace(".default", ""): value for name, value in parameters.items() if ".lora_" in name}
     adapter = manifests.Adapter(base, learner.adapter_scale, dtype)
-    return manifests.build(version, {name: _entry(value, "float32") for name, value in trained.items()}, adapter=adapter)
+    return manifests.build(
+        version, {name: _entry(value, "float32") for name, value in trained.items()}, adapter=adapter
+    )
 
 
 def digest_of(learner: Learner, dtype: str) -> bytes:
     """What engines are to hold of adapters and base, as rank 0 would state it had it all of the weights; a collective."""
-    return checksum.digest({name: checksum.checksum(value.to(DTYPES[dtype])) for name, value in whole(learner).items()})
+    return checksum.digest(
+        {name: checksum.checksum(value.to(DTYPES[dtype])) for name, value in whole(learner).items()}
+    )
 
 
 def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]:

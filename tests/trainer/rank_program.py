@@ -22,19 +22,19 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from scavenger import keys
 from scavenger.config import AlgorithmSection, OptimizerSection
+from scavenger.protocol import keys
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from tests.trainer.published import Kept
 from tests.trainer.rows import make_group
-from trainer import checkpoint
 from trainer.algorithms.rows import resolve
-from trainer.batching import balanced, one_per_group, rounds
-from trainer.comm import Comm, connect, join, leave
-from trainer.model import Learner
-from trainer.publish import Publisher
-from trainer.ranks import Ranks, serve
+from trainer.checkpoint import checkpoint
+from trainer.data.batching import balanced, one_per_group, rounds
+from trainer.loop.comm import Comm, connect, disconnect, join
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks, serve
+from trainer.model.learner import Learner
 
 GROUPS, WIDTH = 6, 15
 PACKED_OPTIMIZER = OptimizerSection(lr=1e-3, clip_norm=0.5, weight_decay=0.1)
@@ -43,7 +43,11 @@ PACKED_OPTIMIZER = OptimizerSection(lr=1e-3, clip_norm=0.5, weight_decay=0.1)
 def train(ranks: Ranks, seed: int) -> dict[str, object]:
     groups = [make_group(number) for number in range(GROUPS)]
     random.Random(seed).shuffle(groups)
-    stats = [one for micros in rounds(one_per_group(groups, width=WIDTH), ranks.size) for one in ranks.train(micros)]
+    stats = [
+        one
+        for micros in rounds(one_per_group(groups, width=WIDTH), ranks.size)
+        for one in ranks.train(micros)
+    ]
     norm = ranks.update(float(len(stats)), 1e-3)
     manifest = ranks.build_version(1, "float64")
     parts = [msgspec.to_builtins(one) for one in sorted(stats, key=lambda one: one.sample_id)]
@@ -53,7 +57,9 @@ def train(ranks: Ranks, seed: int) -> dict[str, object]:
 def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str, object]:
     """One step as a run takes it: packed float32, fused AdamW, GSPO. Rank 0 returns its figures and leaves the weights."""
     recipe = resolve(AlgorithmSection(name="gspo"), 8)
-    learner = Learner(Path(model), mesh, recipe=recipe, optimizer=PACKED_OPTIMIZER, temperature=1.0, deterministic=False)
+    learner = Learner(
+        Path(model), mesh, recipe=recipe, optimizer=PACKED_OPTIMIZER, temperature=1.0, deterministic=False
+    )
     with WeightSource() as source:
         if comm.rank == 0:
             return packed_lead(Ranks(comm, learner, Publisher(source)), out)
@@ -62,7 +68,11 @@ def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str
 
 
 def packed_lead(ranks: Ranks, out: Path) -> dict[str, object]:
-    stats = [one for micros in balanced([make_group(n) for n in range(GROUPS)], budget=60, ranks=ranks.size) for one in ranks.train(micros)]
+    stats = [
+        one
+        for micros in balanced([make_group(n) for n in range(GROUPS)], budget=60, ranks=ranks.size)
+        for one in ranks.train(micros)
+    ]
     norm = ranks.update(float(len(stats)), PACKED_OPTIMIZER.lr)
     manifest = ranks.build_version(1, "float32")
     blob = asyncio.run(pull(manifest, ranks.offer(manifest), keys.generate(), 20.0))
@@ -73,7 +83,7 @@ def packed_lead(ranks: Ranks, out: Path) -> dict[str, object]:
 
 def save(ranks: Ranks, out: Path, root: object) -> dict[str, object]:
     """A checkpoint of the present state, with a whole step while it is written; keeps the root of the weights after that."""
-    state = checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64", 1)
+    state = checkpoint.CheckpointState(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64", 1)
     ranks.save(checkpoint.prepare(out, 1, 1))
     later = train(ranks, 7)["root"]
     ranks.wait_saved()
@@ -94,7 +104,11 @@ def together(comm: Comm, learner: Learner, act: Callable[[Ranks], dict[str, obje
 
 def shards(learner: Learner, out: Path, rank: int) -> None:
     """This rank's own part of every tensor, as it is, beside the checkpoint: what the checkpoint is compared with."""
-    local = {name: value.to_local().contiguous() for name, value in learner.state().items() if isinstance(value, DTensor)}
+    local = {
+        name: value.to_local().contiguous()
+        for name, value in learner.state().items()
+        if isinstance(value, DTensor)
+    }
     save_file({name: value.clone() for name, value in local.items()}, out / f"rank-{rank}.safetensors")
 
 
@@ -113,12 +127,17 @@ def again(model: str, out: Path) -> None:
         ranks.stop()
     else:
         serve(comm, learner, Publisher(Kept()))
-    leave()
+    disconnect()
 
 
 def make_learner(model: str, mesh: DeviceMesh) -> Learner:
     return Learner(
-        Path(model), mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+        Path(model),
+        mesh,
+        recipe=resolve(AlgorithmSection(), 8),
+        optimizer=OptimizerSection(lr=1e-3),
+        temperature=1.0,
+        deterministic=True,
     )
 
 
@@ -146,7 +165,7 @@ def main(model: str, out: str) -> None:
     shards(learner, Path(out), comm.rank)
     later = together(comm, learner, partial(save, out=Path(out), root=found[-1].get("root")))
     packed = packed_step(comm, mesh, model, Path(out))
-    leave()
+    disconnect()
     idle_cpu_s = idle(comm)
     if comm.rank == 0:
         kept = {"ranks": comm.size, "steps": found, "packed": packed, "idle_cpu_s": idle_cpu_s} | later

@@ -18,9 +18,9 @@ import zmq
 
 from scavenger.config import RunConfig
 from trainer import __main__ as program
-from trainer.comm import Comm
-from trainer.ending import Ending
-from trainer.watch import Here
+from trainer.loop.comm import Comm
+from trainer.loop.ending import Ending
+from trainer.loop.watchdog import Here
 
 WAITS = threading.Event()
 

@@ -11,9 +11,9 @@ import torch
 from scavenger.config import AlgorithmSection
 from scavenger.errors import ConfigError
 from trainer.algorithms import advantages, kl, mismatch, surrogates
+from trainer.algorithms.advantages import overlong_penalty
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import ROWS, Counted, Recipe, denominator, resolve
-from trainer.algorithms.shaping import overlong_penalty
 
 F64 = torch.float64
 
@@ -40,7 +40,9 @@ def one_sample(*logprobs: float) -> tuple[torch.Tensor, torch.Tensor]:
 def test_grpo_divides_by_the_group_s_sample_deviation() -> None:
     found = advantages.grpo(tensor(1, 0, 0, 1), all_of(4), True)
     assert found.informative
-    assert found.values.tolist() == pytest.approx([0.8660254037844386, -0.8660254037844386, -0.8660254037844386, 0.8660254037844386])
+    assert found.values.tolist() == pytest.approx(
+        [0.8660254037844386, -0.8660254037844386, -0.8660254037844386, 0.8660254037844386]
+    )
 
 
 def test_dr_grpo_centres_only() -> None:
@@ -55,9 +57,12 @@ def test_an_unusable_sample_neither_counts_nor_gets_an_advantage() -> None:
 
 @pytest.mark.parametrize("function", [advantages.grpo, advantages.leave_one_out])
 @pytest.mark.parametrize(
-    ("rewards", "usable", "why"), [([1.0, 1.0], [True, True], "zero variance"), ([1.0, 0.0], [True, False], "1 usable")]
+    ("rewards", "usable", "why"),
+    [([1.0, 1.0], [True, True], "zero variance"), ([1.0, 0.0], [True, False], "1 usable")],
 )
-def test_a_group_that_compares_nothing_is_flagged(function: Any, rewards: list[float], usable: list[bool], why: str) -> None:
+def test_a_group_that_compares_nothing_is_flagged(
+    function: Any, rewards: list[float], usable: list[bool], why: str
+) -> None:
     found = function(tensor(*rewards), torch.tensor(usable), False)
     assert not found.informative
     assert why in found.reason
@@ -73,7 +78,10 @@ def test_the_batch_normalises_over_all_groups() -> None:
     """Rewards 0 0 | 2 2: mean 1, sample deviation sqrt(4/3)."""
     found = advantages.batch_normalised([(tensor(0, 0), all_of(2)), (tensor(2, 2), all_of(2))], True)
     unit = 1 / math.sqrt(4 / 3)
-    assert [one.values.tolist() for one in found] == [pytest.approx([-unit, -unit]), pytest.approx([unit, unit])]
+    assert [one.values.tolist() for one in found] == [
+        pytest.approx([-unit, -unit]),
+        pytest.approx([unit, unit]),
+    ]
     assert all(one.informative for one in found), "a group of equal rewards says something against the batch"
 
 
@@ -91,7 +99,9 @@ def test_a_batch_without_variance_says_nothing() -> None:
     assert "zero variance over the batch" in found.reason
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(10, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(10, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0)]
+)
 def test_the_overlong_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
     assert overlong_penalty(length, max_tokens=20, buffer_tokens=4) == penalty
 
@@ -102,7 +112,9 @@ def test_the_overlong_penalty_grows_over_the_buffer(length: int, penalty: float)
 def test_ppo_clips_where_the_advantage_pushes_further() -> None:
     """Ratios 1.1 (free), 1.5 (held at 1.28) with A = 2; ratios .5 (held at .8), 1.5 (free) with A = -1."""
     current, _ = one_sample(math.log(1.1), math.log(1.5), math.log(0.5), math.log(1.5))
-    loss, held = surrogates.ppo_clip(current, tensor(0, 0, 0, 0), tensor(2, -1), torch.tensor([0, 0, 1, 1]), 0.2, 0.28)
+    loss, held = surrogates.ppo_clip(
+        current, tensor(0, 0, 0, 0), tensor(2, -1), torch.tensor([0, 0, 1, 1]), 0.2, 0.28
+    )
     assert loss.tolist() == pytest.approx([-2.2, -2.56, 0.8, 1.5])
     assert held.tolist() == [False, True, True, False]
     loss.sum().backward()
@@ -138,7 +150,10 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 # ---------------------------------------------------------------- KL
 
 
-@pytest.mark.parametrize(("name", "value", "slope"), [("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", math.exp(-1.0), 1 - math.exp(-1.0))])
+@pytest.mark.parametrize(
+    ("name", "value", "slope"),
+    [("k1", 1.0, 1.0), ("k2", 0.5, 1.0), ("k3", math.exp(-1.0), 1 - math.exp(-1.0))],
+)
 def test_kl_estimators(name: str, value: float, slope: float) -> None:
     """current = -1, reference = -2, so d = -1: k1 = 1, k2 = 1/2, k3 = e^-1 + 1 - 1; slopes by hand."""
     current, _ = one_sample(-1.0)
@@ -169,8 +184,15 @@ def test_k2_s_gradient_is_the_kl_s_over_the_whole_vocabulary_and_k1_s_is_zero() 
 
 def test_the_ratio_of_token_sequence_and_geometric_mean() -> None:
     proximal, behaviour, row = tensor(-1.0, -2.0, -1.0), tensor(-1.5, -1.0, -1.0), torch.tensor([0, 0, 1])
-    found = {level: mismatch.log_ratio(proximal, behaviour, row, 2, level).tolist() for level in ("token", "sequence", "geometric")}
-    assert found == {"token": [0.5, -1.0, 0.0], "sequence": [-0.5, -0.5, 0.0], "geometric": [-0.25, -0.25, 0.0]}
+    found = {
+        level: mismatch.log_ratio(proximal, behaviour, row, 2, level).tolist()
+        for level in ("token", "sequence", "geometric")
+    }
+    assert found == {
+        "token": [0.5, -1.0, 0.0],
+        "sequence": [-0.5, -0.5, 0.0],
+        "geometric": [-0.25, -0.25, 0.0],
+    }
 
 
 def test_truncation_caps_and_a_mask_drops() -> None:
@@ -206,7 +228,11 @@ def test_the_policy_ratio_is_current_over_proximal_and_the_weight_proximal_over_
     current, row = one_sample(math.log(1.1), math.log(1.5))
     terms = policy_loss(Tokens(current, tensor(0, 0), tensor(-0.2, -5.0), row, tensor(2)), recipe("dapo"))
     assert terms.loss.item() == pytest.approx(-(math.exp(0.2) * 1.1 * 2.0 + 2.0 * 1.28 * 2.0))
-    assert (terms.clipped.tolist(), terms.truncated.tolist(), terms.mismatch_max.tolist()) == ([1.0], [1.0], [5.0])
+    assert (terms.clipped.tolist(), terms.truncated.tolist(), terms.mismatch_max.tolist()) == (
+        [1.0],
+        [1.0],
+        [5.0],
+    )
     terms.loss.backward()
     assert current.grad is not None
     assert current.grad.tolist() == pytest.approx([-math.exp(0.2) * 1.1 * 2.0, 0.0])
@@ -215,7 +241,9 @@ def test_the_policy_ratio_is_current_over_proximal_and_the_weight_proximal_over_
 def test_rounding_of_the_engine_alone_never_clips() -> None:
     """current = proximal far from behaviour: the gradient is kept, weighted, not dropped."""
     current, row = one_sample(-1.0)
-    terms = policy_loss(Tokens(current, current.detach(), tensor(-2.0), row, tensor(1)), recipe("dapo", importance_cap=5.0))
+    terms = policy_loss(
+        Tokens(current, current.detach(), tensor(-2.0), row, tensor(1)), recipe("dapo", importance_cap=5.0)
+    )
     terms.loss.backward()
     assert current.grad is not None
     assert current.grad.item() == pytest.approx(-math.e)
@@ -228,13 +256,21 @@ def test_rounding_of_the_engine_alone_never_clips() -> None:
         ({"importance_cap": 1.5}, [-math.exp(0.1), -1.5], 2.0),
         ({"importance": "mask", "importance_cap": 1.5}, [-math.exp(0.1), 0.0], 1.0),
         ({"importance": "mask", "importance_cap": 1.5, "importance_level": "sequence"}, [0.0, 0.0], 0.0),
-        ({"importance": "mask", "importance_cap": 2.0, "importance_level": "geometric"}, [-math.exp(0.55)] * 2, 2.0),
+        (
+            {"importance": "mask", "importance_cap": 2.0, "importance_level": "geometric"},
+            [-math.exp(0.55)] * 2,
+            2.0,
+        ),
     ],
 )
-def test_each_correction_weighs_the_gradient(settings: dict[str, Any], gradient: list[float], kept: float) -> None:
+def test_each_correction_weighs_the_gradient(
+    settings: dict[str, Any], gradient: list[float], kept: float
+) -> None:
     """proximal - behaviour = .1 and 1; A = 1 and ratio 1."""
     current, row = one_sample(-1.0, -1.0)
-    terms = policy_loss(Tokens(current, current.detach(), tensor(-1.1, -2.0), row, tensor(1)), recipe("dapo", **settings))
+    terms = policy_loss(
+        Tokens(current, current.detach(), tensor(-1.1, -2.0), row, tensor(1)), recipe("dapo", **settings)
+    )
     terms.loss.backward()
     assert current.grad is not None
     assert current.grad.tolist() == pytest.approx(gradient)
@@ -256,7 +292,9 @@ def test_kl_is_weighted_like_the_policy_and_needs_a_reference() -> None:
     assert terms.loss.item() == pytest.approx(-1.0 + 0.5 * math.exp(-1) / 2)
     assert terms.kl.tolist() == pytest.approx([math.exp(-1)])
     with pytest.raises(ValueError, match="reference"):
-        policy_loss(Tokens(current, current.detach(), current.detach(), row, tensor(1)), recipe("grpo", kl_coef=0.5))
+        policy_loss(
+            Tokens(current, current.detach(), current.detach(), row, tensor(1)), recipe("grpo", kl_coef=0.5)
+        )
 
 
 def test_kl_to_the_step_s_start_needs_no_reference_model() -> None:
@@ -287,7 +325,15 @@ def test_batch_advantages_wait_and_group_advantages_stream(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("grpo", 3.0), ("dr_grpo", 30.0), ("dapo", 12.0), ("rloo", 3.0), ("reinforce++", 12.0), ("gspo", 3.0), ("cispo", 12.0)],
+    [
+        ("grpo", 3.0),
+        ("dr_grpo", 30.0),
+        ("dapo", 12.0),
+        ("rloo", 3.0),
+        ("reinforce++", 12.0),
+        ("gspo", 3.0),
+        ("cispo", 12.0),
+    ],
 )
 def test_denominators(name: str, expected: float) -> None:
     """3 samples of 12 tokens, at most 10 each."""
@@ -296,7 +342,11 @@ def test_denominators(name: str, expected: float) -> None:
 
 def test_a_row_s_defaults_hold_where_the_run_is_silent() -> None:
     assert (recipe("dapo").clip_low, recipe("dapo").clip_high) == (0.2, 0.28)
-    assert (recipe("dapo", clip_high=0.5).clip_high, recipe("dr_grpo").scale, recipe("grpo").scale) == (0.5, False, True)
+    assert (recipe("dapo", clip_high=0.5).clip_high, recipe("dr_grpo").scale, recipe("grpo").scale) == (
+        0.5,
+        False,
+        True,
+    )
     assert recipe("grpo", aggregation="token").aggregation == "token"
     assert (recipe("reinforce++").kl_estimator, recipe("grpo").kl_estimator) == ("k2", "k3")
 
@@ -308,7 +358,11 @@ def test_a_row_s_defaults_hold_where_the_run_is_silent() -> None:
         ("gspo", {"aggregation": "token"}, "the ratio of gspo is the sequence's"),
         ("grpo", {"kl_coef": 0.1, "kl_reference": "proximal"}, "that KL is zero"),
         ("dapo", {"on_length": "overlong-shape"}, "overlong_buffer_tokens = 0"),
-        ("dapo", {"on_length": "overlong-shape", "overlong_buffer_tokens": 10}, "between 0 and sampling.max_tokens = 10"),
+        (
+            "dapo",
+            {"on_length": "overlong-shape", "overlong_buffer_tokens": 10},
+            "between 0 and sampling.max_tokens = 10",
+        ),
     ],
 )
 def test_what_a_row_does_not_admit_is_refused_by_name(name: str, settings: dict[str, Any], why: str) -> None:

@@ -5,7 +5,16 @@ import random
 import pytest
 
 from tests.trainer.rows import make_group
-from trainer.batching import balanced, filler, mini_batch_of, one_per_group, pack, rounds, shuffled, spread
+from trainer.data.batching import (
+    balanced,
+    filler,
+    mini_batch_of,
+    one_per_group,
+    pack,
+    rounds,
+    shuffled,
+    spread,
+)
 
 
 def test_packing_keeps_every_row_once_and_the_budget() -> None:
@@ -77,7 +86,7 @@ def test_every_rank_runs_the_same_number_of_micro_steps(ranks: int) -> None:
 
 def test_a_filler_has_no_answer_and_no_advantage() -> None:
     made = filler(one_per_group([make_group(0)], width=15)[0])
-    assert [(row.answer, row.advantage, row.sample_id) for row in made.rows] == [(b"", 0.0, -1)]
+    assert [(row.completion, row.advantage, row.sample_id) for row in made.rows] == [(b"", 0.0, -1)]
 
 
 def test_mini_batches_are_fixed_by_seed_step_and_prompts_not_by_order() -> None:

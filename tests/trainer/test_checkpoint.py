@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from scavenger.errors import ConfigError
-from trainer import checkpoint
+from trainer.checkpoint import checkpoint
 
 
 def write(out_dir: Path, step: int, attempt: int, keep: int = 2) -> Path:
@@ -20,7 +20,9 @@ def write(out_dir: Path, step: int, attempt: int, keep: int = 2) -> Path:
 
 def complete(out_dir: Path, step: int, attempt: int) -> Path:
     checkpoint.prepare(out_dir, step, attempt)
-    return checkpoint.complete(out_dir, checkpoint.State(step, step, "00", step, 0, step, "float32", attempt))
+    return checkpoint.complete(
+        out_dir, checkpoint.CheckpointState(step, step, "00", step, 0, step, "float32", attempt)
+    )
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -33,7 +35,10 @@ def rewound(tmp_path: Path) -> Path:
     for step in (20, 40, 60):
         write(tmp_path, step, attempt=1)
     assert names(checkpoint.found(tmp_path)) == ["step-00000040", "step-00000060"]
-    assert names(checkpoint.abandon(tmp_path, 0, None, 2)) == ["step-00000040.abandoned-2", "step-00000060.abandoned-2"]
+    assert names(checkpoint.abandon(tmp_path, 0, None, 2)) == [
+        "step-00000040.abandoned-2",
+        "step-00000060.abandoned-2",
+    ]
     return tmp_path
 
 
@@ -62,7 +67,9 @@ def test_only_what_lies_after_the_start_is_set_aside(tmp_path: Path) -> None:
 def test_a_start_from_elsewhere_sets_the_own_checkpoint_of_that_step_aside(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     write(here, 20, attempt=1)
-    assert names(checkpoint.abandon(here, 20, write(there, 20, attempt=5), 2)) == ["step-00000020.abandoned-2"]
+    assert names(checkpoint.abandon(here, 20, write(there, 20, attempt=5), 2)) == [
+        "step-00000020.abandoned-2"
+    ]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -90,7 +97,9 @@ def test_what_stays_is_known_while_everything_is_still_there(tmp_path: Path) -> 
     write(tmp_path, 40, attempt=1)
     found = checkpoint.surplus(tmp_path, complete(tmp_path, 60, attempt=1), 2)
     assert found.kept == (40, 60)
-    assert names(checkpoint.found(tmp_path)) == ["step-00000020", "step-00000040", "step-00000060"], "nothing is deleted by asking"
+    assert names(checkpoint.found(tmp_path)) == ["step-00000020", "step-00000040", "step-00000060"], (
+        "nothing is deleted by asking"
+    )
     checkpoint.delete(found.going)
     assert names(checkpoint.found(tmp_path)) == ["step-00000040", "step-00000060"]
 
@@ -116,4 +125,6 @@ def test_a_damaged_state_keeps_no_run_from_going_on_from_another_checkpoint(tmp_
     assert checkpoint.newest(tmp_path, 59) == written[1]
     assert checkpoint.steps(tmp_path) == [20, 40, 60]
     assert checkpoint.surplus(tmp_path, write(tmp_path, 80, attempt=1, keep=3), 3).kept == (40, 60, 80)
-    assert names(checkpoint.abandon(tmp_path, 20, None, 2)) == [f"step-000000{step}.abandoned-2" for step in (40, 60, 80)]
+    assert names(checkpoint.abandon(tmp_path, 20, None, 2)) == [
+        f"step-000000{step}.abandoned-2" for step in (40, 60, 80)
+    ]

@@ -7,7 +7,7 @@ import pytest
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from trainer.data import Problems, open_tokenizer, stop_tokens
+from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.tasks import sort
 
 
@@ -18,44 +18,61 @@ def make_config(model: Path, **data: object) -> RunConfig:
             "model": {"path": model, "context_length": 24},
             "sampling": {"max_tokens": 8},
             "data": {"prompts_per_step": 4} | data,
-            "eval": {"problems": 3},
+            "eval": {"prompts": 3},
         }
     )
 
 
 def test_a_step_s_problems_depend_on_seed_and_step_alone(model_folder: Path) -> None:
     tokenizer = open_tokenizer(model_folder)
-    one, other = Problems(make_config(model_folder), tokenizer), Problems(make_config(model_folder), tokenizer)
+    one, other = (
+        PromptSource(make_config(model_folder), tokenizer),
+        PromptSource(make_config(model_folder), tokenizer),
+    )
     expected = [one.of_step(step) for step in (1, 2, 3)]
     assert [other.of_step(step) for step in (3, 2, 1)] == expected[::-1]
-    assert [problem.index for step in expected for problem in step] == list(range(12))
-    assert Problems(make_config(model_folder, seed=1), tokenizer).of_step(1) != expected[0]
+    assert [prompt_task.index for step in expected for prompt_task in step] == list(range(12))
+    assert PromptSource(make_config(model_folder, seed=1), tokenizer).of_step(1) != expected[0]
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
-    trained = {sort.problem(0, index)[0] for index in range(2000)}
-    assert not trained & {sort.problem(seed, index, held_out=True)[0] for seed in (0, 1) for index in range(200)}
+    trained = {sort.prompt_task(0, index)[0] for index in range(2000)}
+    assert not trained & {
+        sort.prompt_task(seed, index, held_out=True)[0] for seed in (0, 1) for index in range(200)
+    }
 
 
 def test_the_tokenizer_gives_one_token_a_character_and_back(model_folder: Path) -> None:
     tokenizer = open_tokenizer(model_folder)
-    text, meta = sort.problem(0, 0)
+    text, meta = sort.prompt_task(0, 0)
     ids = tokenizer.encode(text).ids
     assert len(ids) == len(text) == 7
     eos = sort.ALPHABET.index(sort.EOS)
-    assert tokenizer.decode([*tokenizer.encode(meta["answer"]).ids, eos], skip_special_tokens=True) == meta["answer"]
+    assert (
+        tokenizer.decode([*tokenizer.encode(meta["answer"]).ids, eos], skip_special_tokens=True)
+        == meta["answer"]
+    )
     assert sort.reward(text, meta["answer"], meta) == 1.0
     assert sort.reward(text, meta["answer"][:-1], meta) == 0.0
     assert stop_tokens(model_folder, ()) == (eos,)
     assert stop_tokens(model_folder, (5,)) == (5,)
 
 
-def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(model_folder: Path, tmp_path: Path) -> None:
+def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(
+    model_folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n:06d}>", "answer": n, "level": 2}) + "\n" for n in range(11)))
-    problems = Problems(make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder))
-    held_out = {problem.meta["row"] for problem in problems.held_out()}
-    epochs = [[problem.meta["row"] for step in steps for problem in problems.of_step(step)] for steps in ((1, 2), (3, 4))]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n:06d}>", "answer": n, "level": 2}) + "\n" for n in range(11))
+    )
+    problems = PromptSource(
+        make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder)
+    )
+    held_out = {prompt_task.meta["row"] for prompt_task in problems.held_out()}
+    epochs = [
+        [prompt_task.meta["row"] for step in steps for prompt_task in problems.of_step(step)]
+        for steps in ((1, 2), (3, 4))
+    ]
     for rows in epochs:
         assert sorted({*rows, *held_out}) == list(range(11))
         assert len(rows) == 8
@@ -64,20 +81,25 @@ def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(mo
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [('{"prompt": "1"}\n', "data.jsonl:1: .*answer"), ("\n", "holds no problem"), ("\nnonsense\n", "data.jsonl:2")]
+    ("text", "why"),
+    [
+        ('{"prompt": "1"}\n', "data.jsonl:1: .*answer"),
+        ("\n", "holds no problem"),
+        ("\nnonsense\n", "data.jsonl:2"),
+    ],
 )
 def test_a_bad_file_is_refused_with_the_line(model_folder: Path, tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=why):
-        Problems(make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder))
+        PromptSource(make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder))
 
 
 def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path) -> None:
     config = make_config(model_folder)
     tight = config.model_copy(update={"model": config.model.model_copy(update={"context_length": 12})})
     with pytest.raises(ConfigError, match=r"problem 0 has 7 prompt tokens, .* room for 1 to 4"):
-        Problems(tight, open_tokenizer(model_folder)).of_step(1)
+        PromptSource(tight, open_tokenizer(model_folder)).of_step(1)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

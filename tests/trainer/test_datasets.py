@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from trainer.data import Problems, open_tokenizer, stop_tokens
+from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': '9', 'user': '1', 'assistant': '2'}[m.role] }}{{ m.content }}>{% endfor %}"
@@ -21,20 +21,22 @@ TEMPLATE = (
 )
 
 
-def config_of(model: Path, path: Path | None, *, problems: int = 1, held_out: Path | None = None, **data: Any) -> RunConfig:
+def config_of(
+    model: Path, path: Path | None, *, problems: int = 1, held_out: Path | None = None, **data: Any
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "r", "steps": 3, "state_dir": "s", "out_dir": "o"},
             "model": {"path": model, "context_length": 21},
             "sampling": {"max_tokens": 8},
             "data": {"task": "jsonl", "path": path, "prompts_per_step": 4} | data,
-            "eval": {"problems": problems, "path": held_out},
+            "eval": {"prompts": problems, "path": held_out},
         }
     )
 
 
-def problems_of(config: RunConfig, said: list[str] | None = None) -> Problems:
-    return Problems(config, open_tokenizer(config.model.path), (said if said is not None else []).append)
+def problems_of(config: RunConfig, said: list[str] | None = None) -> PromptSource:
+    return PromptSource(config, open_tokenizer(config.model.path), (said if said is not None else []).append)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -63,9 +65,14 @@ def test_a_file_and_a_folder_hold_the_same_problems(model_folder: Path, tmp_path
     whole = write(tmp_path / f"whole.{suffix}", ROWS)
     write(tmp_path / f"parts/data/train-0.{suffix}", ROWS[:5])
     write(tmp_path / f"parts/data/train-1.{suffix}", ROWS[5:])
-    one, other = (problems_of(config_of(model_folder, path, task=suffix, **COLUMNS)) for path in (whole, tmp_path / "parts"))
+    one, other = (
+        problems_of(config_of(model_folder, path, task=suffix, **COLUMNS))
+        for path in (whole, tmp_path / "parts")
+    )
     assert one.take(0, 20) == other.take(0, 20)
-    named = problems_of(config_of(model_folder, tmp_path / f"parts/data/train-*.{suffix}", task=suffix, **COLUMNS))
+    named = problems_of(
+        config_of(model_folder, tmp_path / f"parts/data/train-*.{suffix}", task=suffix, **COLUMNS)
+    )
     assert named.take(0, 20) == one.take(0, 20)
     assert one.held_out() == other.held_out()
     assert one.digest == other.digest
@@ -81,13 +88,19 @@ def test_held_out_problems_may_come_from_a_file_of_their_own(model_folder: Path,
     )
     problems = problems_of(config_of(model_folder, path, problems=2, held_out=other, **COLUMNS))
     assert sorted(problem.text for problem in problems.held_out()) == ["7>", "8>"]
-    assert {problem.meta["row"] for problem in problems.take(0, 9)} == set(range(9)), "every row of data.path is trained on"
-    with pytest.raises(ConfigError, match=r"eval\.path has 2 rows, eval\.problems = 3"):
+    assert {problem.meta["row"] for problem in problems.take(0, 9)} == set(range(9)), (
+        "every row of data.path is trained on"
+    )
+    with pytest.raises(ConfigError, match=r"eval\.path has 2 rows, eval\.prompts = 3"):
         problems_of(config_of(model_folder, path, problems=3, held_out=other, **COLUMNS))
 
 
 def test_prompts_are_rendered_with_the_model_s_chat_template(chat_folder: Path, tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}]
+    talk = [
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "5"},
+    ]
     path = write(tmp_path / "a.jsonl", [{"prompt": "7", "answer": 0}, {"prompt": talk, "answer": 1}])
 
     def texts(**data: Any) -> list[str]:
@@ -99,14 +112,20 @@ def test_prompts_are_rendered_with_the_model_s_chat_template(chat_folder: Path, 
     assert texts(chat_options={"thinking": False}) == ["17>00", "13>24>15>00"]
 
 
-@pytest.mark.parametrize(("template", "why"), [("{{ messages[0].content + '>' }}", "TypeError"), ("{{ raise_exception('odd') }}", "odd")])
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [("{{ messages[0].content + '>' }}", "TypeError"), ("{{ raise_exception('odd') }}", "odd")],
+)
 def test_a_prompt_that_the_chat_template_cannot_render_is_told_with_its_row(
     chat_folder: Path, tmp_path: Path, template: str, why: str
 ) -> None:
     settings = json.loads((chat_folder / "tokenizer_config.json").read_text())
     text = f"{{% if messages[0].content is none %}}{template}{{% endif %}}1>"
     (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
-    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": content}], "answer": 1} for content in ("3", None)])
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": [{"role": "user", "content": content}], "answer": 1} for content in ("3", None)],
+    )
     with pytest.raises(ConfigError, match=rf"a\.jsonl, row 1: the model's chat template raised .*{why}"):
         problems_of(config_of(chat_folder, path, chat=True))
 
@@ -117,11 +136,16 @@ def test_a_tokenizer_that_transformers_cannot_open_is_told(chat_folder: Path, tm
         problems_of(config_of(chat_folder, write(tmp_path / "a.jsonl", ROWS), chat=True, **COLUMNS))
 
 
-def test_a_line_of_jsonl_ends_at_a_line_feed_alone_and_a_byte_order_mark_is_no_text(model_folder: Path, tmp_path: Path) -> None:
+def test_a_line_of_jsonl_ends_at_a_line_feed_alone_and_a_byte_order_mark_is_no_text(
+    model_folder: Path, tmp_path: Path
+) -> None:
     path, answers = tmp_path / "a.jsonl", ["a\u2028b", "a\u2029b", "a\x85b", "plain"]
     lines = [json.dumps({"prompt": "1>", "answer": answer}, ensure_ascii=False) for answer in answers]
     path.write_bytes(("\ufeff" + "\r\n".join(lines) + "\n").encode())
-    assert {problem.meta["answer"] for problem in problems_of(config_of(model_folder, path, problems=0)).take(0, 4)} == set(answers)
+    assert {
+        problem.meta["answer"]
+        for problem in problems_of(config_of(model_folder, path, problems=0)).take(0, 4)
+    } == set(answers)
 
 
 def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) -> None:
@@ -141,7 +165,9 @@ def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) 
         ([{"prompt": [{"content": "1"}], "answer": 1}], {}, "neither text nor a conversation"),
     ],
 )
-def test_a_wrong_column_is_told_with_its_row(model_folder: Path, tmp_path: Path, rows: Any, data: Any, why: str) -> None:
+def test_a_wrong_column_is_told_with_its_row(
+    model_folder: Path, tmp_path: Path, rows: Any, data: Any, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows), **data))
 
@@ -153,10 +179,15 @@ def test_a_wrong_column_is_told_with_its_row(model_folder: Path, tmp_path: Path,
         ('{"prompt": "1\\udc80", "answer": 1}', r"a\.jsonl:2: .*surrogates not allowed"),
         ('{"prompt": "1", "answer": 1, "source": {"\\udfff": 0}}', r"a\.jsonl:2: .*surrogates not allowed"),
         ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:2: not JSON: Exceeds the limit"),
-        ('{"prompt": "1", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:2: not JSON: maximum recursion depth"),
+        (
+            '{"prompt": "1", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            r"a\.jsonl:2: not JSON: maximum recursion depth",
+        ),
     ],
 )
-def test_a_row_that_cannot_travel_is_told_before_the_start(model_folder: Path, tmp_path: Path, row: str, why: str) -> None:
+def test_a_row_that_cannot_travel_is_told_before_the_start(
+    model_folder: Path, tmp_path: Path, row: str, why: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1", "answer": 1}\n' + row + "\n")
     with pytest.raises(ConfigError, match=why):
@@ -177,8 +208,12 @@ def test_what_is_no_data_set_is_refused(model_folder: Path, tmp_path: Path) -> N
 
 
 def test_overlong_prompts_are_all_reported_before_the_start(model_folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "1" * (14 if n in (2, 5) else 3), "answer": n} for n in range(8)])
-    with pytest.raises(ConfigError, match=r"2 of 8 prompts do not have 1 to 13 tokens: row 2 has 14, row 5 has 14\n"):
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": "1" * (14 if n in (2, 5) else 3), "answer": n} for n in range(8)]
+    )
+    with pytest.raises(
+        ConfigError, match=r"2 of 8 prompts do not have 1 to 13 tokens: row 2 has 14, row 5 has 14\n"
+    ):
         problems_of(config_of(model_folder, path))
     said: list[str] = []
     problems = problems_of(config_of(model_folder, path, problems=0, on_overlong="drop"), said)
@@ -186,15 +221,21 @@ def test_overlong_prompts_are_all_reported_before_the_start(model_folder: Path, 
     assert {problem.meta["row"] for problem in problems.take(0, 6)} == set(range(8)) - {2, 5}
 
 
-def test_every_end_that_the_generation_config_names_ends_an_answer(model_folder: Path, tmp_path: Path) -> None:
+def test_every_end_that_the_generation_config_names_ends_an_answer(
+    model_folder: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert stop_tokens(folder, ()) == (1, 7)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
-    assert stop_tokens(folder, ()) == (1,), "an empty list names none: config.json is asked, and no run goes without an end"
+    assert stop_tokens(folder, ()) == (1,), (
+        "an empty list names none: config.json is asked, and no run goes without an end"
+    )
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": [1, null]}', '{"eos_token_id": "</s>"}', '{"eos_token_id": -1}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"eos_token_id": [1, null]}', '{"eos_token_id": "</s>"}', '{"eos_token_id": -1}', "{"]
+)
 def test_an_end_that_is_no_token_is_told(model_folder: Path, tmp_path: Path, text: str) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "m")
     (folder / "generation_config.json").write_text(text)
@@ -203,29 +244,43 @@ def test_an_end_that_is_no_token_is_told(model_folder: Path, tmp_path: Path, tex
     assert stop_tokens(folder, (3,)) == (3,)
 
 
-def test_the_digest_tells_other_training_problems_and_nothing_else(model_folder: Path, tmp_path: Path) -> None:
+def test_the_digest_tells_other_training_problems_and_nothing_else(
+    model_folder: Path, tmp_path: Path
+) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
     digest = problems_of(config_of(model_folder, path, **COLUMNS)).digest
     held_out = write(tmp_path / "held-out.jsonl", ROWS[:4])
     apart = problems_of(config_of(model_folder, path, held_out=held_out, **COLUMNS)).digest
     assert apart != digest, "a row more to train on moves all positions"
-    assert apart == problems_of(config_of(model_folder, path, problems=2, held_out=held_out, **COLUMNS)).digest
+    assert (
+        apart == problems_of(config_of(model_folder, path, problems=2, held_out=held_out, **COLUMNS)).digest
+    )
     assert digest != problems_of(config_of(model_folder, path, seed=1, **COLUMNS)).digest
     assert digest != problems_of(config_of(model_folder, path, problems=2, **COLUMNS)).digest
     other = [*ROWS[:-1], ROWS[-1] | {"level": 99}]
-    assert digest != problems_of(config_of(model_folder, write(tmp_path / "other.jsonl", other), **COLUMNS)).digest
+    assert (
+        digest
+        != problems_of(config_of(model_folder, write(tmp_path / "other.jsonl", other), **COLUMNS)).digest
+    )
     asked = [*ROWS[:-1], ROWS[-1] | {"question": "9999>"}]
-    assert digest != problems_of(config_of(model_folder, write(tmp_path / "asked.jsonl", asked), **COLUMNS)).digest
+    assert (
+        digest
+        != problems_of(config_of(model_folder, write(tmp_path / "asked.jsonl", asked), **COLUMNS)).digest
+    )
     assert digest != problems_of(config_of(model_folder, path, system="1", **COLUMNS)).digest
 
 
-def test_the_digest_is_the_same_on_another_day_where_the_template_writes_the_date(chat_folder: Path, tmp_path: Path) -> None:
+def test_the_digest_is_the_same_on_another_day_where_the_template_writes_the_date(
+    chat_folder: Path, tmp_path: Path
+) -> None:
     """Llama's and others' do; a run that is requeued after midnight goes on."""
     settings = json.loads((chat_folder / "tokenizer_config.json").read_text())
 
     def digest(template: str) -> str:
         (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-        return problems_of(config_of(chat_folder, write(tmp_path / "rows.jsonl", ROWS), chat=True, **COLUMNS)).digest
+        return problems_of(
+            config_of(chat_folder, write(tmp_path / "rows.jsonl", ROWS), chat=True, **COLUMNS)
+        ).digest
 
     dated = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert digest(dated) == digest(dated) != digest(TEMPLATE)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from scavenger.phases import GroupsAdded, GroupsCompleted, Phase, Plan, Trained, begin, react
+from scavenger.protocol import messages
+from scavenger.protocol.train_step import GroupsAdded, GroupsCompleted, Phase, Plan, Trained, begin, react
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
 from tests.trainer.toy import ToyRanks
-from trainer.data import Problems, open_tokenizer
-from trainer.scoring import Scoring
-from trainer.step import Stepper, StepResult
+from trainer.algorithms.scoring import Scoring
+from trainer.data.prompts import PromptSource, open_tokenizer
+from trainer.loop.step import Stepper, StepResult
 
 WANTED, STEP_MOST = 6, 24
 
@@ -38,12 +38,14 @@ class SlottedFleet(RecordedRun):
     def __init__(self, slots: int) -> None:
         super().__init__(draw=None)  # type: ignore[arg-type]
         self._free = [0] * slots
-        self._running: list[tuple[int, int, wire.GroupDone]] = []
+        self._running: list[tuple[int, int, messages.GroupDone]] = []
         self.completed: list[int] = []
         self.asked: list[int] = []
         self._now = 0
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         for spec in groups:
             start = max(self._now, heapq.heappop(self._free))
             end = start + difficulty(spec.prompt_index)
@@ -52,17 +54,28 @@ class SlottedFleet(RecordedRun):
             self.asked.append(spec.prompt_index)
         return tuple(100 + spec.prompt_index for spec in groups)
 
-    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+    def _answer(self, step: int, version: int, spec: messages.GroupSpec) -> messages.GroupDone:
         samples = []
         for index in range(spec.n):
             count = 2 * difficulty(spec.prompt_index) - index % 2
-            tokens = wire.pack_tokens([2 + (spec.prompt_index + index + place) % 10 for place in range(count)])
-            logprobs = wire.pack_logprobs([-2.0] * count)
+            tokens = messages.pack_tokens(
+                [2 + (spec.prompt_index + index + place) % 10 for place in range(count)]
+            )
+            logprobs = messages.pack_logprobs([-2.0] * count)
             number = spec.prompt_index * 10 + index
-            samples.append(wire.DoneSample(number, index, tokens, logprobs, logprobs, "stop", 0))
-        return wire.GroupDone(100 + spec.prompt_index, step, version, "train", spec.prompt_index, spec.prompt, spec.meta, tuple(samples))
+            samples.append(messages.DoneSample(number, index, tokens, logprobs, logprobs, "stop", 0))
+        return messages.GroupDone(
+            100 + spec.prompt_index,
+            step,
+            version,
+            "train",
+            spec.prompt_index,
+            spec.prompt,
+            spec.meta,
+            tuple(samples),
+        )
 
-    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         if not self._running:
             return []
         self._now, prompt, group = heapq.heappop(self._running)
@@ -89,8 +102,8 @@ def play(folder: Path, slots: int, **algorithm: Any) -> tuple[SlottedFleet, ToyR
         reserved={"workers": 1, "window": 0.0},
     )
     tokenizer = open_tokenizer(folder)
-    problems = Problems(config, tokenizer)
-    flat = {problem.text for problem in problems.take(0, 100) if is_flat(problem.index)}
+    prompts = PromptSource(config, tokenizer)
+    flat = {prompt.text for prompt in prompts.take(0, 100) if is_flat(prompt.index)}
     scoring = Scoring(Reward(flat), tokenizer, config.reward, config.algorithm, lambda line: None, 8)
     run, ranks = SlottedFleet(slots), ToyRanks(2, scoring.recipe)
     place = WANTED
@@ -98,9 +111,9 @@ def play(folder: Path, slots: int, **algorithm: Any) -> tuple[SlottedFleet, ToyR
     def more(count: int) -> list[Any]:
         nonlocal place
         place += count
-        return problems.take(place - count, count)
+        return prompts.take(place - count, count)
 
-    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems.take(0, WANTED), more)  # type: ignore[arg-type]
+    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, prompts.take(0, WANTED), more)  # type: ignore[arg-type]
     return run, ranks, result, config
 
 
@@ -123,13 +136,17 @@ def test_what_is_trained_does_not_depend_on_the_size_of_the_fleet(model_folder: 
     _, first, one, _ = played[1]
     for run, ranks, result, _ in played.values():
         assert trained(result) == expected
-        assert sorted(run.asked) == list(range(expected[-1] + 1)), "the shortest stretch of the data that holds enough: nothing is surplus"
+        assert sorted(run.asked) == list(range(expected[-1] + 1)), (
+            "the shortest stretch of the data that holds enough: nothing is surplus"
+        )
         assert result.metrics["length_mean"] == one.metrics["length_mean"]
         assert result.metrics["groups_asked"] == expected[-1] + 1
         assert len(ranks.gradients) == updates
         for got, want in zip(ranks.gradients, first.gradients, strict=True):
             assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
-    assert any(played[50][0].completed != played[slots][0].completed for slots in (1, 2, 5)), "the fleets did finish in other orders"
+    assert any(played[50][0].completed != played[slots][0].completed for slots in (1, 2, 5)), (
+        "the fleets did finish in other orders"
+    )
 
 
 def test_the_first_to_complete_would_have_been_another_choice() -> None:
@@ -149,7 +166,9 @@ def test_replaced_groups_are_filtered_and_count_in_no_denominator(model_folder: 
     assert sorted(filtered) == flat
     tokens = sum(2 * difficulty(prompt) - index % 2 for prompt in trained(result) for index in range(4))
     assert result.metrics["tokens_trained"] == tokens
-    _, whole, _, _ = play(model_folder, 2, aggregation="constant")  # divided by the samples that count, times 8
+    _, whole, _, _ = play(
+        model_folder, 2, aggregation="constant"
+    )  # divided by the samples that count, times 8
     assert torch.allclose(whole.gradients[0] * WANTED * 4 * 8, ranks.gradients[0] * tokens)
 
 
@@ -171,7 +190,9 @@ def test_where_equal_rewards_say_something_nothing_is_replaced(model_folder: Pat
 
 
 def test_a_step_that_asks_for_more_waits_for_it() -> None:
-    step, _ = begin(Plan(4, 1, 0.0, 1.0, harvest=True, reserved=False), harvested=1, reserved_awake=False, now=0.0)
+    step, _ = begin(
+        Plan(4, 1, 0.0, 1.0, harvest=True, reserved=False), harvested=1, reserved_awake=False, now=0.0
+    )
     step, _ = react(step, GroupsAdded(1, 4), 1.0)
     step, actions = react(step, GroupsCompleted(1, 4, untrained=1), 1.0)
     assert (step.phase, actions) == (Phase.TRAIN, ())

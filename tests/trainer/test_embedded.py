@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from scavenger import config as configs
-from scavenger import keys, toml
+from scavenger import toml
 from scavenger.errors import ConfigError, Refused
+from scavenger.protocol import keys
 from trainer import embedded
 from trainer.embedded import EmbeddedDaemon
 
@@ -35,13 +36,14 @@ def run_toml(folder: Path, state_dir: str = "state", **daemon: object) -> Path:
         "daemon": {"embedded": True, **daemon},
         "model": {"path": "m", "context_length": 24},
         "sampling": {"max_tokens": 8},
-        "reserved": {"workers": 0},
     }
     path.write_text(toml.dumps(run))
     return path
 
 
-def test_its_configuration_is_the_one_beside_the_run_s_and_must_name_the_run_s_state_directory(tmp_path: Path) -> None:
+def test_its_configuration_is_the_one_beside_the_run_s_and_must_name_the_run_s_state_directory(
+    tmp_path: Path,
+) -> None:
     config = configs.read_run(run_toml(tmp_path))
     assert config.daemon.config == tmp_path / "scavenger.toml"
     embedded.check(config)
@@ -52,8 +54,10 @@ def test_its_configuration_is_the_one_beside_the_run_s_and_must_name_the_run_s_s
 def stand_in(folder: Path) -> Path:
     """For Python: the real one for `-m scavenger`, a sleeper for ranks and engines."""
     fake = folder / "python"
-    fake.write_text(f'#!/bin/sh\ncase "$2" in scavenger) echo $$ > {folder}/daemon.pid; exec {sys.executable} "$@";; esac\n'
-                    f"echo $$ > {folder}/$2.new; mv {folder}/$2.new {folder}/$2; exec sleep 60\n")  # fmt: skip
+    fake.write_text(
+        f'#!/bin/sh\ncase "$2" in scavenger) echo $$ > {folder}/daemon.pid; exec {sys.executable} "$@";; esac\n'
+        f"echo $$ > {folder}/$2.new; mv {folder}/$2.new {folder}/$2; exec sleep 60\n"
+    )
     fake.chmod(0o755)
     return fake
 
@@ -74,9 +78,15 @@ def until(what: str, condition: object, timeout_s: float = 150.0) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_serves_before_the_ranks_start_and_ends_with_the_job(number: signal.Signals, tmp_path: Path) -> None:
+def test_it_serves_before_the_ranks_start_and_ends_with_the_job(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     path = run_toml(tmp_path)
-    environ = dict(os.environ) | {"SCAVENGER_PYTHON": str(stand_in(tmp_path)), "SCAVENGER_BACKEND": "local", "PYTHONPATH": str(ROOT)}
+    environ = dict(os.environ) | {
+        "SCAVENGER_PYTHON": str(stand_in(tmp_path)),
+        "SCAVENGER_BACKEND": "local",
+        "PYTHONPATH": str(ROOT),
+    }
     environ.pop("SCAVENGER_RANKS", None)
     job = subprocess.Popen([sys.executable, "-m", "trainer.launch", str(path)], env=environ)
     try:
@@ -103,7 +113,13 @@ def test_one_that_cannot_start_ends_the_job_with_its_reason(tmp_path: Path) -> N
     assert config.daemon.config is not None
     config.daemon.config.write_text("[daemon]\nno_such_key = 1\n")
     log = tmp_path / "out/daemon.log"
-    own = EmbeddedDaemon(sys.executable, config.daemon.config, config.run.state_dir, os.environ | {"PYTHONPATH": str(ROOT)}, log)
+    own = EmbeddedDaemon(
+        sys.executable,
+        config.daemon.config,
+        config.run.state_dir,
+        os.environ | {"PYTHONPATH": str(ROOT)},
+        log,
+    )
     with pytest.raises(Refused, match="its configuration cannot be used"):
         own.start()
     own.stop()

@@ -15,15 +15,17 @@ import pytest
 from scavenger.config import read_run
 from scavenger.errors import ConfigError, RewardError
 from tests.trainer.prepare.hand import draft, refused
-from trainer import environments
-from trainer.rewards import RewardRunner
+from trainer.algorithms.rewards import RewardRunner
+from trainer.data import environments
 
 ROOT = Path(__file__).resolve().parents[2]
-FUNCTION = "trainer.environments:reward"
-real = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason='no verifiers here: pip install ".[verifiers]"')
+FUNCTION = "trainer.data.environments:reward"
+real = pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is None, reason='no verifiers here: pip install ".[verifiers]"'
+)
 
 #: As those of the hub are: a module with a `load_environment`.
-SUMS = '''
+SUMS = """
 import os
 import verifiers as vf
 from datasets import Dataset
@@ -73,13 +75,15 @@ def load_environment(kind="plain", count=3):
     few = [{"role": "user", "content": "7 + 7?"}, {"role": "assistant", "content": "<answer>14</answer>"}]
     rubric = vf.Rubric(funcs=[right, easy, short], weights=[1.0, 0.25, 0.5], parser=parser)
     return vf.SingleTurnEnv(eval_dataset=sums(2, level=2), few_shot=few, parser=parser, rubric=rubric, **one)
-'''
+"""
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "their_sums.py").write_text(SUMS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     return tmp_path
 
@@ -87,7 +91,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(folder: Path, kind: str, *more: str) -> list[dict[str, Any]]:
     """The training rows that the command writes."""
     words = ["their-sums", str(folder), "--args", json.dumps({"kind": kind}), *more]
-    done = subprocess.run([sys.executable, "-m", "trainer.environments", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.data.environments", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return read(folder / "train.jsonl")
 
@@ -131,9 +140,13 @@ def test_rows_hold_the_prompts_that_the_environment_sends_and_rewards_are_its_ru
 
 
 @real
-def test_what_the_environment_adds_to_a_prompt_is_written_and_must_be_added_again(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_adds_to_a_prompt_is_written_and_must_be_added_again(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = written(hub / "rows", "both")
-    assert [row["prompt"][-1]["content"] for row in rows] == ["0 + 0?", "Be short."], "a group of environments"
+    assert [row["prompt"][-1]["content"] for row in rows] == ["0 + 0?", "Be short."], (
+        "a group of environments"
+    )
     with runner("both") as rewards:
         assert rewards.score("", "\\boxed{0}", rows[0]) == 1.0
         assert rewards.score("", "\\boxed{1}", rows[0]) == 0.0
@@ -154,7 +167,9 @@ def test_what_the_environment_adds_to_a_prompt_is_written_and_must_be_added_agai
         ("none", "cannot be loaded with args = .*no such kind"),
     ],
 )
-def test_an_environment_that_is_not_supported_is_refused_before_the_first_reward(hub: Path, kind: str, why: str) -> None:
+def test_an_environment_that_is_not_supported_is_refused_before_the_first_reward(
+    hub: Path, kind: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"{why}[\s\S]*remedy: "), runner(kind):
         pass
 
@@ -162,13 +177,16 @@ def test_an_environment_that_is_not_supported_is_refused_before_the_first_reward
 @real
 def test_an_environment_that_is_not_installed_is_refused_and_written_rows_stay(hub: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=r"'no-such-env' cannot be loaded.*ModuleNotFoundError[\s\S]*install its package"),
+        pytest.raises(
+            ConfigError,
+            match=r"'no-such-env' cannot be loaded.*ModuleNotFoundError[\s\S]*install its package",
+        ),
         runner("", environment="no-such-env"),
     ):
         pass
     (hub / "rows").mkdir()
     (hub / "rows" / "train.jsonl").write_text("{}\n")
-    words = [sys.executable, "-m", "trainer.environments", "their-sums", str(hub / "rows")]
+    words = [sys.executable, "-m", "trainer.data.environments", "their-sums", str(hub / "rows")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, read(hub / "rows" / "train.jsonl")) == (2, [{}])
     assert "exist already" in done.stderr
@@ -182,7 +200,13 @@ def test_the_classic_api_is_supported(version: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "why"),
-    [(None, "has no verifiers package"), ("0.1.10", "too old"), ("0.1.9.post3", "too old"), ("0.2.0", "another"), ("1.0", "another")],
+    [
+        (None, "has no verifiers package"),
+        ("0.1.10", "too old"),
+        ("0.1.9.post3", "too old"),
+        ("0.2.0", "another"),
+        ("1.0", "another"),
+    ],
 )
 def test_other_releases_are_refused_with_what_to_install(version: str | None, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"{why}[\s\S]*pip install 'verifiers>=0.1.11,<0.2'"):
@@ -193,15 +217,26 @@ def test_other_releases_are_refused_with_what_to_install(version: str | None, wh
 def rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python that says that it has the rewritten package."""
     (tmp_path / "verifiers-0.4.0.dist-info").mkdir()
-    (tmp_path / "verifiers-0.4.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.4\nName: verifiers\nVersion: 0.4.0\n")
+    (tmp_path / "verifiers-0.4.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: verifiers\nVersion: 0.4.0\n"
+    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
 
 
 @pytest.mark.usefixtures("rewritten")
-def test_a_package_that_does_not_fit_is_told_with_its_remedy_before_a_job_is_submitted(tmp_path: Path, model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"verifiers 0\.4\.0 has another API[\s\S]*remedy: pip install"), runner("plain"):
+def test_a_package_that_does_not_fit_is_told_with_its_remedy_before_a_job_is_submitted(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"verifiers 0\.4\.0 has another API[\s\S]*remedy: pip install"),
+        runner("plain"),
+    ):
         pass
-    row = {"prompt": "2>", "answer": "4", "verifiers": {"environment": "their-sums", "args": {}, "sent": "0", "input": {}}}
+    row = {
+        "prompt": "2>",
+        "answer": "4",
+        "verifiers": {"environment": "their-sums", "args": {}, "sent": "0", "input": {}},
+    }
     (tmp_path / "data.jsonl").write_text((json.dumps(row) + "\n") * 9)
     assert draft(tmp_path / "run", model_folder, tmp_path / "data.jsonl") == 0
     assert "has another API" in refused(tmp_path / "run" / "run.toml")["reward"]
@@ -227,7 +262,7 @@ def test_turns_are_written_without_what_is_empty_and_a_bare_text_as_text() -> No
 
 
 def test_a_run_of_written_rows_is_drafted_with_their_environment(tmp_path: Path, model_folder: Path) -> None:
-    args = {"split": "ha\"rd", "levels": [1, 2.5], "more": {"shuffle it": True, "none": None}}
+    args = {"split": 'ha"rd', "levels": [1, 2.5], "more": {"shuffle it": True, "none": None}}
     carried = {"environment": "their-sums", "args": args, "sent": "0", "input": {}}
     row = {"prompt": [{"role": "user", "content": "2"}], "answer": "$4$", "verifiers": carried}
     for split in ("train", "test"):
@@ -236,5 +271,10 @@ def test_a_run_of_written_rows_is_drafted_with_their_environment(tmp_path: Path,
     found = read_run(tmp_path / "run" / "run.toml")
     assert found.reward.function == FUNCTION
     assert 'options = { environment = "their-sums", args = {' in (tmp_path / "run" / "run.toml").read_text()
-    assert found.reward.options == {"environment": "their-sums", "args": args | {"more": {"shuffle it": True}}}
-    assert (found.data.system, found.eval.path) == ("", tmp_path / "test*.jsonl"), "the environment has a system turn of its own"
+    assert found.reward.options == {
+        "environment": "their-sums",
+        "args": args | {"more": {"shuffle it": True}},
+    }
+    assert (found.data.system, found.eval.path) == ("", tmp_path / "test*.jsonl"), (
+        "the environment has a system turn of its own"
+    )

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from trainer.evaluation import Judgement, pass_at_k, summarise
+from trainer.loop.evaluation import Judgement, pass_at_k, summarise
 
 
 @pytest.mark.parametrize(("n", "right", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (5, 4, 2), (4, 4, 4)])

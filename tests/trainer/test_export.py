@@ -19,14 +19,15 @@ from tests.trainer import published
 from tests.trainer.published import whole
 from tests.trainer.rows import make_group
 from tests.trainer.test_local import ROOT, write_run
-from trainer import checkpoint, export
+from trainer import export
 from trainer.algorithms.rows import resolve
-from trainer.batching import Micro
-from trainer.comm import Solo
-from trainer.model import Learner, load_model
-from trainer.publish import Publisher
-from trainer.ranks import Ranks
-from trainer.saving import Saver
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Saver
+from trainer.data.batching import Micro
+from trainer.loop.comm import Solo
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks
+from trainer.model.learner import Learner, load_model
 
 OFF = LoraSection()
 
@@ -42,16 +43,25 @@ def config_of(folder: Path, model: Path, **more: Any) -> RunConfig:
     )
 
 
-def trained(folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF) -> tuple[Learner, checkpoint.State]:
+def trained(
+    folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF
+) -> tuple[Learner, checkpoint.CheckpointState]:
     """A learner after one step, and its checkpoint in `folder`."""
     learner = Learner(
-        model, mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=0.02), temperature=1.0, deterministic=False,
+        model,
+        mesh,
+        recipe=resolve(AlgorithmSection(), 8),
+        optimizer=OptimizerSection(lr=0.02),
+        temperature=1.0,
+        deterministic=False,
         lora=lora,
-    )  # fmt: skip
+    )
     learner.train(Micro(tuple(row for number in range(3) for row in make_group(number)), 0))
     learner.update(12.0, lr=0.02)
     root = _root(learner)
-    state = checkpoint.State(1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16", adapters=bool(lora.rank))
+    state = checkpoint.CheckpointState(
+        1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16", adapters=bool(lora.rank)
+    )
     saver = Saver()
     saver.begin(learner.state(), checkpoint.prepare(folder, 1, 1))
     saver.wait()
@@ -77,7 +87,9 @@ def test_an_export_is_the_published_version(model_folder: Path, mesh: DeviceMesh
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_masters_can_be_exported_in_their_own_type(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_masters_can_be_exported_in_their_own_type(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     learner, _ = trained(tmp_path, model_folder, mesh)
     told = export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "float32")
     assert "not compared with what was published: its version was published in another type" in told
@@ -88,7 +100,9 @@ def test_masters_can_be_exported_in_their_own_type(model_folder: Path, mesh: Dev
 def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner, _ = trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
     config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
-    assert export.export(config, tmp_path / "out", "auto", "float32").endswith(", adapters and base as published")
+    assert export.export(config, tmp_path / "out", "auto", "float32").endswith(
+        ", adapters and base as published"
+    )
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
     assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
@@ -96,7 +110,9 @@ def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Pat
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
 
 
-def test_adapters_of_another_base_are_not_exported(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_adapters_of_another_base_are_not_exported(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
@@ -104,9 +120,13 @@ def test_adapters_of_another_base_are_not_exported(model_folder: Path, mesh: Dev
     weights["model.norm.weight"] += 1.0
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightsError, match="is another model now"):
-        export.export(config_of(tmp_path, other, lora={"rank": 2, "alpha": 4.0}), tmp_path / "out", "auto", "")
+        export.export(
+            config_of(tmp_path, other, lora={"rank": 2, "alpha": 4.0}), tmp_path / "out", "auto", ""
+        )
     with pytest.raises(WeightsError, match="published with"):  # another scale makes other weights
-        export.export(config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 8.0}), tmp_path / "out", "auto", "")
+        export.export(
+            config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 8.0}), tmp_path / "out", "auto", ""
+        )
     assert not (tmp_path / "out").exists()
 
 

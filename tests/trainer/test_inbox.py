@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scavenger import wire
 from scavenger.errors import WireError
-from trainer.inbox import Inbox
+from scavenger.protocol import messages
+from trainer.loop.ranks import Inbox
 
 
 class Run:
@@ -14,13 +14,13 @@ class Run:
         self._arrivals = list(arrivals)
         self.timeouts: list[float] = []
 
-    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         self.timeouts.append(timeout_s)
         ids = self._arrivals.pop(0) if self._arrivals else []
-        return [wire.GroupDone(group, 0, 0, "train", 0, b"", "{}", ()) for group in ids]
+        return [messages.GroupDone(group, 0, 0, "train", 0, b"", "{}", ()) for group in ids]
 
 
-def ids(groups: list[wire.GroupDone]) -> list[int]:
+def ids(groups: list[messages.GroupDone]) -> list[int]:
     return [group.group_id for group in groups]
 
 

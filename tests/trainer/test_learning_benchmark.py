@@ -16,9 +16,15 @@ from scavenger.config import read_run
 
 def run(arm: str, seed: int, last: float, moves: float = 3.0) -> dict[str, Any]:
     return {
-        "arm": arm, "seed": seed, "eval_steps": [0, 10], "sampled": [0.3, last], "greedy": [0.5, 0.9], "reward": [0.3], "moves": moves,
+        "arm": arm,
+        "seed": seed,
+        "eval_steps": [0, 10],
+        "sampled": [0.3, last],
+        "greedy": [0.5, 0.9],
+        "reward": [0.3],
+        "moves": moves,
         "mismatch_k3": 1e-5,
-    }  # fmt: skip
+    }
 
 
 def pairs(*differences: float, moves: float = 3.0) -> list[dict[str, Any]]:
@@ -31,7 +37,9 @@ def pairs(*differences: float, moves: float = 3.0) -> list[dict[str, Any]]:
 def test_the_interval_is_student_s() -> None:
     mean, low, high = learning.interval([0.01, 0.02, 0.03, 0.02, 0.02])
     assert mean == pytest.approx(0.02)
-    assert (low, high) == pytest.approx((0.02 - 2.132 * 0.0070711 / 5**0.5, 0.02 + 2.132 * 0.0070711 / 5**0.5), abs=1e-6)
+    assert (low, high) == pytest.approx(
+        (0.02 - 2.132 * 0.0070711 / 5**0.5, 0.02 + 2.132 * 0.0070711 / 5**0.5), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,13 +66,17 @@ def test_the_plot_has_a_line_a_run() -> None:
 @pytest.mark.parametrize("arm", learning.ARMS, ids=lambda arm: arm.name)
 def test_every_arm_s_run_toml_can_be_read(arm: learning.Arm, tmp_path: Path) -> None:
     options = argparse.Namespace(
-        steps=4, engines=1, prompts=32, lr=1e-4, eval_every=25, eval_problems=16, weights_dtype="bfloat16"
-    )  # fmt: skip
+        steps=4, engines=1, prompts=32, lr=1e-4, eval_every=25, eval_prompts=16, weights_dtype="bfloat16"
+    )
     site = SimpleNamespace(dir=tmp_path, state_dir=tmp_path / "state")
     path = tmp_path / "run.toml"
     path.write_text(toml.dumps(learning.document(arm, 1, tmp_path, site, options)))  # type: ignore[arg-type]
     config = read_run(path)
-    assert (config.engine.name, config.run.harvest, config.algorithm.importance) == (arm.engine, arm.preempted, arm.importance)
+    assert (config.engine.name, config.run.harvest, config.algorithm.importance) == (
+        arm.engine,
+        arm.preempted,
+        arm.importance,
+    )
 
 
 def test_the_coin_says_nothing_of_the_answer_and_evaluations_are_told_the_truth() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.test_step import TIMES
-from trainer import checkpoint
-from trainer.__main__ import crash_step, main
+from trainer.__main__ import main
+from trainer.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -36,7 +36,7 @@ dtype = "float64"
 [checkpoint]
 every = 1
 [eval]
-problems = 4
+prompts = 4
 [reward]
 function = "tests.trainer.digits:first_digits"
 """
@@ -59,26 +59,45 @@ def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / out / "local" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("more", ["", pytest.param("[lora]\nrank = 2\n", marks=pytest.mark.long)], ids=["all", "lora"])
-def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(more: str, model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", ["", pytest.param("[lora]\nrank = 2\n", marks=pytest.mark.long)], ids=["all", "lora"]
+)
+def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(
+    more: str, model_folder: Path, tmp_path: Path
+) -> None:
     done = run_local(write_run(tmp_path, model_folder, steps=2, out="whole", more=more))
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     whole = metrics(tmp_path, "whole")
-    assert [(entry["kind"], entry["step"]) for entry in whole] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    assert [(entry["kind"], entry["step"]) for entry in whole] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    ]
     assert whole[1]["tokens"] > 0
-    assert [path.name for path in checkpoint.found(tmp_path / "whole" / "local")] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in checkpoint.found(tmp_path / "whole" / "local")] == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
     first = checkpoint.found(tmp_path / "whole" / "local")[0]
-    done = run_local(write_run(tmp_path, model_folder, steps=2, out="resumed", more=more), "--resume", str(first))
+    done = run_local(
+        write_run(tmp_path, model_folder, steps=2, out="resumed", more=more), "--resume", str(first)
+    )
     assert done.returncode == 0, done.stderr
     assert "after step 1" in done.stdout
     again = metrics(tmp_path, "resumed")
     assert [(entry["kind"], entry["step"]) for entry in again] == [("train", 2), ("eval", 2)]
     timing = {"at", "version", "phases", *(name for name in whole[2] if name.startswith(TIMES))}
-    same = [{name: value for name, value in entry.items() if name not in timing} for entry in (whole[2], again[0])]
+    same = [
+        {name: value for name, value in entry.items() if name not in timing} for entry in (whole[2], again[0])
+    ]
     assert same[0] == same[1]
-    roots = [checkpoint.read_state(checkpoint.found(tmp_path / out / "local")[-1]).root for out in ("whole", "resumed")]
+    roots = [
+        checkpoint.read_state(checkpoint.found(tmp_path / out / "local")[-1]).root
+        for out in ("whole", "resumed")
+    ]
     assert roots[0] == roots[1]
 
 
@@ -87,17 +106,19 @@ def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path,
     path = write_run(tmp_path, model_folder, steps=1, out="done")
     assert run_local(path).returncode == 0
     again = run_local(path)
-    assert (again.returncode, "nothing is left to train: 1 steps are done, run.steps = 1" in again.stdout) == (0, True)
-    assert [(entry["kind"], entry["step"]) for entry in metrics(tmp_path, "done")] == [("eval", 0), ("train", 1), ("eval", 1)]
+    assert (
+        again.returncode,
+        "nothing is left to train: 1 steps are done, run.steps = 1" in again.stdout,
+    ) == (0, True)
+    assert [(entry["kind"], entry["step"]) for entry in metrics(tmp_path, "done")] == [
+        ("eval", 0),
+        ("train", 1),
+        ("eval", 1),
+    ]
 
 
-def test_a_missing_model_is_an_error_with_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_an_error_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(write_run(tmp_path, tmp_path / "nowhere", steps=1, out="x")), "--local"]) == 2
     assert "there is no folder" in capsys.readouterr().err
-
-
-def test_the_crash_point_of_recovery_tests_is_checked() -> None:
-    assert crash_step("") == 0
-    assert crash_step("between-publish-and-commit:3") == 3
-    with pytest.raises(Exception, match="names no crash point"):
-        crash_step("somewhere")

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from scavenger import wire
 from scavenger.config import RunConfig
+from scavenger.protocol import messages
 from tests.router.harness import root, started
 from tests.router.moves import W1, finish_all
-from trainer import checkpoint, loop
-from trainer.data import Problem
+from trainer.algorithms.scoring import Judged
+from trainer.checkpoint import checkpoint
+from trainer.data.prompts import PromptTask
+from trainer.loop import run
 
-DONE = wire.DoneSample(1, 0, b"", b"", b"", "stop", 0)
+DONE = messages.DoneSample(1, 0, b"", b"", b"", "stop", 0)
 
 
 class Killed(Exception):
@@ -33,7 +35,9 @@ class Script:
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
         self.acts: list[tuple[str, int]] = []
-        self.told: list[tuple[Sequence[int] | None, list[int]]] = []  # steps that each record said are kept, and those on disk then
+        self.told: list[
+            tuple[Sequence[int] | None, list[int]]
+        ] = []  # steps that each record said are kept, and those on disk then
         self.out_dir = Path()
         self.asked: list[tuple[int, int, int]] = []  # step, version, staleness
         self.taken: list[tuple[int, int]] = []  # of the data: position and count
@@ -41,6 +45,7 @@ class Script:
         self.said: list[str] = []
         self._die_at = die_at
         self._waiting: list[Any] = []
+        self._scored: list[Judged] = []
 
     def act(self, name: str, step: int) -> None:
         if (name, step) == self._die_at:
@@ -50,7 +55,7 @@ class Script:
     def build_version(self, version: int, dtype: str) -> Any:
         return SimpleNamespace(version=version, root=b"\x01")
 
-    def offer(self, manifest: Any) -> tuple[wire.WeightSource, ...]:
+    def offer(self, manifest: Any) -> tuple[messages.WeightSource, ...]:
         return ()
 
     def publish(self, *args: Any) -> None:
@@ -68,10 +73,10 @@ class Script:
     def set_reserved(self, awake: bool) -> None:
         pass
 
-    def held_out(self) -> list[Problem]:
-        return [Problem(index=0, text="1", tokens=(1,), meta={})]
+    def held_out(self) -> list[PromptTask]:
+        return [PromptTask(index=0, text="1", tokens=(1,), meta={})]
 
-    def take(self, position: int, count: int) -> list[Problem]:
+    def take(self, position: int, count: int) -> list[PromptTask]:
         self.taken.append((position, count))
         return []
 
@@ -83,9 +88,13 @@ class Script:
             more(step)  # replaces as many prompts as its number
         return SimpleNamespace(metrics=self.metrics, outcomes=(), phase_log=())
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str) -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str
+    ) -> tuple[int, ...]:
         self._waiting = [
-            wire.GroupDone(place, step, version, purpose, spec.prompt_index, spec.prompt, spec.meta, (DONE,))
+            messages.GroupDone(
+                place, step, version, purpose, spec.prompt_index, spec.prompt, spec.meta, (DONE,)
+            )
             for place, spec in enumerate(groups)
         ]
         return tuple(group.group_id for group in self._waiting)
@@ -97,18 +106,31 @@ class Script:
     def take_late(self) -> int:
         return 0
 
-    def rewards(self, group: Any) -> list[tuple[wire.DoneSample, float, str]]:
-        return [(sample, 1.0, "") for sample in group.samples]
+    def begin(self, group: Any) -> None:
+        self._scored.append(Judged(group, tuple((sample, 1.0, "") for sample in group.samples)))
+
+    def is_pending(self, groups: Any) -> bool:
+        return bool(self._scored)
+
+    def take_scored(self, groups: Any) -> list[Judged]:
+        scored, self._scored = self._scored, []
+        return scored
 
     def commit(self, step: int, version: int, outcomes: Any, metrics: Any, purpose: str = "train") -> None:
         self.act(purpose, step)
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
         self.act("checkpoint", step)
-        self.told.append((kept, [checkpoint.read_state(path).step for path in checkpoint.found(self.out_dir)]))
+        self.told.append(
+            (kept, [checkpoint.read_state(path).step for path in checkpoint.found(self.out_dir)])
+        )
 
 
-def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep: int = 2, ahead: int = 0) -> None:
+def attempt(
+    out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep: int = 2, ahead: int = 0
+) -> None:
     script.out_dir = out_dir
     config = RunConfig.model_validate(
         {
@@ -116,16 +138,22 @@ def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep
             "model": {"path": "/model", "context_length": 24},
             "sampling": {"max_tokens": 8},
             "checkpoint": {"every": 2, "keep": keep},
-            "eval": {"every": 2, "problems": 1},
+            "eval": {"every": 2, "prompts": 1},
             "algorithm": {"max_off_policy_steps": ahead},
         }
     )
-    monkeypatch.setattr(loop, "Stepper", lambda *args: script)
+    monkeypatch.setattr(run, "Stepper", lambda *args: script)
     path = checkpoint.select(out_dir, "auto")
-    start = loop.Start(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor) if path else loop.Start()
+    start = (
+        run.RunStart(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor)
+        if path
+        else run.RunStart()
+    )
     parts: Any = script
-    monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None, say=script.said.append)
-    loop.Loop(config, parts, parts, parts, parts, wire.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
+    monitor: Any = SimpleNamespace(
+        step=lambda *args: None, evaluation=lambda *args: None, say=script.said.append
+    )
+    run.Loop(config, parts, parts, parts, parts, messages.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
 
 
 @pytest.mark.parametrize("killed_at", [("eval", 4), ("checkpoint", 4)])
@@ -136,28 +164,43 @@ def test_a_trainer_killed_at_its_end_leaves_no_evaluation_out(
     with pytest.raises(Killed):
         attempt(tmp_path, killed, monkeypatch)
     attempt(tmp_path, resumed, monkeypatch)
-    whole = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("checkpoint", 2), ("train", 3), ("train", 4), ("eval", 4)]
+    whole = [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("checkpoint", 2),
+        ("train", 3),
+        ("train", 4),
+        ("eval", 4),
+    ]
     assert killed.acts == whole[: len(killed.acts)]
     assert ("eval", 4) in killed.acts + resumed.acts
     durable = killed.acts + resumed.acts
     assert {act for act in durable if act[0] == "eval"} == {("eval", 0), ("eval", 2), ("eval", 4)}
 
 
-def test_a_checkpoint_comes_after_all_that_is_due_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_comes_after_all_that_is_due_at_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Script(7)
     attempt(tmp_path, script, monkeypatch)
     assert script.acts[-3:] == [("train", 4), ("eval", 4), ("checkpoint", 4)]
     assert [checkpoint.read_state(path).attempt for path in checkpoint.found(tmp_path)] == [7, 7]
 
 
-def test_a_checkpoint_is_deleted_only_once_the_ledger_knows_that_it_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_deleted_only_once_the_ledger_knows_that_it_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Script(1)
     attempt(tmp_path, script, monkeypatch, keep=1)
     assert script.told == [((2,), [2]), ((4,), [2, 4])]
     assert [checkpoint.read_state(path).step for path in checkpoint.found(tmp_path)] == [4]
 
 
-def test_a_trainer_killed_before_that_was_recorded_has_deleted_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_killed_before_that_was_recorded_has_deleted_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Killed):
         attempt(tmp_path, Script(1, ("checkpoint", 4)), monkeypatch, keep=1)
     assert [checkpoint.read_state(path).step for path in checkpoint.found(tmp_path)] == [2, 4]
@@ -168,26 +211,30 @@ def test_the_daemon_takes_an_evaluation_again_after_its_step_was_rewound(committ
     """Killed after the evaluation's commit, or with the evaluation under way: either way before the checkpoint of its step."""
     bench = started(n=1)
     finish_all(bench, W1, bench.join(W1))
-    assert isinstance(bench.commit_step(1, [1]), wire.Ok)
+    assert isinstance(bench.commit_step(1, [1]), messages.Ok)
     first = bench.submit(purpose="eval")
-    assert isinstance(first, wire.Accepted)
+    assert isinstance(first, messages.Accepted)
     samples = [sample.id for sample in bench.router.core.groups[first.group_ids[0]].samples]
     if committed:
         finish_all(bench, W1, bench.leases(W1))
-        assert isinstance(bench.commit_step(1, samples, outcome="evaluated", purpose="eval"), wire.Ok)
+        assert isinstance(bench.commit_step(1, samples, outcome="evaluated", purpose="eval"), messages.Ok)
     bench.open(resume_step=0)
-    assert isinstance(bench.publish(2, 0, root_of=1), wire.Ok)
+    assert isinstance(bench.publish(2, 0, root_of=1), messages.Ok)
     again = bench.submit(version=2, purpose="eval")
-    assert isinstance(again, wire.Accepted)
+    assert isinstance(again, messages.Accepted)
     assert again.group_ids != first.group_ids
-    bench.take(W1, wire.Assign)
-    bench.say(W1, wire.WeightsLoaded(2, root(1)))
+    bench.take(W1, messages.Assign)
+    bench.say(W1, messages.WeightsLoaded(2, root(1)))
     finish_all(bench, W1, bench.leases(W1))
     samples = [sample.id for sample in bench.router.core.groups[again.group_ids[0]].samples]
-    assert isinstance(bench.commit_step(1, samples, version=2, outcome="evaluated", purpose="eval"), wire.Ok)
+    assert isinstance(
+        bench.commit_step(1, samples, version=2, outcome="evaluated", purpose="eval"), messages.Ok
+    )
 
 
-def test_the_cursor_counts_replaced_prompts_and_a_resume_goes_on_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cursor_counts_replaced_prompts_and_a_resume_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, resumed = Script(1, ("train", 4)), Script(2)
     with pytest.raises(Killed):
         attempt(tmp_path, whole, monkeypatch)
@@ -210,7 +257,9 @@ def test_with_a_step_in_advance_its_samples_are_asked_for_before_the_step_before
     assert script.asked == [(1, 1, 0), (2, 1, 1), (3, 2, 1), (4, 3, 1)]
     per_step = script.taken[0][1]
     assert [position for position, _ in script.taken] == [0, per_step, 2 * per_step, 3 * per_step]
-    assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step, "of the steps that were trained"
+    assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step, (
+        "of the steps that were trained"
+    )
     attempt(tmp_path, resumed, monkeypatch, ahead=1)
     assert resumed.asked == [(3, 1, 0), (4, 1, 1)]
     assert resumed.taken == script.taken[2:]
@@ -223,4 +272,6 @@ def test_each_step_whose_engines_disagree_with_the_trainer_says_so(
     script = Script(1)
     script.metrics = {"mismatch_k3": k3, "mismatch_p99": 0.7}
     attempt(tmp_path, script, monkeypatch)
-    assert [line.partition(":")[0] for line in script.said] == [f"step {step}" for step in range(1, lines + 1)]
+    assert [line.partition(":")[0] for line in script.said] == [
+        f"step {step}" for step in range(1, lines + 1)
+    ]

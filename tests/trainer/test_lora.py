@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
 from scavenger.errors import ConfigError
 from tests.trainer.rows import make_group
-from trainer import adapters, checkpoint
 from trainer.algorithms.rows import resolve
-from trainer.batching import Micro, Row
-from trainer.model import Learner, load_model
-from trainer.saving import Saver
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Saver
+from trainer.data.batching import Micro, TrainRow
+from trainer.model import adapters
+from trainer.model.learner import Learner, load_model
 
 RANK = 2
 
@@ -43,8 +44,8 @@ def published(learner: Learner) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in adapters.merged(learner.model, learner.shapes(base=True))}
 
 
-def plain_logprobs(model: Any, row: Row) -> Tensor:
-    text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+def plain_logprobs(model: Any, row: TrainRow) -> Tensor:
+    text = torch.frombuffer(bytearray(row.prompt + row.completion), dtype=torch.int32).long()
     first = len(row.prompt) // 4
     with torch.no_grad():
         logprobs: Tensor = model(input_ids=text[None, :-1]).logits[0, first - 1 :].log_softmax(-1)
@@ -58,8 +59,12 @@ def trained(learner: Learner, steps: int = 3) -> Learner:
     return learner
 
 
-def test_at_first_the_version_is_the_base_and_only_adapters_are_trained(model_folder: Path, mesh: DeviceMesh) -> None:
-    base = {name: value.detach() for name, value in load_model(model_folder, torch.float32).named_parameters()}
+def test_at_first_the_version_is_the_base_and_only_adapters_are_trained(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
+    base = {
+        name: value.detach() for name, value in load_model(model_folder, torch.float32).named_parameters()
+    }
     learner = learner_of(model_folder, mesh)
     first = published(learner)
     assert first.keys() == base.keys()
@@ -74,7 +79,9 @@ def test_at_first_the_version_is_the_base_and_only_adapters_are_trained(model_fo
             assert torch.equal(later[name], base[name])
 
 
-def test_what_is_published_gives_the_logprobs_that_are_trained(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_what_is_published_gives_the_logprobs_that_are_trained(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     learner = trained(learner_of(model_folder, mesh))
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((model_folder / name).read_bytes())
@@ -86,7 +93,9 @@ def test_what_is_published_gives_the_logprobs_that_are_trained(model_folder: Pat
         assert float((ours - plain_logprobs(model, row)).abs().max()) < 1e-4
 
 
-def test_the_reference_is_the_adapter_switched_off_and_needs_no_second_model(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_the_reference_is_the_adapter_switched_off_and_needs_no_second_model(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     learner = learner_of(model_folder, mesh, kl=0.1)
     assert learner._reference is None
     assert [one.kl for one in learner.train(everything())] == pytest.approx([0.0] * 12, abs=1e-9)
@@ -95,12 +104,18 @@ def test_the_reference_is_the_adapter_switched_off_and_needs_no_second_model(mod
     base = load_model(model_folder, torch.float32)
     stats = {one.sample_id: one for one in learner.train(everything())}
     for row in everything().rows:
-        gap = plain_logprobs(base, row).double() - torch.frombuffer(bytearray(current[row.sample_id]), dtype=torch.float64)
-        assert stats[row.sample_id].kl == pytest.approx(float((gap.exp() - gap - 1).sum()), rel=1e-3, abs=1e-6)
+        gap = plain_logprobs(base, row).double() - torch.frombuffer(
+            bytearray(current[row.sample_id]), dtype=torch.float64
+        )
+        assert stats[row.sample_id].kl == pytest.approx(
+            float((gap.exp() - gap - 1).sum()), rel=1e-3, abs=1e-6
+        )
     assert max(one.kl for one in stats.values()) > 1e-3
 
 
-def test_a_checkpoint_holds_adapters_alone_and_resumes(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_adapters_alone_and_resumes(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     learner = trained(learner_of(model_folder, mesh), 1)
     assert all(".lora_" in name for name in learner.state())
     path = checkpoint.prepare(tmp_path, 1, 0)
@@ -114,6 +129,8 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(model_folder: Path, mesh:
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "c_attn"])
-def test_what_cannot_have_an_adapter_is_refused_with_what_can(model_folder: Path, mesh: DeviceMesh, target: str) -> None:
+def test_what_cannot_have_an_adapter_is_refused_with_what_can(
+    model_folder: Path, mesh: DeviceMesh, target: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"lora\.targets: {target} cannot.*\n.*down_proj, gate_proj"):
         learner_of(model_folder, mesh, targets=("q_proj", target))

@@ -16,10 +16,10 @@ import trainer.__main__ as program
 from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError
 from tests.trainer.test_local import write_run
-from trainer import checkpoint
-from trainer.comm import Solo
-from trainer.ending import SIGNALS, TOLD_EXIT, Ending
+from trainer.checkpoint import checkpoint
 from trainer.local import LocalRun
+from trainer.loop.comm import Solo
+from trainer.loop.ending import SIGNALS, SIGTERM_EXIT, Ending
 
 
 def config(**weights: str) -> RunConfig:
@@ -34,7 +34,14 @@ def config(**weights: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "weights", [{}, {"listen": "127.0.1.1"}, {"listen": "localhost"}, {"listen": "::1"}, {"listen": "0.0.0.0", "advertise": "localhost"}]
+    "weights",
+    [
+        {},
+        {"listen": "127.0.1.1"},
+        {"listen": "localhost"},
+        {"listen": "::1"},
+        {"listen": "0.0.0.0", "advertise": "localhost"},
+    ],
 )
 def test_weights_on_loopback_are_refused_where_the_daemon_is_elsewhere(weights: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r'set weights\.listen = "0\.0\.0\.0"'):
@@ -42,7 +49,9 @@ def test_weights_on_loopback_are_refused_where_the_daemon_is_elsewhere(weights: 
     program.check_reach(config(**weights), "node7", "node7")
 
 
-@pytest.mark.parametrize("weights", [{"listen": "0.0.0.0"}, {"listen": "10.0.0.7"}, {"listen": "0.0.0.0", "advertise": "node7-ib"}])
+@pytest.mark.parametrize(
+    "weights", [{"listen": "0.0.0.0"}, {"listen": "10.0.0.7"}, {"listen": "0.0.0.0", "advertise": "node7-ib"}]
+)
 def test_weights_that_others_can_reach_are_accepted(weights: dict[str, str]) -> None:
     program.check_reach(config(**weights), "login1", "node7")
 
@@ -50,7 +59,8 @@ def test_weights_that_others_can_reach_are_accepted(weights: dict[str, str]) -> 
 def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, model_folder, steps=1, out="x")
     text = path.read_text().replace(
-        '"tests.trainer.digits:first_digits"', '"trainer.verifiers:regex"\noptions = { pattern = "= *([0-9]+)" }'
+        '"tests.trainer.digits:first_digits"',
+        '"trainer.verifiers:regex"\noptions = { pattern = "= *([0-9]+)" }',
     )
     path.write_text(text + '[algorithm]\nname = "rloo"\nscale_by_std = true\n')
     config = read_run(path)
@@ -60,10 +70,24 @@ def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tm
         program.make_learner(config, Solo())
 
 
-def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_start_a_run_that_could_stand_without_any_engine(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    path.write_text(path.read_text() + "[reserved]\nworkers = 0\n")
+    monkeypatch.setattr(program, "connect", lambda poll_ms: pytest.fail("it went on"))
+    assert program.main([str(path)]) == 2
+    assert "remedy: in run.toml, set reserved.workers = 1 or more" in capsys.readouterr().err
+
+
+def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there: Any = SimpleNamespace(share=lambda frame: b"node1")
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
-    with pytest.raises(ConfigError, match=r'reached from node2 alone, and rank 0 is on node1(.|\n)*"0.0.0.0"'):
+    with pytest.raises(
+        ConfigError, match=r'reached from node2 alone, and rank 0 is on node1(.|\n)*"0.0.0.0"'
+    ):
         program.weights_source(config(listen="127.0.0.1"), there, Ending())
     with program.weights_source(config(listen="0.0.0.0", advertise="front.node1"), there, Ending()) as source:
         assert source.endpoint.startswith("tcp://node2:")
@@ -72,13 +96,19 @@ def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(mo
         assert source.endpoint.startswith("tcp://front.node2:")
 
 
-def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
-    monkeypatch.setattr(program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2, share=lambda frame: frame))
+    monkeypatch.setattr(
+        program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2, share=lambda frame: frame)
+    )
     monkeypatch.setattr(program, "make_learner", lambda *args: None)
     monkeypatch.setattr(program, "watched", lambda *args: None)
-    monkeypatch.setattr(program, "serve", lambda *args: seen.extend(signal.getsignal(number) for number in SIGNALS))
-    monkeypatch.setattr(program, "leave", lambda: None)
+    monkeypatch.setattr(
+        program, "serve", lambda *args: seen.extend(signal.getsignal(number) for number in SIGNALS)
+    )
+    monkeypatch.setattr(program, "disconnect", lambda: None)
     before = [signal.getsignal(number) for number in SIGNALS]
     try:
         assert program.main([str(write_run(tmp_path, model_folder, steps=1, out="x"))]) == 0
@@ -88,12 +118,16 @@ def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tm
     assert seen == [signal.SIG_IGN] * 2
 
 
-def ended(run_toml: Path, number: signal.Signals, purpose: str, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+def ended(
+    run_toml: Path, number: signal.Signals, purpose: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> bool:
     """A trainer that gets the signal when the first groups of that step, or evaluation, have come. Returns whether it closed the run."""
     poll, submit, closed = LocalRun.poll, LocalRun.submit, []
     of: dict[int, tuple[str, int]] = {}
 
-    def submitted(self: LocalRun, at: int, version: int, groups: Any, purpose: str = "train") -> tuple[int, ...]:
+    def submitted(
+        self: LocalRun, at: int, version: int, groups: Any, purpose: str = "train"
+    ) -> tuple[int, ...]:
         ids = submit(self, at, version, groups, purpose)
         of.update((group, (purpose, at)) for group in ids)
         return ids
@@ -108,7 +142,7 @@ def ended(run_toml: Path, number: signal.Signals, purpose: str, step: int, monke
         patch.setattr(LocalRun, "submit", submitted)
         patch.setattr(LocalRun, "poll", polled)
         patch.setattr(LocalRun, "close_run", lambda *args: closed.append(args))
-        assert program.main([str(run_toml), "--local"]) == TOLD_EXIT
+        assert program.main([str(run_toml), "--local"]) == SIGTERM_EXIT
     return bool(closed)
 
 
@@ -118,12 +152,19 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "purpose", "step"), [(signal.SIGTERM, "train", 2), pytest.param(signal.SIGUSR1, "eval", 2, marks=pytest.mark.long)]
+    ("number", "purpose", "step"),
+    [(signal.SIGTERM, "train", 2), pytest.param(signal.SIGUSR1, "eval", 2, marks=pytest.mark.long)],
 )
 def test_a_trainer_told_to_end_within_a_step_goes_on_as_if_it_had_not_been(
-    number: signal.Signals, purpose: str, step: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], signals: None,
-) -> None:  # fmt: skip
+    number: signal.Signals,
+    purpose: str,
+    step: int,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    signals: None,
+) -> None:
     """No checkpoint was due yet: the one it writes is of the last whole step. The resumed run ends bit by bit where one ends that nobody
 
     disturbed.
@@ -138,12 +179,24 @@ def test_a_trainer_told_to_end_within_a_step_goes_on_as_if_it_had_not_been(
     assert checkpoint.steps(tmp_path / "x" / "local") == [last]
     assert not list((tmp_path / "x" / "local" / "checkpoints").glob(".*"))
     assert program.main([str(path), "--local"]) == 0
-    assert f"resumed from {tmp_path / 'x' / 'local' / 'checkpoints' / checkpoint.name(last)}" in capsys.readouterr().out
+    assert (
+        f"resumed from {tmp_path / 'x' / 'local' / 'checkpoints' / checkpoint.name(last)}"
+        in capsys.readouterr().out
+    )
     ends = [checkpoint.read_state(checkpoint.found(tmp_path / out / "local")[-1]) for out in ("whole", "x")]
     assert ends[0].root == ends[1].root
-    assert (ends[0].step, ends[0].cursor, ends[0].updates_taken) == (ends[1].step, ends[1].cursor, ends[1].updates_taken)
-    assert [entry["step"] for entry in lines(tmp_path / "x" / "local", "eval")] == [0, 2], "each evaluation was made once"
-    assert lines(tmp_path / "x" / "local", "eval")[-1]["eval_sampled"] == lines(tmp_path / "whole" / "local", "eval")[-1]["eval_sampled"]
+    assert (ends[0].step, ends[0].cursor, ends[0].updates_taken) == (
+        ends[1].step,
+        ends[1].cursor,
+        ends[1].updates_taken,
+    )
+    assert [entry["step"] for entry in lines(tmp_path / "x" / "local", "eval")] == [0, 2], (
+        "each evaluation was made once"
+    )
+    assert (
+        lines(tmp_path / "x" / "local", "eval")[-1]["eval_sampled"]
+        == lines(tmp_path / "whole" / "local", "eval")[-1]["eval_sampled"]
+    )
 
 
 def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(

@@ -16,12 +16,12 @@ from scavenger.errors import ConfigError, Diverged
 from scavenger.weights import manifest as manifests
 from tests.trainer import published
 from tests.trainer.rows import make_group
-from trainer import checkpoint
 from trainer.algorithms.rows import resolve
-from trainer.batching import Micro, filler, one_per_group, pack
-from trainer.model import Learner, learning_rate, load_model
-from trainer.saving import Saver
-from trainer.sharding import quantise_
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Saver
+from trainer.data.batching import Micro, filler, one_per_group, pack
+from trainer.model.learner import Learner, learning_rate, load_model
+from trainer.model.sharding import quantise_
 
 F64 = torch.float64
 
@@ -29,7 +29,12 @@ F64 = torch.float64
 def make_learner(folder: Path, mesh: DeviceMesh, *, deterministic: bool = True, **algorithm: Any) -> Learner:
     settings = OptimizerSection(lr=1e-3, clip_norm=1e9)
     return Learner(
-        folder, mesh, recipe=resolve(AlgorithmSection(**algorithm), 8), optimizer=settings, temperature=0.7, deterministic=deterministic
+        folder,
+        mesh,
+        recipe=resolve(AlgorithmSection(**algorithm), 8),
+        optimizer=settings,
+        temperature=0.7,
+        deterministic=deterministic,
     )
 
 
@@ -43,7 +48,7 @@ def plain_gradients(folder: Path, micro: Micro) -> dict[str, torch.Tensor]:
     wide_norms(model)
     loss = torch.zeros((), dtype=F64)
     for row in micro.rows:
-        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+        text = torch.frombuffer(bytearray(row.prompt + row.completion), dtype=torch.int32).long()
         first = len(row.prompt) // 4
         logits = model(input_ids=text[None, :-1]).logits[0, first - 1 :] / 0.7
         current = logits.log_softmax(-1).gather(-1, text[first:, None])[:, 0]
@@ -59,7 +64,9 @@ def relative(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return (difference / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
 
 
-def test_a_step_s_gradient_is_that_of_one_big_batch_in_any_order(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_a_step_s_gradient_is_that_of_one_big_batch_in_any_order(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     groups = [make_group(number) for number in range(6)]
     expected = plain_gradients(model_folder, pack(groups, budget=10**6)[0])
     learner = make_learner(model_folder, mesh)
@@ -71,7 +78,9 @@ def test_a_step_s_gradient_is_that_of_one_big_batch_in_any_order(model_folder: P
         learner.discard_gradients()
         assert relative(seen[-1], expected) < 1e-9
     for other in seen[1:]:
-        assert all(torch.equal(seen[0][name], other[name]) for name in other), "exact sums do not depend on the order"
+        assert all(torch.equal(seen[0][name], other[name]) for name in other), (
+            "exact sums do not depend on the order"
+        )
 
 
 def test_packing_in_float32_agrees_to_rounding(model_folder: Path, mesh: DeviceMesh) -> None:
@@ -98,7 +107,9 @@ def test_rounding_to_the_quantum_makes_sums_independent_of_order() -> None:
         assert torch.equal(torch.stack([shuffled[:300].sum(), shuffled[300:].sum()]).sum(), total)
 
 
-def test_the_denominator_is_applied_once_and_reported_before_clipping(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_the_denominator_is_applied_once_and_reported_before_clipping(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     learner = make_learner(model_folder, mesh)
     micro = one_per_group([make_group(0)], width=15)[0]
     learner.train(micro)
@@ -107,7 +118,9 @@ def test_the_denominator_is_applied_once_and_reported_before_clipping(model_fold
     assert learner.update(10, lr=0.0) == pytest.approx(one / 10, rel=1e-12)
 
 
-def test_with_proximal_logprobs_of_the_same_weights_nothing_changes(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_with_proximal_logprobs_of_the_same_weights_nothing_changes(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     import msgspec
 
     learner = make_learner(model_folder, mesh)
@@ -120,7 +133,9 @@ def test_with_proximal_logprobs_of_the_same_weights_nothing_changes(model_folder
     learner.train(Micro(rows, micro.width))
     assert relative(gradients(learner), expected) < 1e-12
     learner.discard_gradients()
-    assert set(learner.state()) >= {"model.lm_head.weight", "model.model.embed_tokens.weight"} & set(learner.state())
+    assert set(learner.state()) >= {"model.lm_head.weight", "model.model.embed_tokens.weight"} & set(
+        learner.state()
+    )
 
 
 def test_a_reference_model_of_the_same_weights_has_no_kl(model_folder: Path, mesh: DeviceMesh) -> None:
@@ -132,7 +147,9 @@ def test_a_reference_model_of_the_same_weights_has_no_kl(model_folder: Path, mes
     assert all(one.kl > 0 for one in stats)
 
 
-def test_published_weights_are_the_model_s_and_tied_ones_come_once(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_published_weights_are_the_model_s_and_tied_ones_come_once(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     learner = make_learner(model_folder, mesh)
     manifest, blob = published.build_version(3, learner, "float64")
     views = {view.name: view for view in manifests.views(manifest, blob.view)}
@@ -140,7 +157,9 @@ def test_published_weights_are_the_model_s_and_tied_ones_come_once(model_folder:
     assert set(views) == set(plain)
     assert "lm_head.weight" not in views
     for name, parameter in plain.items():
-        assert torch.equal(torch.frombuffer(bytearray(views[name].data), dtype=F64).view(parameter.shape), parameter.detach())
+        assert torch.equal(
+            torch.frombuffer(bytearray(views[name].data), dtype=F64).view(parameter.shape), parameter.detach()
+        )
     cast, _ = published.build_version(4, learner, "bfloat16")
     assert cast.total_nbytes * 4 == manifest.total_nbytes
 
@@ -157,7 +176,7 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
     learner.train(micros[0])
     learner.update(20, lr=1e-3)
     write(learner, checkpoint.prepare(tmp_path, 1, 0))
-    state = checkpoint.State(1, 2, "00", 3, 0, learner.updates_taken, "float64")
+    state = checkpoint.CheckpointState(1, 2, "00", 3, 0, learner.updates_taken, "float64")
     assert checkpoint.select(tmp_path, "auto") is None, "incomplete until renamed"
     final = checkpoint.complete(tmp_path, state)
     other = make_learner(model_folder, mesh)
@@ -170,7 +189,9 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_takes_no_step_and_says_what_to_do(model_folder: Path, mesh: DeviceMesh, value: float) -> None:
+def test_a_gradient_that_is_no_number_takes_no_step_and_says_what_to_do(
+    model_folder: Path, mesh: DeviceMesh, value: float
+) -> None:
     learner = make_learner(model_folder, mesh, deterministic=False)
     learner.train(one_per_group([make_group(0)], width=15)[0])
     before = {name: tensor.full_tensor().clone() for name, tensor in learner.state().items()}  # type: ignore[attr-defined]
@@ -181,17 +202,26 @@ def test_a_gradient_that_is_no_number_takes_no_step_and_says_what_to_do(model_fo
     assert all(torch.equal(before[name], after[name].full_tensor()) for name in before)  # type: ignore[attr-defined]
 
 
-def test_a_checkpoint_of_another_model_or_a_damaged_one_is_told_not_loaded(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_told_not_loaded(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     learner = make_learner(model_folder, mesh)
     path = checkpoint.prepare(tmp_path, 1, 0)
     write(learner, path)
     shapes = {name: tuple(value.shape) for name, value in learner.state().items()}
-    checkpoint.check_holds(path, shapes)
+    checkpoint.check_shapes(path, shapes)
     fewer = {name: shape for name, shape in shapes.items() if "layers.1" not in name}
     other = shapes | {"model.model.norm.weight": (7,)}
-    for wanted, first in ((fewer, "layers.1"), (other, "model.model.norm.weight"), (shapes | {"exp_avg.x": (1,)}, "exp_avg.x")):
-        with pytest.raises(ConfigError, match=rf"does not hold what this run trains, first: .*{first}.*\n.*model\.path or \[lora\]"):
-            checkpoint.check_holds(path, wanted)
+    for wanted, first in (
+        (fewer, "layers.1"),
+        (other, "model.model.norm.weight"),
+        (shapes | {"exp_avg.x": (1,)}, "exp_avg.x"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=rf"does not hold what this run trains, first: .*{first}.*\n.*model\.path or \[lora\]",
+        ):
+            checkpoint.check_shapes(path, wanted)
     (shard,) = path.glob("*.safetensors")
     whole = shard.read_bytes()
     for left in (whole[:1000], whole[: len(whole) // 2]):
@@ -207,7 +237,7 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMe
     learner = make_learner(model_folder, mesh)
     for step in (2, 4, 6):
         write(learner, checkpoint.prepare(tmp_path, step, 0))
-        path = checkpoint.complete(tmp_path, checkpoint.State(step, 1, "", 0, 0, 0, "float64"))
+        path = checkpoint.complete(tmp_path, checkpoint.CheckpointState(step, 1, "", 0, 0, 0, "float64"))
         checkpoint.delete(checkpoint.surplus(tmp_path, path, keep=2).going)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000004", "step-00000006"]
     newest = checkpoint.select(tmp_path, "auto")
@@ -220,7 +250,11 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMe
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.25, 1.0, 1.0, 1.0]), ("linear", [0.25, 1.0, 0.55, 0.1]), ("cosine", [0.25, 1.0, 0.55, 0.1])],
+    [
+        ("constant", [0.25, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 1.0, 0.55, 0.1]),
+        ("cosine", [0.25, 1.0, 0.55, 0.1]),
+    ],
 )
 def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any, expected: list[float]) -> None:
     settings = OptimizerSection(lr=1.0, warmup_steps=4, schedule=schedule, final_lr_share=0.1)
@@ -239,9 +273,15 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "why"), [({"num_hidden_layers": 3}, "are of two models: model.layers.2"), ({"hidden_size": 48}, "cannot be loaded: ")]
+    ("values", "why"),
+    [
+        ({"num_hidden_layers": 3}, "are of two models: model.layers.2"),
+        ({"hidden_size": 48}, "cannot be loaded: "),
+    ],
 )
-def test_weights_that_are_not_all_there_are_never_drawn_at_random(model_folder: Path, tmp_path: Path, values: Any, why: str) -> None:
+def test_weights_that_are_not_all_there_are_never_drawn_at_random(
+    model_folder: Path, tmp_path: Path, values: Any, why: str
+) -> None:
     folder = Path(shutil.copytree(model_folder, tmp_path / "m"))
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
     with pytest.raises(ConfigError, match=why):

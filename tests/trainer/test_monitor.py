@@ -13,21 +13,31 @@ from typing import Any
 
 import pytest
 
-from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from trainer.figures import Capacity, Sources, alarm
-from trainer.monitor import Entry, Monitor, SinkFailed
-from trainer.monitors import TensorBoard, WeightsAndBiases, chosen
+from scavenger.protocol import messages
+from trainer.loop.metrics import Capacity, Sources, alarm
+from trainer.loop.monitor import Monitor, MonitorEntry, SinkFailed, TensorBoard, WeightsAndBiases, chosen
 
 METRICS = {
-    "reward": 0.25, "loss": 0.1 + 0.2, "tokens": 12.0, "length_mean": 3.0, "moves": 1.0, "seconds": 2.0, "seconds_wait": 1.0,
-    "seconds_train": 0.5, "seconds_publish": 0.1,
-}  # fmt: skip
+    "reward": 0.25,
+    "loss": 0.1 + 0.2,
+    "tokens": 12.0,
+    "length_mean": 3.0,
+    "moves": 1.0,
+    "seconds": 2.0,
+    "seconds_wait": 1.0,
+    "seconds_train": 0.5,
+    "seconds_publish": 0.1,
+}
 EVAL = {"eval_sampled": 0.5, "eval_greedy": 0.75}
 
-needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra [tensorboard] is not installed")
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra [wandb] is not installed")
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="the extra [tensorboard] is not installed"
+)
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="the extra [wandb] is not installed"
+)
 
 
 class Screen(io.StringIO):
@@ -81,9 +91,22 @@ def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(tmp_path: P
     ]
     write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 6.0), first=2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0] == {"kind": "train", "step": 1, "attempt": 1, "at": 5.0, **METRICS, "version": 7, "phases": ["seed", "train"]}
+    assert lines[0] == {
+        "kind": "train",
+        "step": 1,
+        "attempt": 1,
+        "at": 5.0,
+        **METRICS,
+        "version": 7,
+        "phases": ["seed", "train"],
+    }
     assert lines[0]["loss"] == 0.1 + 0.2
-    assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("eval", 1), ("train", 2), ("eval", 2)], "appended"
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("train", 1),
+        ("eval", 1),
+        ("train", 2),
+        ("eval", 2),
+    ], "appended"
 
 
 def test_a_terminal_gets_the_lines_and_a_bar_of_the_steps(tmp_path: Path) -> None:
@@ -99,7 +122,7 @@ def test_a_sink_that_fails_is_left_aloud_and_the_run_goes_on(tmp_path: Path) -> 
         name = "full"
         entries = 0
 
-        def write(self, entry: Entry) -> None:
+        def write(self, entry: MonitorEntry) -> None:
             self.entries += 1
             raise SinkFailed("no space left")
 
@@ -127,7 +150,9 @@ class Full(io.StringIO):
         super().close()
 
 
-def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = Screen(terminal=False)
     monitor = Monitor(tmp_path, steps=4, out=out)
     file = Full()
@@ -143,18 +168,22 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monitor.say("hello")
     write(monitor)
     log.full = False
-    assert capsys.readouterr().err.count("log gets nothing more of this run: standard output: [Errno 28]") == 1
+    assert (
+        capsys.readouterr().err.count("log gets nothing more of this run: standard output: [Errno 28]") == 1
+    )
     assert len((tmp_path / "more" / "metrics.jsonl").read_text().splitlines()) == 2, "the other sinks go on"
 
 
-def test_a_sink_that_cannot_be_closed_ends_no_run_and_the_others_are_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_cannot_be_closed_ends_no_run_and_the_others_are_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     closed: list[str] = []
 
     class Stale:
         def __init__(self, name: str, error: Exception | None) -> None:
             self.name, self._error = name, error
 
-        def write(self, entry: Entry) -> None:
+        def write(self, entry: MonitorEntry) -> None:
             """Taken."""
 
         def close(self) -> None:
@@ -162,7 +191,11 @@ def test_a_sink_that_cannot_be_closed_ends_no_run_and_the_others_are_closed(tmp_
                 raise self._error
             closed.append(self.name)
 
-    more = [Stale("a", OSError(errno.ESTALE, "Stale file handle")), Stale("b", SinkFailed("the service ended")), Stale("c", None)]
+    more = [
+        Stale("a", OSError(errno.ESTALE, "Stale file handle")),
+        Stale("b", SinkFailed("the service ended")),
+        Stale("c", None),
+    ]
     write(Monitor(tmp_path, steps=4, out=Screen(terminal=False), more=more))
     said = capsys.readouterr().err
     assert "a may lack the last figures of this run: [Errno 116]" in said
@@ -170,7 +203,9 @@ def test_a_sink_that_cannot_be_closed_ends_no_run_and_the_others_are_closed(tmp_
     assert closed == ["c"]
 
 
-def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert chosen(config(tmp_path)) == []
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -179,14 +214,21 @@ def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(t
             chosen(config(tmp_path, **monitor))
 
 
-def test_w_and_b_is_told_no_key_and_nothing_that_is_passed_to_others_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w_and_b_is_told_no_key_and_nothing_that_is_passed_to_others_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: dict[str, Any] = {}
     run = SimpleNamespace(define_metric=lambda *args, **more: None)
     errors = SimpleNamespace(Error=RuntimeError)
-    fake = SimpleNamespace(init=lambda **more: told.update(more) or run, Settings=lambda **more: None, errors=errors)
+    fake = SimpleNamespace(
+        init=lambda **more: told.update(more) or run, Settings=lambda **more: None, errors=errors
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     plain = config(tmp_path, wandb="offline").model_dump(exclude_unset=True)
-    reward, data = {"function": "judge:reward", "options": {"api_key": "SECRET-1"}}, {"chat_options": {"token": "SECRET-2"}}
+    reward, data = (
+        {"function": "judge:reward", "options": {"api_key": "SECRET-1"}},
+        {"chat_options": {"token": "SECRET-2"}},
+    )
     WeightsAndBiases(RunConfig.model_validate({**plain, "reward": reward, "data": data}))
     text = json.dumps(told["config"])
     assert "SECRET" not in text
@@ -195,7 +237,9 @@ def test_w_and_b_is_told_no_key_and_nothing_that_is_passed_to_others_code(tmp_pa
     assert told["config"]["data"]["samples_per_prompt"] == 8
 
 
-def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the calls that we make of it; `test_w_and_b_offline` is against the real one."""
     logged: list[dict[str, Any]] = []
 
@@ -207,31 +251,48 @@ def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(tmp_path: Path, mo
             raise Error("the service ended")
         logged.append(values)
 
-    run = SimpleNamespace(log=log, define_metric=lambda *args, **more: None, finish=lambda: logged.append({"finished": True}))
-    fake = SimpleNamespace(init=lambda **more: run, Settings=lambda **more: None, errors=SimpleNamespace(Error=Error))
+    run = SimpleNamespace(
+        log=log, define_metric=lambda *args, **more: None, finish=lambda: logged.append({"finished": True})
+    )
+    fake = SimpleNamespace(
+        init=lambda **more: run, Settings=lambda **more: None, errors=SimpleNamespace(Error=Error)
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     sink = WeightsAndBiases(config(tmp_path, wandb="offline"))
-    sink.write(Entry("train", 2, 1, 0.0, {"reward": 0.5}))
+    sink.write(MonitorEntry("train", 2, 1, 0.0, {"reward": 0.5}))
     with pytest.raises(SinkFailed, match="the service ended"):
-        sink.write(Entry("train", 3, 1, 0.0, {"reward": 0.5}))
+        sink.write(MonitorEntry("train", 3, 1, 0.0, {"reward": 0.5}))
     sink.close()
     assert logged == [{"step": 2, "attempt": 1, "train/reward": 0.5}, {"finished": True}]
 
 
 @needs_tensorboard
-def test_tensorboard_holds_every_figure_and_a_resume_voids_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_tensorboard_holds_every_figure_and_a_resume_voids_what_came_after_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last, reward in ((1, 4, 0.1), (3, 4, 0.9)):  # a life of four steps; one that resumed after step 2
+    for first, last, reward in (
+        (1, 4, 0.1),
+        (3, 4, 0.9),
+    ):  # a life of four steps; one that resumed after step 2
         sink = TensorBoard(tmp_path)
         for step in range(first, last + 1):
-            sink.write(Entry("train", step, 1, float(step), {"reward": reward}))
-        sink.write(Entry("eval", last, 1, float(last), EVAL))
+            sink.write(MonitorEntry("train", step, 1, float(step), {"reward": reward}))
+        sink.write(MonitorEntry("eval", last, 1, float(last), EVAL))
         sink.close()
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(one.step, pytest.approx(one.value)) for one in found.Scalars("train/reward")] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
-    assert {tag for tag in found.Tags()["scalars"] if tag.startswith("eval/")} == {"eval/eval_sampled", "eval/eval_greedy"}
+    assert [(one.step, pytest.approx(one.value)) for one in found.Scalars("train/reward")] == [
+        (1, 0.1),
+        (2, 0.1),
+        (3, 0.9),
+        (4, 0.9),
+    ]
+    assert {tag for tag in found.Tags()["scalars"] if tag.startswith("eval/")} == {
+        "eval/eval_sampled",
+        "eval/eval_greedy",
+    }
 
 
 @needs_wandb
@@ -240,8 +301,8 @@ def test_w_and_b_offline(tmp_path: Path) -> None:
     import wandb
 
     sink = chosen(config(tmp_path, wandb="offline"))[0]
-    sink.write(Entry("train", 1, 1, 0.0, METRICS))
-    sink.write(Entry("eval", 1, 1, 0.0, EVAL))
+    sink.write(MonitorEntry("train", 1, 1, 0.0, METRICS))
+    sink.write(MonitorEntry("eval", 1, 1, 0.0, EVAL))
     sink.close()
     wandb.teardown()  # as the end of the process does
     data = next(tmp_path.glob("wandb/offline-run-*/*.wandb")).read_bytes()
@@ -250,28 +311,38 @@ def test_w_and_b_offline(tmp_path: Path) -> None:
     assert b"owner.key" not in data
 
 
-def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int = 0) -> wire.DoneSample:
-    packed = wire.pack_tokens([0] * tokens)
-    return wire.DoneSample(1, 0, packed, b"", b"", "stop", moves, by_reserved=reserved, by_harvested=harvested, regenerated=lost)
+def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int = 0) -> messages.DoneSample:
+    packed = messages.pack_tokens([0] * tokens)
+    return messages.DoneSample(
+        1, 0, packed, b"", b"", "stop", moves, by_reserved=reserved, by_harvested=harvested, regenerated=lost
+    )
 
 
 def test_tokens_are_counted_by_who_generated_them() -> None:
     sources = Sources()
     sources.add([sample(10, 10, 0), sample(8, 3, 5, lost=4, moves=1)], staleness=0)
     sources.add([sample(6, 0, 2)], staleness=2)  # the daemon was restarted within it
-    figures = sources.figures(seconds=2.0)
-    assert {name: figures[f"tokens_{name}"] for name in ("reserved", "harvested", "unknown", "wasted")} == {
-        "reserved": 13.0, "harvested": 7.0, "unknown": 4.0, "wasted": 4.0,
-    }  # fmt: skip
-    assert (figures["tokens_per_s_reserved"], figures["tokens_per_s_harvested"]) == (6.5, 3.5)
-    assert (figures["staleness_mean"], figures["staleness_max"], figures["moves"]) == (pytest.approx(2 / 3), 2.0, 1.0)
+    as_metrics = sources.as_metrics(seconds=2.0)
+    assert {
+        name: as_metrics[f"tokens_{name}"] for name in ("reserved", "harvested", "unknown", "wasted")
+    } == {"reserved": 13.0, "harvested": 7.0, "unknown": 4.0, "wasted": 4.0}
+    assert (as_metrics["tokens_per_s_reserved"], as_metrics["tokens_per_s_harvested"]) == (6.5, 3.5)
+    assert (as_metrics["staleness_mean"], as_metrics["staleness_max"], as_metrics["moves"]) == (
+        pytest.approx(2 / 3),
+        2.0,
+        1.0,
+    )
 
 
 def test_gpu_hours_follow_the_fleet() -> None:
     capacity = Capacity(ranks=2, gpus_per_engine=4, gpus_per_reserved=2, now=100.0)
-    capacity.look(wire.Fleet(0, 1, 0, 0, 0), 100.0 + 900)
-    capacity.look(wire.Fleet(3, 0, 1, 0, 0), 100.0 + 3600)
-    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 0.5, "gpu_hours_harvested": 9.0}
+    capacity.observe(messages.Fleet(0, 1, 0, 0, 0), 100.0 + 900)
+    capacity.observe(messages.Fleet(3, 0, 1, 0, 0), 100.0 + 3600)
+    assert capacity.as_metrics() == {
+        "gpu_hours_trainer": 2.0,
+        "gpu_hours_reserved": 0.5,
+        "gpu_hours_harvested": 9.0,
+    }
 
 
 def test_engines_that_disagree_with_the_trainer_are_told_of_from_the_limit_on() -> None:

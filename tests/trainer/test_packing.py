@@ -14,22 +14,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import trainer.model
 from scavenger.config import AlgorithmSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
 from tests.trainer.published import whole
 from tests.trainer.rows import make_group
-from trainer import attention
 from trainer.algorithms.loss import token_logprobs
 from trainer.algorithms.rows import resolve
-from trainer.batching import Micro, Row, filler
-from trainer.logprobs import picked_logprobs
-from trainer.model import Learner
+from trainer.data.batching import Micro, TrainRow, filler
+from trainer.model import attention, learner, logprobs
+from trainer.model.learner import Learner
+from trainer.model.logprobs import picked_logprobs
 
 SHAPE = {
-    "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
@@ -48,10 +54,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Maker:
             (folder / "config.json").write_text(json.dumps(SHAPE | MODELS[kind] | {"model_type": kind}))
             with torch.random.fork_rng():
                 torch.manual_seed(3)
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.from_pretrained(folder), dtype=torch.float32
+                )
                 for parameter in model.parameters():
                     parameter.data.add_(torch.randn_like(parameter) * 0.08)
-            save_file({name: value.detach() for name, value in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"})
+            save_file(
+                {name: value.detach() for name, value in model.named_parameters()},
+                folder / "model.safetensors",
+                {"format": "pt"},
+            )
         return made[kind]
 
     return make
@@ -77,16 +89,20 @@ def gradients(learner: Learner) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor().clone() for name, p in learner.model.named_parameters()}
 
 
-def plain(folder: Path, rows: tuple[Row, ...]) -> tuple[float, dict[str, Tensor]]:
+def plain(folder: Path, rows: tuple[TrainRow, ...]) -> tuple[float, dict[str, Tensor]]:
     """The token-summed PPO loss at ratio 1, and its gradients: transformers' own eager attention, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     total = torch.zeros(())
     for row in rows:
-        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+        text = torch.frombuffer(bytearray(row.prompt + row.completion), dtype=torch.int32).long()
         first = len(row.prompt) // 4
         logits = model(input_ids=text[None, :-1]).logits[0, first - 1 :] / 0.8
         current = logits.log_softmax(-1).gather(-1, text[first:, None])[:, 0]
-        weight = (current.detach() - torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32)).exp().clamp(max=2.0)
+        weight = (
+            (current.detach() - torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32))
+            .exp()
+            .clamp(max=2.0)
+        )
         total = total - row.advantage * (weight * (current - current.detach()).exp()).sum()
     total.backward()
     return float(total.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -100,9 +116,17 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("qwen3", {}), ("llama", {}), ("mistral", {}), ("qwen3", {"activation_checkpointing": True}), ("mistral", {"packing": False})],
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        ("mistral", {}),
+        ("qwen3", {"activation_checkpointing": True}),
+        ("mistral", {"packing": False}),
+    ],
 )
-def test_loss_and_gradients_are_those_of_a_plain_model(folder_of: Maker, mesh: DeviceMesh, kind: str, settings: dict[str, Any]) -> None:
+def test_loss_and_gradients_are_those_of_a_plain_model(
+    folder_of: Maker, mesh: DeviceMesh, kind: str, settings: dict[str, Any]
+) -> None:
     folder, micro = folder_of(kind), everything()
     if not settings.get("packing", True):
         micro = Micro(micro.rows, max(row.tokens for row in micro.rows))
@@ -113,15 +137,19 @@ def test_loss_and_gradients_are_those_of_a_plain_model(folder_of: Maker, mesh: D
     assert apart(gradients(learner), expected) < 1e-5
 
 
-def test_nothing_is_computed_for_padding_and_the_head_sees_answers_only(folder_of: Maker, mesh: DeviceMesh) -> None:
+def test_nothing_is_computed_for_padding_and_the_head_sees_answers_only(
+    folder_of: Maker, mesh: DeviceMesh
+) -> None:
     learner, micro = learner_of(folder_of("llama"), mesh), everything()
     seen: dict[str, int] = {}
     for name, module in (("embedded", learner.model.model.embed_tokens), ("headed", learner.model.lm_head)):
-        module.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out.shape[0] * out.shape[1]}))
+        module.register_forward_hook(
+            lambda _, __, out, name=name: seen.update({name: out.shape[0] * out.shape[1]})
+        )
     learner.train(micro)
     assert seen == {
         "embedded": sum(row.tokens - 1 for row in micro.rows),
-        "headed": sum(len(row.answer) // 4 for row in micro.rows),
+        "headed": sum(len(row.completion) // 4 for row in micro.rows),
     }
 
 
@@ -137,7 +165,7 @@ def test_a_model_whose_packed_samples_see_one_another_is_refused(
     def none(borders: Tensor, longest: int) -> dict[str, Any]:
         return attention.borders_of(borders[[0, -1]], longest)
 
-    monkeypatch.setattr(trainer.model, "borders_of", none)
+    monkeypatch.setattr(learner, "borders_of", none)
     with pytest.raises(ConfigError, match="packed samples see one another"):
         learner_of(folder_of("llama"), mesh)
 
@@ -149,7 +177,13 @@ def test_samples_of_one_length_attend_as_each_alone(window: int | None) -> None:
     attend: Any = attention.packed_attention
     together, _ = attend(None, *parts, None, cu_seq_lens_q=torch.tensor([0, 5, 10, 15]), **more)
     alone = [
-        attend(None, *(part[:, :, at : at + 5] for part in parts), None, cu_seq_lens_q=torch.tensor([0, 5]), **more)[0]
+        attend(
+            None,
+            *(part[:, :, at : at + 5] for part in parts),
+            None,
+            cu_seq_lens_q=torch.tensor([0, 5]),
+            **more,
+        )[0]
         for at in (0, 5, 10)
     ]
     weights = torch.randn_like(together)
@@ -163,14 +197,18 @@ def test_samples_of_one_length_attend_as_each_alone(window: int | None) -> None:
 def test_a_model_that_asks_attention_for_more_is_refused() -> None:
     query = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ConfigError, match="asks attention for softcap"):
-        attention.packed_attention(torch.nn.Linear(1, 1), query, query, query, None, softcap=30.0, cu_seq_lens_q=torch.tensor([0, 2]))
+        attention.packed_attention(
+            torch.nn.Linear(1, 1), query, query, query, None, softcap=30.0, cu_seq_lens_q=torch.tensor([0, 2])
+        )
     with pytest.raises(ConfigError, match="does not hand the samples' borders"):
         attention.packed_attention(torch.nn.Linear(1, 1), query, query, query, None)
 
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
-def test_logprobs_by_pieces_are_the_whole_s_with_their_gradients(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.logprobs, "PIECE", piece)
+def test_logprobs_by_pieces_are_the_whole_s_with_their_gradients(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "PIECE", piece)
     draw = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(11, 30, generator=draw).requires_grad_(), torch.randn(11, generator=draw)
     targets = torch.randint(30, (11,), generator=draw)
@@ -185,7 +223,9 @@ def masters(learner: Learner) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in whole(learner).items()}
 
 
-def test_at_a_learning_rate_of_1e_6_masters_move_and_published_casts_change(folder_of: Maker, mesh: DeviceMesh) -> None:
+def test_at_a_learning_rate_of_1e_6_masters_move_and_published_casts_change(
+    folder_of: Maker, mesh: DeviceMesh
+) -> None:
     """What is stored in bfloat16 stands still: an update of 1e-6 is far below half its spacing at .1, which is 2.4e-4."""
     folder, micro = folder_of("qwen3"), everything()
     learner = learner_of(folder, mesh, compute_dtype="bfloat16")
@@ -205,7 +245,9 @@ def test_at_a_learning_rate_of_1e_6_masters_move_and_published_casts_change(fold
     published = {name: value.to(torch.bfloat16) for name, value in whole(learner).items()}
 
     def share(changed: Callable[[str], Tensor]) -> float:
-        return sum(int((changed(name) & reached[name]).sum()) for name in before) / sum(int(one.sum()) for one in reached.values())
+        return sum(int((changed(name) & reached[name]).sum()) for name in before) / sum(
+            int(one.sum()) for one in reached.values()
+        )
 
     assert share(lambda name: now[name] != before[name]) > 0.98
     moved = share(lambda name: published[name] != cast[name])

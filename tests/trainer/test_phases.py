@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.phases import (
+from scavenger.protocol.train_step import (
     RULES,
     Action,
+    EndReserved,
     Event,
     FinishStep,
     FleetChanged,
     GroupsCompleted,
     Phase,
     Plan,
+    ReservedAsleep,
+    ReservedHolds,
     SleepReserved,
     Step,
     Tick,
@@ -32,12 +35,24 @@ def kinds(actions: tuple[Action, ...]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-def play(step: Step, *events: tuple[Event, float]) -> tuple[Step, list[str]]:
+#: What all reserved engines acknowledge together.
+ASLEEP = ReservedAsleep(1, 512)
+
+
+def play(step: Step, *events: tuple[Event, float], acks: bool = True) -> tuple[Step, list[str]]:
+    """`acks`: reserved engines acknowledge at once that they sleep."""
     done = []
     for event, now in events:
         step, actions = react(step, event, now)
         assert all(action.reason for action in actions)
         done += kinds(actions)
+        if (
+            acks
+            and done[-1:] == ["SleepReserved"]
+            and isinstance(actions[-1] if actions else None, SleepReserved)
+        ):
+            step, actions = react(step, ASLEEP, now)
+            done += kinds(actions)
     return step, done
 
 
@@ -75,7 +90,9 @@ def test_harvested_engines_that_come_after_the_window_let_the_reserved_sleep() -
 def test_reserved_engines_wake_within_the_step_when_harvested_ones_are_gone() -> None:
     """I11: all harvested workers die right after the window closes and none returns; the step completes."""
     step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
-    step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (Trained(1), 1.5), (Trained(1), 2.0), (FleetChanged(0, 1), 3.0))
+    step, _ = play(
+        step, (GroupsCompleted(2, 8), 1.0), (Trained(1), 1.5), (Trained(1), 2.0), (FleetChanged(0, 1), 3.0)
+    )
     step, done = play(step, (Tick(), 7.9))
     assert (step.phase, done) == (Phase.TRAIN, [])
     step, done = play(step, (Tick(), 8.0))
@@ -91,7 +108,13 @@ def test_a_wake_ends_when_harvested_engines_have_lived_long_enough() -> None:
     step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
     step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 8.0))
     assert step.phase is Phase.WAKE
-    step, done = play(step, (FleetChanged(1, 1), 9.0), (FleetChanged(0, 1), 10.0), (FleetChanged(1, 1), 11.0), (Tick(), 15.9))
+    step, done = play(
+        step,
+        (FleetChanged(1, 1), 9.0),
+        (FleetChanged(0, 1), 10.0),
+        (FleetChanged(1, 1), 11.0),
+        (Tick(), 15.9),
+    )
     assert (step.phase, done) == (Phase.WAKE, [])
     step, done = play(step, (Tick(), 16.0))
     assert done == ["SleepReserved", "TrainReady"]
@@ -108,7 +131,13 @@ def test_a_round_waits_for_a_group_a_rank_until_the_last_sample() -> None:
     step, _ = begin(replace(PLAN, reserved=False, round_groups=2), harvested=1, reserved_awake=False, now=0.0)
     step, done = play(step, (GroupsCompleted(1, 4), 1.0))
     assert done == []
-    step, done = play(step, (GroupsCompleted(1, 4), 2.0), (Trained(2), 3.0), (GroupsCompleted(2, 8, untrained=1), 4.0), (Trained(1), 5.0))
+    step, done = play(
+        step,
+        (GroupsCompleted(1, 4), 2.0),
+        (Trained(2), 3.0),
+        (GroupsCompleted(2, 8, untrained=1), 4.0),
+        (Trained(1), 5.0),
+    )
     assert done == ["TrainReady", "TrainReady", "FinishStep"]
 
 
@@ -125,20 +154,112 @@ def test_an_impossible_event_raises(event: Event) -> None:
         react(step, event, 1.0)
 
 
+def told_to_sleep(plan: Plan = PLAN) -> Step:
+    """Half of the samples are there, so reserved engines were told to sleep, at 1.0; two groups wait to be trained."""
+    step, _ = begin(plan, harvested=2, reserved_awake=True, now=0.0)
+    step, done = play(step, (GroupsCompleted(2, 8), 1.0), acks=False)
+    assert (step.phase, done, step.reserved_awake) == (Phase.SLEEP, ["SleepReserved"], False)
+    return step
+
+
+def test_nothing_is_trained_before_every_reserved_engine_acknowledged_that_its_memory_is_free() -> None:
+    step, done = play(
+        told_to_sleep(),
+        (GroupsCompleted(1, 4), 2.0),
+        (Tick(), 50.0),
+        (ReservedHolds(("1",)), 50.5),
+        acks=False,
+    )
+    assert (step.phase, done) == (Phase.SLEEP, [])
+    step, done = play(step, (ASLEEP, 51.0))
+    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+    assert step.log[-1] == "sleep -> train: 1 reserved engines sleep and hold 512 bytes"
+
+
+def test_an_engine_that_does_not_acknowledge_in_time_is_ended_by_name_and_its_end_is_as_good() -> None:
+    step, done = play(told_to_sleep(), (ReservedHolds(("0", "3")), 2.0), (Tick(), 60.9), acks=False)
+    assert done == []
+    step, actions = react(step, Tick(), 61.0)
+    assert actions == (EndReserved("no acknowledgement within 60 s of being told to sleep: 0, 3"),)
+    assert step.log[-1] == f"sleep: ended: {actions[0].reason}"
+    step, done = play(step, (ReservedHolds(("3",)), 62.0), (Tick(), 70.0), acks=False)
+    assert (step.phase, done) == (Phase.SLEEP, []), "its process is not gone yet"
+    step, done = play(step, (ReservedAsleep(1, 0), 71.0))
+    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+
+
+def test_an_engine_whose_end_did_not_help_is_to_be_ended_again_which_says_so() -> None:
+    step, _ = play(told_to_sleep(), (ReservedHolds(("0",)), 2.0), (Tick(), 61.0), acks=False)
+    step, done = play(step, (Tick(), 90.9))
+    assert done == []
+    step, actions = react(step, Tick(), 91.0)
+    assert actions == (EndReserved("still there 30 s after they were to be ended: 0", again=True),)
+
+
+def test_an_engine_that_takes_its_memory_again_stops_the_training_until_it_sleeps() -> None:
+    step, done = play(
+        told_to_sleep(),
+        (ASLEEP, 2.0),
+        (ReservedHolds(("0",)), 3.0),
+        (Trained(2), 3.5),
+        (GroupsCompleted(1, 4), 4.0),
+    )
+    assert (step.phase, done) == (Phase.SLEEP, ["TrainReady"]), "the round under way was begun before"
+    step, done = play(step, (Tick(), 62.9), acks=False)
+    assert done == []
+    step, done = play(step, (Tick(), 63.0), (ASLEEP, 64.0))
+    assert done == ["EndReserved", "TrainReady"], "its time runs from when it took the memory"
+
+
+def test_an_acknowledgement_that_comes_late_is_none_once_the_engines_are_to_wake() -> None:
+    step, done = play(
+        told_to_sleep(), (WindowDecided(False, "they are slow"), 2.0), (ASLEEP, 3.0), acks=False
+    )
+    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+    step, done = play(step, (WindowDecided(True, "they are back"), 4.0), (Tick(), 5.0), acks=False)
+    assert (step.phase, done) == (Phase.SLEEP, ["SleepReserved"]), "that was the order before"
+
+
+def test_engines_are_woken_while_they_fall_asleep_when_harvested_ones_are_gone() -> None:
+    step, done = play(told_to_sleep(), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), acks=False)
+    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+
+
+def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_before() -> None:
+    """A run that goes on without a window: `close` from the start."""
+    how = {"harvested": 1, "reserved_awake": False, "now": 0.0, "close": True, "why": "closed"}
+    step, actions = begin(PLAN, free=ASLEEP, **how)  # type: ignore[arg-type]
+    assert (step.phase, actions) == (Phase.TRAIN, ())
+    step, actions = begin(PLAN, **how)  # type: ignore[arg-type]
+    assert (step.phase, actions) == (Phase.SLEEP, ()), "one of them came meanwhile, say"
+    assert play(step, (ASLEEP, 1.0), (GroupsCompleted(1, 4), 2.0))[1] == ["TrainReady"]
+
+
 def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> None:
+    """`awake`: an engine has its memory, which it gives back some time after it was told to, or when it is ended."""
+    ended = 0
     for seed in range(300):
         draw = random.Random(seed)
-        plan = replace(PLAN, window=draw.choice([0.0, 0.5, 1.0]), reserved=draw.random() < 0.8, round_groups=draw.choice([1, 2, 3]))
+        plan = replace(
+            PLAN,
+            window=draw.choice([0.0, 0.5, 1.0]),
+            reserved=draw.random() < 0.8,
+            round_groups=draw.choice([1, 2, 3]),
+        )
         now, waiting, awake = 0.0, 4, draw.random() < 0.5
+        told, late = awake, draw.random() < 0.1  # what it was told; whether it never acknowledges
         step, actions = begin(plan, harvested=draw.randint(0, 2), reserved_awake=awake, now=now)
-        for _ in range(200):
+        for _ in range(400):
             trained = 0
             for action in actions:
                 match action:
                     case SleepReserved():
-                        awake = False
+                        told = False
                     case WakeReserved():
-                        awake = True
+                        told = awake = True
+                    case EndReserved():
+                        told = awake = False
+                        ended += 1
                     case TrainReady():
                         assert not (awake and plan.reserved)
                         trained = min(plan.round_groups, step.ready_groups)
@@ -148,13 +269,17 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
                 break
             now += draw.random() * 3
             event: Event = Trained(trained) if trained else Tick()
-            if not trained and draw.random() < 0.5:
+            if not trained and not told and draw.random() < 0.3:
+                awake = awake and (late or draw.random() < 0.5)
+                event = ReservedHolds(("0",)) if awake else ReservedAsleep(1, 0)
+            elif not trained and draw.random() < 0.5:
                 event = FleetChanged(draw.randint(0, 2), 1)
             elif not trained and waiting and (awake or step.harvested or not plan.reserved):
                 waiting -= 1
                 event = GroupsCompleted(1, 4)
             step, actions = react(step, event, now)
         assert step.phase is Phase.FINISH, f"seed {seed}: {step}"
+    assert ended > 10, "hardly any engine was late: the schedules prove nothing of that"
 
 
 def test_every_phase_but_the_last_has_a_rule() -> None:
@@ -167,7 +292,7 @@ def test_a_decision_closes_and_reopens_the_window_whatever_the_share() -> None:
     assert (step.phase, done) == (Phase.SEED, []), "held open beyond the share"
     step, done = play(step, (WindowDecided(True, "the others are faster"), 3.0))
     assert done == ["SleepReserved", "TrainReady"]
-    assert "decided: the others are faster" in step.log[-1]
+    assert "decided: the others are faster" in step.log[-2]
     step, done = play(step, (Trained(3), 4.0), (WindowDecided(False, "they are slow now"), 5.0))
     assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
     step, done = play(step, (WindowDecided(True, "they are back"), 6.0))
@@ -177,8 +302,12 @@ def test_a_decision_closes_and_reopens_the_window_whatever_the_share() -> None:
 def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
     step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0, close=True, why="wrong")
     assert step.phase is Phase.SEED
-    step, done = play(step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), (Tick(), 100.0))
-    assert (step.phase, done) == (Phase.WAKE, ["SleepReserved", "WakeReserved"]), "closed, and safely open again when they are gone"
+    step, done = play(
+        step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), (Tick(), 100.0)
+    )
+    assert (step.phase, done) == (Phase.WAKE, ["SleepReserved", "WakeReserved"]), (
+        "closed, and safely open again when they are gone"
+    )
     step, done = play(step, (FleetChanged(1, 1), 101.0))
     assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import structlog
 
 from scavenger.weights.memory import Buffer
-from trainer.pinned import Pins, pages
+from trainer.model.pinned import Pins, pages
 
 PAGE = mmap.PAGESIZE
 
@@ -17,7 +17,10 @@ PAGE = mmap.PAGESIZE
 def test_pages_hold_every_byte_and_never_overlap() -> None:
     draw = random.Random(1)
     for _ in range(50):
-        ranges = [(start, start + draw.randrange(3 * PAGE)) for start in (draw.randrange(40 * PAGE) for _ in range(10))]
+        ranges = [
+            (start, start + draw.randrange(3 * PAGE))
+            for start in (draw.randrange(40 * PAGE) for _ in range(10))
+        ]
         found = pages(ranges)
         assert all(start % PAGE == stop % PAGE == 0 for start, stop in found)
         assert all(one[1] < other[0] for one, other in pairwise(found))

@@ -23,12 +23,14 @@ from tests.trainer import published
 from tests.trainer.published import Kept
 from tests.trainer.rank_program import GROUPS, PACKED_OPTIMIZER, train
 from tests.trainer.rows import make_group
-from trainer import adapters, checkpoint, comm
 from trainer.algorithms.rows import resolve
+from trainer.checkpoint import checkpoint
 from trainer.launch import environment
-from trainer.model import Learner, load_model
-from trainer.publish import Publisher
-from trainer.ranks import Ranks
+from trainer.loop import comm
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks
+from trainer.model import adapters
+from trainer.model.learner import Learner, load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,9 +44,20 @@ def together(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def launch(ranks: int, *arguments: str) -> None:
-    environ = environment(os.environ, root=os.geteuid() == 0) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environ = environment(os.environ, root=os.geteuid() == 0) | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
     program = [sys.executable, str(Path(__file__).with_name("rank_program.py")), *arguments]
-    done = subprocess.run(["mpirun", "-n", str(ranks), *program], env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        ["mpirun", "-n", str(ranks), *program],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -54,13 +67,22 @@ def found(folder: Path) -> Any:
 
 def make_learner(folder: Path, mesh: DeviceMesh) -> Learner:
     return Learner(
-        folder, mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+        folder,
+        mesh,
+        recipe=resolve(AlgorithmSection(), 8),
+        optimizer=OptimizerSection(lr=1e-3),
+        temperature=1.0,
+        deterministic=True,
     )
 
 
 @pytest.mark.mpi
-def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
-    alone = json.loads(json.dumps(train(Ranks(comm.Solo(), make_learner(model_folder, mesh), Publisher(Kept())), 0)))
+def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(
+    together: Path, model_folder: Path, mesh: DeviceMesh
+) -> None:
+    alone = json.loads(
+        json.dumps(train(Ranks(comm.Solo(), make_learner(model_folder, mesh), Publisher(Kept())), 0))
+    )
     both, again = found(together)["steps"]
     assert found(together)["ranks"] == 2
     assert both["root"] == again["root"], "bit by bit"
@@ -80,11 +102,15 @@ def loaded(out: Path, model_folder: Path, mesh: DeviceMesh) -> Learner:
 def same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     """Bit by bit."""
     whole = {name: adapters.whole(value) for name, value in ours.items()}
-    return whole.keys() == theirs.keys() and all(torch.equal(value, adapters.whole(theirs[name])) for name, value in whole.items())
+    return whole.keys() == theirs.keys() and all(
+        torch.equal(value, adapters.whole(theirs[name])) for name, value in whole.items()
+    )
 
 
 @pytest.mark.mpi
-def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(
+    together: Path, model_folder: Path, mesh: DeviceMesh
+) -> None:
     """Parameters and optimizer state as the ranks held them when it was begun; the step taken while it was written is not in it."""
     learner = loaded(together, model_folder, mesh)
     shards = [load_file(together / f"rank-{rank}.safetensors") for rank in range(2)]
@@ -96,7 +122,9 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, mod
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_checkpoint_of_two_ranks_resumes_on_four_bit_by_bit(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_four_bit_by_bit(
+    together: Path, model_folder: Path, mesh: DeviceMesh
+) -> None:
     """Four ranks load it and write it anew: nothing changed."""
     launch(4, str(model_folder), str(together), "again")
     assert len(list((together / "again").glob("checkpoints/step-00000001/*.safetensors"))) == 4
@@ -113,11 +141,15 @@ def test_two_ranks_take_the_packed_step_of_one_plain_process(together: Path, mod
     rows = [row for number in range(GROUPS) for row in make_group(number)]
     losses = []
     for row in rows:
-        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+        text = torch.frombuffer(bytearray(row.prompt + row.completion), dtype=torch.int32).long()
         first = len(row.prompt) // 4
         logprobs = model(input_ids=text[None, :-1]).logits[0, first - 1 :].log_softmax(-1)
         current = logprobs.gather(-1, text[first:, None])[:, 0]
-        weight = (current.detach() - torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32)).exp().clamp(max=2.0)
+        weight = (
+            (current.detach() - torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32))
+            .exp()
+            .clamp(max=2.0)
+        )
         losses.append(-(weight * (current - current.detach()).mean().exp() * row.advantage).mean())
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -127,9 +159,14 @@ def test_two_ranks_take_the_packed_step_of_one_plain_process(together: Path, mod
     assert packed["samples"] == len(rows)
     assert packed["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert packed["norm"] == pytest.approx(norm.item(), rel=1e-5)
-    plain = {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy() for name, value in model.named_parameters()}
+    plain = {
+        name: value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        for name, value in model.named_parameters()
+    }
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    _, blob = manifests.build(1, {name: ("float32", shapes[name], memoryview(raw)) for name, raw in plain.items()})
+    _, blob = manifests.build(
+        1, {name: ("float32", shapes[name], memoryview(raw)) for name, raw in plain.items()}
+    )
     theirs = torch.frombuffer(bytearray((together / "packed.bin").read_bytes()), dtype=torch.float32)
     ours = torch.frombuffer(bytearray(blob), dtype=torch.float32)
     # Adam's first step is lr * sign(gradient): where a gradient is rounding, so is its sign.

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, models
 
-from scavenger import wire
 from scavenger.config import AlgorithmSection, RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError
+from scavenger.protocol import messages
 from trainer import __main__ as program
-from trainer import checkpoint
-from trainer.loop import Start
-from trainer.scoring import Scoring
+from trainer.algorithms.scoring import Scoring
+from trainer.checkpoint import checkpoint
+from trainer.loop.run import RunStart
 
 # ---------------------------------------------------------------- rewards
 
@@ -33,12 +33,13 @@ class Judge:
         return 2.0
 
 
-def group(*recorded: tuple[float | None, str]) -> wire.GroupDone:
-    one, half = wire.pack_tokens([0]), wire.pack_logprobs([-0.5])
+def group(*recorded: tuple[float | None, str]) -> messages.GroupDone:
+    one, half = messages.pack_tokens([0]), messages.pack_logprobs([-0.5])
     samples = tuple(
-        wire.DoneSample(i, i, one, half, half, "length", 0, reward, reward_version=version) for i, (reward, version) in enumerate(recorded)
+        messages.DoneSample(i, i, one, half, half, "length", 0, reward, reward_version=version)
+        for i, (reward, version) in enumerate(recorded)
     )
-    return wire.GroupDone(1, 1, 1, "train", 0, one, "{}", samples)
+    return messages.GroupDone(1, 1, 1, "train", 0, one, "{}", samples)
 
 
 def scoring(judge: Judge, said: list[str]) -> Scoring:
@@ -93,14 +94,16 @@ def begin(
     """The step that the run is opened from, and what was loaded on the way."""
     shards = Shards()
 
-    def open_run(config: RunConfig, spec: object, start: Start, source: object, stack: ExitStack) -> str:
+    def open_run(config: RunConfig, spec: object, start: RunStart, source: object, stack: ExitStack) -> str:
         if start.step > ledger_ends_at:
             raise CheckpointAhead(f"the ledger ends at {ledger_ends_at}", "", ledger_ends_at)
         return "run"
 
     monkeypatch.setattr(program, "open_run", open_run)
     with ExitStack() as stack:
-        start, _ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), cast(Any, None), stack, resume, data)
+        start, _ = program.begin(
+            config_of(folder), cast(Any, None), cast(Any, shards), cast(Any, None), stack, resume, data
+        )
     return start.step, shards.loaded
 
 
@@ -109,7 +112,9 @@ def checkpoints(tmp_path: Path) -> Path:
     for step in (2, 4, 6):
         path = checkpoint.folder(tmp_path) / checkpoint.name(step)
         path.mkdir(parents=True)
-        (path / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(checkpoint.State(step, step, "", 0, 0, 0, "float32", 1)))
+        (path / checkpoint.STATE_FILE).write_bytes(
+            msgspec.json.encode(checkpoint.CheckpointState(step, step, "", 0, 0, 0, "float32", 1))
+        )
     return tmp_path
 
 
@@ -151,11 +156,18 @@ def test_a_requeued_job_goes_on_from_what_its_earlier_life_wrote_whatever_it_was
 ) -> None:
     """Slurm starts it with the same arguments again: a run of weeks would be back at its beginning after each preemption."""
     told = resume if resume == "none" else str(checkpoint.folder(checkpoints) / resume)
-    begins, last = (0, []) if resume == "none" else (2, [resume]), checkpoint.folder(checkpoints) / "step-00000006"
+    begins, last = (
+        (0, []) if resume == "none" else (2, [resume]),
+        checkpoint.folder(checkpoints) / "step-00000006",
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert begin(checkpoints, monkeypatch, 6, told) == begins, "its earlier life wrote nothing: another job's are there"
-    (last / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint.read_state(last), job=77)))
+    assert begin(checkpoints, monkeypatch, 6, told) == begins, (
+        "its earlier life wrote nothing: another job's are there"
+    )
+    (last / checkpoint.STATE_FILE).write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(checkpoint.read_state(last), job=77))
+    )
     assert begin(checkpoints, monkeypatch, 6, told) == (6, [last.name])
     assert f"--resume {told} was for the first start of job 77" in capsys.readouterr().out
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import wire
 from scavenger.errors import ConfigError
+from scavenger.protocol import messages
 from tests.router.harness import started
 from trainer import reserved
-from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED, History, Place
+from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED, EngineLocation, History
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,18 @@ from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED
         ({"SLURM_JOB_NUM_NODES": "1"}, [(0, ""), (0, ""), (0, "")]),
         ({"SLURM_JOB_NUM_NODES": "2"}, [(0, ""), (1, ""), (0, "")]),
         ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}, [(0, "0"), (0, "1"), (0, "0")]),
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, [(0, "5"), (0, "7"), (0, "5")]),
+        (
+            {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "5,7"},
+            [(0, "5"), (0, "7"), (0, "5")],
+        ),
         ({"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}, [(0, "0"), (0, "1"), (1, "0")]),
         ({"SLURM_NNODES": "1", "CUDA_VISIBLE_DEVICES": "3"}, [(0, ""), (0, ""), (0, "")]),
     ],
 )
-def test_engines_are_spread_over_the_job_s_gpus_and_nodes(environ: dict[str, str], expected: list[tuple[int, str]]) -> None:
-    assert reserved.places(3, environ) == tuple(Place(*place) for place in expected)
+def test_engines_are_spread_over_the_job_s_gpus_and_nodes(
+    environ: dict[str, str], expected: list[tuple[int, str]]
+) -> None:
+    assert reserved.engine_locations(3, environ) == tuple(EngineLocation(*place) for place in expected)
 
 
 @pytest.mark.parametrize(
@@ -34,24 +39,37 @@ def test_engines_are_spread_over_the_job_s_gpus_and_nodes(environ: dict[str, str
     [
         ({"SLURM_JOB_NUM_NODES": "1"}, [(0, ""), (0, ""), (0, "")]),
         ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}, [(0, "0,1"), (0, "2,3"), (0, "0,1")]),
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "3", "CUDA_VISIBLE_DEVICES": "4,5,7"}, [(0, "4,5"), (1, "4,5"), (0, "4,5")]),
+        (
+            {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "3", "CUDA_VISIBLE_DEVICES": "4,5,7"},
+            [(0, "4,5"), (1, "4,5"), (0, "4,5")],
+        ),
     ],
 )
-def test_an_engine_of_several_gpus_has_them_on_one_node(environ: dict[str, str], expected: list[tuple[int, str]]) -> None:
-    assert reserved.places(3, environ, 2) == tuple(Place(*place) for place in expected)
+def test_an_engine_of_several_gpus_has_them_on_one_node(
+    environ: dict[str, str], expected: list[tuple[int, str]]
+) -> None:
+    assert reserved.engine_locations(3, environ, 2) == tuple(EngineLocation(*place) for place in expected)
 
 
 def test_an_engine_of_more_gpus_than_a_node_has_is_refused() -> None:
     environ = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "2"}
-    with pytest.raises(ConfigError, match=r"reserved\.gpus_per_engine = 4, and the training job has 2 GPUs on a node"):
-        reserved.places(1, environ, 4)
-    assert reserved.places(0, environ, 4) == ()
+    with pytest.raises(
+        ConfigError, match=r"reserved\.gpus_per_engine = 4, and the training job has 2 GPUs on a node"
+    ):
+        reserved.engine_locations(1, environ, 4)
+    assert reserved.engine_locations(0, environ, 4) == ()
 
 
 def test_an_engine_s_step_is_on_its_node_and_sees_its_gpu_alone() -> None:
     step = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]
-    assert reserved.step_argv(["engine"], Place(), 1) == [*step, "engine"]
-    assert reserved.step_argv(["engine"], Place(1, "3"), 2) == [*step, "--relative=1", "env", "CUDA_VISIBLE_DEVICES=3", "engine"]
+    assert reserved.step_argv(["engine"], EngineLocation(), 1) == [*step, "engine"]
+    assert reserved.step_argv(["engine"], EngineLocation(1, "3"), 2) == [
+        *step,
+        "--relative=1",
+        "env",
+        "CUDA_VISIBLE_DEVICES=3",
+        "engine",
+    ]
 
 
 def test_the_wait_grows_to_its_bound_and_starts_over_after_a_minute_of_life() -> None:
@@ -66,7 +84,7 @@ def test_the_wait_grows_to_its_bound_and_starts_over_after_a_minute_of_life() ->
 
 def test_refusals_count_in_a_row_and_not_those_of_a_run_that_is_not_open_yet() -> None:
     history = History()
-    for code, words, refusals in [
+    for code, error_text, refusals in [
         (ENGINE_REFUSED, "no such key", 1),
         (ENGINE_REFUSED, "no such key", 2),
         (ENGINE_REFUSED, "run 'r' has ended", 2),
@@ -74,22 +92,25 @@ def test_refusals_count_in_a_row_and_not_those_of_a_run_that_is_not_open_yet() -
         (ENGINE_CANNOT_START, "key file /k does not exist", 4),
         (ENGINE_DRAINED, "", 0),
     ]:
-        history, _ = reserved.ended(history, code, 1.0, words)
+        history, _ = reserved.ended(history, code, 1.0, error_text)
         assert history.refusals == refusals
 
 
 def test_the_daemon_s_words_for_a_closed_run_are_those_that_are_looked_for() -> None:
     bench = started()
-    bench.call(wire.CloseRun("failed"))
+    bench.call(messages.CloseRun("failed"))
     bench.hello(9, kind="reserved")
-    (rejected,) = bench.take(9, wire.Rejected)
+    (rejected,) = bench.take(9, messages.Rejected)
     assert reserved.RUN_ENDED in rejected.reason
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("x\nrollout: no key\n  remedy: make one\nsrun: error: task 0: Exited with exit code 78\n", "no key; remedy: make one"),
+        (
+            "x\nrollout: no key\n  remedy: make one\nsrun: error: task 0: Exited with exit code 78\n",
+            "no key; remedy: make one",
+        ),
         ("rollout: first\nrollout: second\n", "second"),
         ("srun: error: no such node\n\n", "srun: error: no such node"),
         ("", "it said nothing"),
@@ -99,7 +120,9 @@ def test_an_engine_s_last_words_are_found_among_what_it_wrote(said: str, expecte
     assert reserved.reason(said) == expected
 
 
-def test_an_engine_is_started_again_after_every_end_in_its_own_slot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_is_started_again_after_every_end_in_its_own_slot(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is drained, refused, and dies; `now` is the test's, so no wait is waited for."""
     mark = tmp_path / "lives"
     script = f"""
@@ -109,7 +132,7 @@ with open({str(mark)!r}, "a") as file:
 print("rollout: life", os.environ["SCAVENGER_RESTART_COUNT"], file=sys.stderr, flush=True)
 os._exit([0, 78, 70, 72][int(os.environ["SCAVENGER_RESTART_COUNT"])])
 """
-    engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4, 2)
+    engine = reserved.ReservedEngine([sys.executable, "-S", "-c", script], os.environ, 4, 2)
     now, deadline, waits = 0.0, time.monotonic() + 90, []
     while len(waits) < 4:
         assert time.monotonic() < deadline

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from scavenger.errors import ConfigError, RewardError
-from trainer.rewards import RewardRunner
+from trainer.algorithms.rewards import RewardRunner
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os, subprocess, sys, time
 def good(prompt, answer, meta):
     print("what a function prints breaks nothing")
@@ -34,6 +34,21 @@ def starts(prompt, answer, meta):
     if answer == "hangs":
         time.sleep(60)
     os._exit(3)
+def detaches(prompt, answer, meta):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with open(meta["pid"], "w") as file:
+        file.write(str(child.pid))
+    if answer == "hangs":
+        time.sleep(600)
+    os._exit(3)
+left = []
+def leaks(prompt, answer, meta):
+    left.append(bytearray(int(answer) << 20) if answer != "files" else open(os.devnull))
+    return len(left)
+def leaks_files(prompt, answer, meta):
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    return leaks(prompt, "files", meta)
 def takes(prompt, answer, meta):
     return len(bytearray(int(answer) << 20)) >> 20
 def forks(prompt, answer, meta):
@@ -58,7 +73,7 @@ def flaky(prompt, answer, meta):
     if not seen:
         raise RuntimeError("first call")
     return 0.5
-'''
+"""
 
 
 @pytest.fixture
@@ -82,7 +97,9 @@ def test_a_reward_function_is_called_with_texts_and_meta() -> None:
 @pytest.mark.usefixtures("functions")
 def test_whatever_json_holds_reaches_the_function() -> None:
     with runner("same") as rewards:
-        assert rewards.score("", "", {"answer": -(10**30), "text": "\ud800é", "list": [2**64, None, 0.5]}) == 1.0
+        assert (
+            rewards.score("", "", {"answer": -(10**30), "text": "\ud800é", "list": [2**64, None, 0.5]}) == 1.0
+        )
     with runner("quotes") as rewards, pytest.raises(RewardError, match=r"it raised KeyError: .*ud800"):
         rewards.score("", "", {"text": "\ud800"})
 
@@ -102,7 +119,10 @@ def test_a_version_follows_the_module_s_file_unless_the_user_names_one(tmp_path:
 
 
 @pytest.mark.usefixtures("functions")
-@pytest.mark.parametrize(("name", "why"), [("raises", "no such judge"), ("dies", "ended with status 9"), ("nan", "the reward is nan")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("raises", "no such judge"), ("dies", "ended with status 9"), ("nan", "the reward is nan")],
+)
 def test_a_failure_is_an_error_not_a_reward_of_zero(name: str, why: str) -> None:
     with runner(name) as rewards, pytest.raises(RewardError, match=f"failed 2 times: .*{why}"):
         rewards.score("a", "b", {})
@@ -114,7 +134,9 @@ def test_a_function_that_hangs_is_killed_at_its_deadline_and_the_next_call_works
         started = time.monotonic()
         with pytest.raises(RewardError, match=r"no reward within 0\.2 s") as failed:
             rewards.score("a", "b", {})
-        assert type(failed.value) is RewardError, "only a verifier that declares it takes a deadline for a wrong answer"
+        assert type(failed.value) is RewardError, (
+            "only a verifier that declares it takes a deadline for a wrong answer"
+        )
         assert time.monotonic() - started < 2.0
         with pytest.raises(RewardError):
             rewards.score("a", "b", {})
@@ -138,12 +160,42 @@ def test_a_process_that_reads_nothing_is_killed_at_the_deadline_however_long_the
 
 
 @pytest.mark.usefixtures("functions")
-@pytest.mark.parametrize(("answer", "why"), [("hangs", "no reward within 2 s"), ("dies", "ended with status 3")])
+@pytest.mark.parametrize(
+    ("answer", "why"), [("hangs", "no reward within 2 s"), ("dies", "ended with status 3")]
+)
 def test_what_a_function_started_ends_with_its_process(tmp_path: Path, answer: str, why: str) -> None:
     with runner("starts", timeout_s=2.0, retries=0) as rewards, pytest.raises(RewardError, match=why):
         rewards.score("", answer, {"pid": str(tmp_path / "pid")})
-    status, until = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 60.0
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":  # whoever adopted it may not have looked yet
+    wait_until_gone(tmp_path / "pid")
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(
+    ("answer", "why"), [("hangs", "no reward within 2 s"), ("dies", "ended with status 3")]
+)
+def test_what_a_function_started_in_a_session_of_its_own_ends_too(
+    tmp_path: Path, answer: str, why: str
+) -> None:
+    with runner("detaches", timeout_s=2.0, retries=0) as rewards, pytest.raises(RewardError, match=why):
+        rewards.score("", answer, {"pid": str(tmp_path / "pid")})
+    wait_until_gone(tmp_path / "pid")
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(("name", "answer"), [("leaks", "64"), ("leaks_files", "")])
+def test_a_function_that_leaks_gets_a_fresh_process_before_a_call_fails_for_it(
+    name: str, answer: str
+) -> None:
+    with runner(name, retries=0, memory_gb=0.25) as rewards:
+        seen = [rewards.score("", answer, {}) for _ in range(30)]
+    assert seen.count(1.0) > 1, "it never began anew: the test leaks too little"
+
+
+def wait_until_gone(pid: Path) -> None:
+    status, until = Path(f"/proc/{pid.read_text()}/stat"), time.monotonic() + 20.0
+    while (
+        status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    ):  # whoever adopted it may not have looked yet
         assert time.monotonic() < until, "it lives on"
         time.sleep(0.01)  # between two looks at the condition
 
@@ -178,7 +230,9 @@ def test_a_failure_is_retried(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("functions")
-def test_what_a_function_prepares_with_its_options_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_function_prepares_with_its_options_is_part_of_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def version() -> str:
@@ -211,11 +265,16 @@ def test_a_function_that_cannot_be_imported_is_a_configuration_error(name: str) 
 def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     mark = tmp_path / "killed"
     text = "import os, signal\nif not os.path.exists({0!r}):\n    open({0!r}, 'w').close()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    (tmp_path / "struck.py").write_text(text.format(str(mark)) + "def good(prompt, answer, meta):\n    return 0.25\n")
+    (tmp_path / "struck.py").write_text(
+        text.format(str(mark)) + "def good(prompt, answer, meta):\n    return 0.25\n"
+    )
     with RewardRunner("struck:good", timeout_s=10.0, retries=1) as runner:
         assert runner.score("", "", {}) == 0.25
     mark.unlink()
-    with pytest.raises(ConfigError, match="ended with status -9"), RewardRunner("struck:good", timeout_s=10.0, retries=0):
+    with (
+        pytest.raises(ConfigError, match="ended with status -9"),
+        RewardRunner("struck:good", timeout_s=10.0, retries=0),
+    ):
         pass
 
 
@@ -225,11 +284,16 @@ def test_options_are_keywords_part_of_the_version_and_checked_at_the_start() -> 
     with RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options=text) as rewards:
         assert rewards.score("", " 12 ", {"answer": 12}) == 1.0
         version = rewards.version
-    with RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options=text | {"ignore_case": True}) as rewards:
+    with RewardRunner(
+        "trainer.verifiers:exact", timeout_s=5.0, retries=0, options=text | {"ignore_case": True}
+    ) as rewards:
         assert rewards.version != version
         assert rewards.score("", "Yes", {"answer": "yes"}) == 1.0
     with (
-        pytest.raises(ConfigError, match=r"trainer\.verifiers:exact.*cannot be called: got an unexpected keyword argument 'patern'"),
+        pytest.raises(
+            ConfigError,
+            match=r"trainer\.verifiers:exact.*cannot be called: got an unexpected keyword argument 'patern'",
+        ),
         RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options={"patern": "x"}),
     ):
         pass

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.errors import CheckpointFailed, StaleAttempt
-from trainer import checkpoint
-from trainer.saving import Checkpoints, Saver
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Checkpoints, Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,15 +44,17 @@ class Run:
         self.told: list[tuple[int, bytes, Sequence[int] | None]] = []
         self.stale = False
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None:
         if self.stale:
             raise StaleAttempt("fenced")
         assert (Path(path) / checkpoint.STATE_FILE).is_file()
         self.told.append((step, root, kept))
 
 
-def state(step: int, attempt: int = 1) -> checkpoint.State:
-    return checkpoint.State(step, step, f"{step:02x}", step, 0, step, "float32", attempt)
+def state(step: int, attempt: int = 1) -> checkpoint.CheckpointState:
+    return checkpoint.CheckpointState(step, step, f"{step:02x}", step, 0, step, "float32", attempt)
 
 
 def steps(out: Path) -> list[int]:
@@ -106,10 +108,14 @@ def test_a_fenced_trainer_never_replaces_the_newer_one_s_checkpoint(tmp_path: Pa
     assert [checkpoint.read_state(path).attempt for path in checkpoint.found(tmp_path)] == [2]
 
 
-def test_what_cannot_be_written_is_said_with_its_rank_and_counts_never(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_what_cannot_be_written_is_said_with_its_rank_and_counts_never(
+    tmp_path: Path, mesh: DeviceMesh
+) -> None:
     saver, run = Saver(), Run()
     values = {"model.a": torch.zeros(4)}
-    ranks: Any = SimpleNamespace(save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait)
+    ranks: Any = SimpleNamespace(
+        save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait
+    )
     checkpoints = Checkpoints(tmp_path, 2, run, ranks)
     folder = checkpoint.prepare(tmp_path, 2, 1)
     (folder / "x").mkdir()
@@ -128,7 +134,9 @@ def test_a_folder_that_cannot_be_made_is_said_with_its_remedy(tmp_path: Path) ->
 
 def test_a_write_sees_the_values_of_its_beginning(tmp_path: Path, mesh: DeviceMesh) -> None:
     saver, values = Saver(), {"model.a": torch.zeros(1 << 20)}
-    ranks: Any = SimpleNamespace(save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait)
+    ranks: Any = SimpleNamespace(
+        save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait
+    )
     checkpoints = Checkpoints(tmp_path, 2, Run(), ranks)
     checkpoints.begin(state(1))
     values["model.a"].fill_(7.0)

@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from scavenger import wire
 from scavenger.config import RunConfig
-from scavenger.errors import LateAnswer, RewardError
+from scavenger.errors import EngineError, RewardError, RewardTimeout
+from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from tests.trainer import published
 from tests.trainer.published import Kept
 from trainer.algorithms.rows import resolve
-from trainer.comm import Solo
-from trainer.data import Problems, open_tokenizer
-from trainer.model import Learner
-from trainer.publish import Publisher
-from trainer.ranks import Ranks
-from trainer.scoring import Scoring
-from trainer.step import Stepper, StepResult
+from trainer.algorithms.scoring import Scoring
+from trainer.data.prompts import PromptSource, open_tokenizer
+from trainer.engine_control import Engines, Present
+from trainer.loop.comm import Solo
+from trainer.loop.publish import Publisher
+from trainer.loop.ranks import Ranks
+from trainer.loop.step import Stepper, StepResult
+from trainer.model.learner import Learner
 
-SAMPLING = wire.Sampling(8, stop_token_ids=(1,))
+SAMPLING = messages.Sampling(8, stop_token_ids=(1,))
 
 
 def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -39,60 +41,104 @@ def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
         "reward": {},
         "optimizer": {"lr": 1e-3},
     }
-    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+    return RunConfig.model_validate(
+        {name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()}
+    )
+
+
+ASLEEP = messages.Fleet(0, 0, 0, 0, 0, asleep=("0",), bytes_held=512)
+HOLDS = messages.Fleet(0, 0, 0, 0, 0, holding=("0",))
 
 
 class RecordedRun:
     """Answers each submit with the same made-up answers; hands them out in an order that `draw` gives, while `harvested` changes."""
 
-    def __init__(self, draw: random.Random, harvested: Sequence[int] = (1,), error: str | None = None) -> None:
+    def __init__(
+        self, draw: random.Random, harvested: Sequence[int] = (1,), error: str | None = None
+    ) -> None:
         self.attempt, self.last_step, self.next_version = 1, 0, 1
-        self.fleet = wire.Fleet(harvested[0], 1, 0, 0, 0)
+        self.fleet = messages.Fleet(harvested[0], 1, 0, 0, 0)
         self._draw = draw
         self._harvested = list(harvested)
         self._error = error
-        self._groups: list[wire.GroupDone] = []
+        self._groups: list[messages.GroupDone] = []
         self.told: list[bool] = []
+        self.reserved_order = 0
+        self.memory = [
+            ASLEEP
+        ]  # what is said, poll by poll, once reserved engines are to sleep; the last goes on
+        self.ended: list[tuple[str, str]] = []
         self.progress: list[tuple[int, int, int]] = []
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         self._groups = [self._answer(step, version, spec) for spec in groups]
         ids = tuple(group.group_id for group in self._groups)
         self._draw.shuffle(self._groups)
         return ids
 
-    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+    def _answer(self, step: int, version: int, spec: messages.GroupSpec) -> messages.GroupDone:
         made = random.Random(spec.prompt_index)
         samples = []
         for index in range(spec.n):
             count = made.randint(1, 8)
-            tokens = wire.pack_tokens([made.randrange(1, 13) for _ in range(count)])
-            logprobs = wire.pack_logprobs([made.uniform(-4, -2) for _ in range(count)])
+            tokens = messages.pack_tokens([made.randrange(1, 13) for _ in range(count)])
+            logprobs = messages.pack_logprobs([made.uniform(-4, -2) for _ in range(count)])
             error = self._error if index == 0 else None
             number = spec.prompt_index * 10 + index
-            samples.append(wire.DoneSample(number, index, tokens, logprobs, logprobs, "stop", made.randint(0, 1), error=error))
-        return wire.GroupDone(
-            100 + spec.prompt_index, step, version, "train", spec.prompt_index, spec.prompt, spec.meta, tuple(made.sample(samples, spec.n))
+            samples.append(
+                messages.DoneSample(
+                    number, index, tokens, logprobs, logprobs, "stop", made.randint(0, 1), error=error
+                )
+            )
+        return messages.GroupDone(
+            100 + spec.prompt_index,
+            step,
+            version,
+            "train",
+            spec.prompt_index,
+            spec.prompt,
+            spec.meta,
+            tuple(made.sample(samples, spec.n)),
         )
 
-    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
-        self.fleet = wire.Fleet(self._harvested.pop(0) if len(self._harvested) > 1 else self._harvested[0], 1, 0, 0, 0)
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+        harvested = self._harvested.pop(0) if len(self._harvested) > 1 else self._harvested[0]
+        memory = self.memory.pop(0) if len(self.memory) > 1 else self.memory[0]
+        if self.told[-1:] == [True]:
+            memory = messages.Fleet(0, 0, 0, 0, 0, holding=("0",))
+        self.fleet = msgspec.structs.replace(
+            memory, harvested=harvested, reserved_awake=1, order=self.reserved_order
+        )
         somebody = self.fleet.harvested > 0 or self.told[-1:] == [True]
         count = self._draw.randint(0, 2) if somebody else 0
         taken, self._groups = self._groups[:count], self._groups[count:]
         return taken
 
-    def set_reserved(self, awake: bool) -> None:
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None:
         self.told.append(awake)
+        self.reserved_order += 1
+
+    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
+        self.ended += [(slot, reason) for slot in slots]
+        self.memory = [ASLEEP]
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         self.progress.append((step, groups, tokens))
 
-    def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None: ...
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
     def commit(
-        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
     ) -> None: ...
-    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None: ...
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None: ...
     def close_run(self, state: str, reason: str = "") -> None: ...
 
 
@@ -115,18 +161,44 @@ class NoReward:
 WORTHLESS = ""
 
 
-def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = None) -> tuple[StepResult, str]:
+class Processes(Engines):
+    """A launcher that ends at once what it is told to, and has one engine's process, in slot "0", until then."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[bool, tuple[str, ...], str]] = []
+        self.runs = True
+
+    def want(self, awake: bool) -> None:
+        self.said.append((awake, (), ""))
+
+    def end(self, slots: tuple[str, ...], reason: str) -> None:
+        self.said.append((False, slots, reason))
+        self.runs = False
+
+    def present(self) -> Present:
+        return Present(slots=("0",), running=("0",) if self.runs else ())
+
+
+def play(
+    config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = None, engines: Engines | None = None
+) -> tuple[StepResult, str]:
     global WORTHLESS
     tokenizer = open_tokenizer(config.model.path)
-    problems = Problems(config, tokenizer).of_step(1)
-    WORTHLESS = problems[2].meta["answer"]
+    prompts = PromptSource(config, tokenizer).of_step(1)
+    WORTHLESS = prompts[2].meta["answer"]
     learner = Learner(
-        config.model.path, mesh, recipe=resolve(config.algorithm, 8), optimizer=config.optimizer, temperature=1.0,
+        config.model.path,
+        mesh,
+        recipe=resolve(config.algorithm, 8),
+        optimizer=config.optimizer,
+        temperature=1.0,
         deterministic=config.run.deterministic,
-    )  # fmt: skip
+    )
     ranks = Ranks(Solo(), learner, Publisher(Kept()))
-    scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None, 8)
-    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)
+    scoring = Scoring(
+        scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None, 8
+    )
+    result = Stepper(config, run, ranks, scoring, SAMPLING, engines=engines).step(1, 1, prompts)
     manifest, _ = published.build_version(1, learner, "float64")
     return result, manifest.root.hex()
 
@@ -140,10 +212,15 @@ def comparable(result: StepResult) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("updates", [1, 3])
-def test_arrival_order_and_fleet_change_neither_losses_nor_weights(model_folder: Path, mesh: DeviceMesh, updates: int) -> None:
+def test_arrival_order_and_fleet_change_neither_losses_nor_weights(
+    model_folder: Path, mesh: DeviceMesh, updates: int
+) -> None:
     config = make_config(model_folder, algorithm={"updates_per_step": updates})
     fleets = [(1,), (0,), (6, 6, 0, 0, 0, 2, 0), (2, 2, 2, 0)]
-    results = [play(config, mesh, RecordedRun(random.Random(seed), harvested)) for seed, harvested in enumerate(fleets)]
+    results = [
+        play(config, mesh, RecordedRun(random.Random(seed), harvested))
+        for seed, harvested in enumerate(fleets)
+    ]
     first, root = results[0]
     assert first.metrics["groups_filtered"] == 1
     assert first.metrics["updates"] == updates
@@ -154,7 +231,9 @@ def test_arrival_order_and_fleet_change_neither_losses_nor_weights(model_folder:
         assert comparable(other) == comparable(first)
 
 
-def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     run = RecordedRun(random.Random(0))
     result, _ = play(make_config(model_folder), mesh, run)
     groups, tokens = [at[1] for at in run.progress], [at[2] for at in run.progress]
@@ -166,7 +245,9 @@ def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included
     assert len(tokens) == result.metrics["rounds"] <= result.metrics["micro_steps"]
 
 
-def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     """I11, with the gradients of groups trained before the wake kept."""
     calm, calm_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(3)))
     run = RecordedRun(random.Random(3), (2, 2, 2, 0))
@@ -174,6 +255,58 @@ def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_windo
     assert run.told == [True, False, True, False]
     assert any(line.startswith("train -> wake: no harvested engine") for line in result.phase_log)
     assert (root, result.outcomes, comparable(result)) == (calm_root, calm.outcomes, comparable(calm))
+
+
+def test_nothing_is_trained_until_the_daemon_says_that_every_reserved_engine_sleeps(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
+    calm, calm_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(3)))
+    run = RecordedRun(random.Random(3))
+    late, polls, trained = 20, [0], run.trained
+    run.memory = [HOLDS] * late + [ASLEEP]
+    poll = run.poll
+
+    def counting(timeout_s: float) -> list[messages.GroupDone]:
+        polls[0] += run.told[-1:] == [False]
+        return poll(timeout_s)
+
+    def training(step: int, groups: int, tokens: int, seconds: float) -> None:
+        assert polls[0] >= late, "an engine holds its memory"
+        trained(step, groups, tokens, seconds)
+
+    run.poll, run.trained = counting, training  # type: ignore[method-assign]
+    result, root = play(make_config(model_folder), mesh, run)
+    assert run.progress
+    assert [line.split(":")[0] for line in result.phase_log] == [
+        "seed -> sleep",
+        "sleep -> train",
+        "train -> finish",
+    ]
+    assert (root, result.outcomes, comparable(result)) == (calm_root, calm.outcomes, comparable(calm))
+
+
+def test_an_engine_that_does_not_fall_asleep_is_ended_and_the_daemon_told_before_anything_is_trained(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
+    run, processes = RecordedRun(random.Random(3)), Processes()
+    run.memory = [HOLDS]
+    result, _ = play(
+        make_config(model_folder, reserved={"sleep_timeout_s": 0.05}), mesh, run, engines=processes
+    )
+    why = "no acknowledgement within 0.05 s of being told to sleep: 0"
+    assert processes.said == [(True, (), ""), (False, (), ""), (False, ("0",), why)]
+    assert run.ended == [("0", why)]
+    assert f"sleep: ended: {why}" in result.phase_log
+
+
+def test_an_engine_that_others_started_cannot_be_ended_which_stops_the_run(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
+    run = RecordedRun(random.Random(3))
+    run.memory = [HOLDS]
+    with pytest.raises(EngineError, match=r"no acknowledgement within 0\.05 s of being told to sleep: 0"):
+        play(make_config(model_folder, reserved={"sleep_timeout_s": 0.05}), mesh, run)
+    assert not run.progress
 
 
 def test_several_updates_differ_from_one_and_clip(model_folder: Path, mesh: DeviceMesh) -> None:
@@ -187,7 +320,9 @@ def test_several_updates_differ_from_one_and_clip(model_folder: Path, mesh: Devi
 def test_packed_training_agrees_with_group_by_group_to_rounding(model_folder: Path, mesh: DeviceMesh) -> None:
     exact, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)))
     packed, _ = play(
-        make_config(model_folder, run={"deterministic": False}, trainer={"micro_batch_tokens": 64}), mesh, RecordedRun(random.Random(1))
+        make_config(model_folder, run={"deterministic": False}, trainer={"micro_batch_tokens": 64}),
+        mesh,
+        RecordedRun(random.Random(1)),
     )
     assert packed.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=1e-4)
     assert packed.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=1e-5)
@@ -199,11 +334,16 @@ def test_the_denominator_counts_every_usable_answer_token(model_folder: Path, me
     assert result.metrics["tokens_trained"] < result.metrics["tokens"]
 
 
-def test_a_poisoned_sample_is_masked_with_its_reason_and_the_rest_trained(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_a_poisoned_sample_is_masked_with_its_reason_and_the_rest_trained(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     result, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0), error="killed 3 engines"))
     masked = [outcome for outcome in result.outcomes if outcome.outcome == "masked"]
     assert len(masked) == 6
-    assert all("killed 3 engines" in outcome.reason and outcome.advantage == 0.0 and outcome.reward != outcome.reward for outcome in masked)
+    assert all(
+        "killed 3 engines" in outcome.reason and outcome.advantage == 0.0 and outcome.reward != outcome.reward
+        for outcome in masked
+    )
     assert result.metrics["samples"] == 18
 
 
@@ -215,11 +355,13 @@ class LateReward:
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
         reward = LengthReward().score(prompt, answer, meta)
         if len(answer) > 3:
-            raise LateAnswer("no reward within 1 s")
+            raise RewardTimeout("no reward within 1 s")
         return reward + 1.0
 
 
-def test_an_answer_that_a_verifier_could_not_judge_in_time_has_a_reward_of_0_and_is_counted(model_folder: Path, mesh: DeviceMesh) -> None:
+def test_an_answer_that_a_verifier_could_not_judge_in_time_has_a_reward_of_0_and_is_counted(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
     result, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)), LateReward())
     rewards = [outcome.reward for outcome in result.outcomes if outcome.outcome in {"consumed", "filtered"}]
     assert 0 < rewards.count(0.0) < len(rewards)
@@ -229,6 +371,11 @@ def test_an_answer_that_a_verifier_could_not_judge_in_time_has_a_reward_of_0_and
 def test_a_reward_error_stops_the_run_unless_it_is_masked(model_folder: Path, mesh: DeviceMesh) -> None:
     with pytest.raises(RewardError):
         play(make_config(model_folder), mesh, RecordedRun(random.Random(0)), NoReward())
-    result, _ = play(make_config(model_folder, reward={"on_reward_error": "mask"}), mesh, RecordedRun(random.Random(0)), NoReward())
+    result, _ = play(
+        make_config(model_folder, reward={"on_reward_error": "mask"}),
+        mesh,
+        RecordedRun(random.Random(0)),
+        NoReward(),
+    )
     assert {outcome.outcome for outcome in result.outcomes} == {"masked"}
     assert (result.metrics["updates"], result.metrics["tokens"]) == (0.0, 0.0)

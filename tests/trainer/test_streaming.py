@@ -16,22 +16,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
+from scavenger.protocol import messages
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
 from tests.trainer.toy import ToyRanks, table
 from trainer.algorithms.rows import ROWS, resolve
-from trainer.batching import mini_batch_of
-from trainer.data import Problems, open_tokenizer
-from trainer.scoring import Scoring
-from trainer.step import Stepper, StepResult
+from trainer.algorithms.scoring import Scoring
+from trainer.data.batching import mini_batch_of
+from trainer.data.prompts import PromptSource, open_tokenizer
+from trainer.loop.step import Stepper, StepResult
 
 MAX_TOKENS, LR, CAP = 8, 40.0, 1.05
 #: (name, further settings of the row). Masks, KL and shapes are in, so that each denominator is put to the test.
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {"dynamic_sampling": False} if ROWS[name].dynamic else {}) for name in ROWS] + [
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (name, {"dynamic_sampling": False} if ROWS[name].dynamic else {}) for name in ROWS
+] + [
     ("grpo", {"on_length": "mask", "kl_coef": 0.1}),
-    ("dapo", {"dynamic_sampling": False, "on_length": "mask", "importance": "mask", "importance_cap": CAP, "importance_floor": 0.02}),
+    (
+        "dapo",
+        {
+            "dynamic_sampling": False,
+            "on_length": "mask",
+            "importance": "mask",
+            "importance_cap": CAP,
+            "importance_floor": 0.02,
+        },
+    ),
     ("dapo", {"dynamic_sampling": False, "on_length": "overlong-shape", "overlong_buffer_tokens": 4}),
     ("cispo", {"kl_coef": 0.2, "kl_estimator": "k2"}),
 ]
@@ -40,14 +51,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [(name, {"dynamic_sampling": False} if
 class Recorded(RecordedRun):
     """Answers that ran into the limit say so; remembers the groups."""
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         ids = super().submit(step, version, groups, purpose)
         self.all = sorted(self._groups, key=lambda group: group.prompt_index)
         return ids
 
-    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+    def _answer(self, step: int, version: int, spec: messages.GroupSpec) -> messages.GroupDone:
         made = super()._answer(step, version, spec)
-        ended = [msgspec.structs.replace(s, finish="length" if len(s.tokens) == 4 * MAX_TOKENS else "stop") for s in made.samples]
+        ended = [
+            msgspec.structs.replace(s, finish="length" if len(s.tokens) == 4 * MAX_TOKENS else "stop")
+            for s in made.samples
+        ]
         return msgspec.structs.replace(made, samples=tuple(ended))
 
 
@@ -63,7 +79,9 @@ class Reward:
         return 1.0 if prompt == self._flat else float(len(answer) % 3)
 
 
-def play(folder: Path, seed: int, size: int, settings: dict[str, Any]) -> tuple[ToyRanks, Recorded, StepResult, RunConfig]:
+def play(
+    folder: Path, seed: int, size: int, settings: dict[str, Any]
+) -> tuple[ToyRanks, Recorded, StepResult, RunConfig]:
     config = make_config(
         folder,
         run={"deterministic": False},
@@ -72,10 +90,15 @@ def play(folder: Path, seed: int, size: int, settings: dict[str, Any]) -> tuple[
         trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
     )
     tokenizer = open_tokenizer(folder)
-    problems = Problems(config, tokenizer).of_step(1)
-    scoring = Scoring(Reward(problems[2].text), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS)
-    ranks, run = ToyRanks(size, scoring.recipe), Recorded(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3])
-    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)  # type: ignore[arg-type]
+    prompts = PromptSource(config, tokenizer).of_step(1)
+    scoring = Scoring(
+        Reward(prompts[2].text), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS
+    )
+    ranks, run = (
+        ToyRanks(size, scoring.recipe),
+        Recorded(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3]),
+    )
+    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, prompts)  # type: ignore[arg-type]
     return ranks, run, result, config
 
 
@@ -85,10 +108,18 @@ def play(folder: Path, seed: int, size: int, settings: dict[str, Any]) -> tuple[
 def logprobs(weights: Tensor, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Of the answer's tokens under the table."""
     before = [*prompt, *answer][len(prompt) - 1 : -1]
-    return torch.stack([weights[last].log_softmax(0)[token] for last, token in zip(before, answer, strict=True)])
+    return torch.stack(
+        [weights[last].log_softmax(0)[token] for last, token in zip(before, answer, strict=True)]
+    )
 
 
-def by_hand(folder: Path, groups: Sequence[wire.GroupDone], rewards: dict[int, float], name: str, settings: dict[str, Any]) -> list[Tensor]:
+def by_hand(
+    folder: Path,
+    groups: Sequence[messages.GroupDone],
+    rewards: dict[int, float],
+    name: str,
+    settings: dict[str, Any],
+) -> list[Tensor]:
     """The gradients of all updates of the step: one big batch an update."""
     updates = settings.get("updates_per_step", 1)
     place = mini_batch_of(0, 1, [group.prompt_index for group in groups], updates)
@@ -96,7 +127,9 @@ def by_hand(folder: Path, groups: Sequence[wire.GroupDone], rewards: dict[int, f
     credit = advantages_by_hand(groups, rewards, name, settings)
     for update in range(updates):
         leaf = weights.clone().requires_grad_()
-        loss = loss_by_hand(leaf, [group for group in groups if place[group.prompt_index] == update], credit, name, settings)
+        loss = loss_by_hand(
+            leaf, [group for group in groups if place[group.prompt_index] == update], credit, name, settings
+        )
         loss.backward()
         assert leaf.grad is not None
         found.append(leaf.grad)
@@ -105,7 +138,7 @@ def by_hand(folder: Path, groups: Sequence[wire.GroupDone], rewards: dict[int, f
 
 
 def advantages_by_hand(
-    groups: Sequence[wire.GroupDone], rewards: dict[int, float], name: str, settings: dict[str, Any]
+    groups: Sequence[messages.GroupDone], rewards: dict[int, float], name: str, settings: dict[str, Any]
 ) -> dict[int, float]:
     shaped = dict(rewards)
     if settings.get("on_length") == "overlong-shape":
@@ -135,7 +168,7 @@ def advantages_by_hand(
 
 def loss_by_hand(
     weights: Tensor,
-    groups: Sequence[wire.GroupDone],
+    groups: Sequence[messages.GroupDone],
     credit: dict[int, float],
     name: str,
     settings: dict[str, Any],
@@ -145,13 +178,15 @@ def loss_by_hand(
     first = table(0) if first is None else first
     losses, lengths, count = [], [], 0
     for group in groups:
-        prompt = wire.unpack_tokens(group.prompt)
+        prompt = messages.unpack_tokens(group.prompt)
         for sample in group.samples:
-            answer = wire.unpack_tokens(sample.tokens)
+            answer = messages.unpack_tokens(sample.tokens)
             current, start = logprobs(weights, prompt, answer), logprobs(first, prompt, answer)
-            behaviour = torch.tensor(wire.unpack_logprobs(sample.logprobs), dtype=torch.float64)
+            behaviour = torch.tensor(messages.unpack_logprobs(sample.logprobs), dtype=torch.float64)
             reference = logprobs(table(1), prompt, answer)
-            each, kept = token_losses(current, start, behaviour, reference, credit[sample.sample_id], name, settings)
+            each, kept = token_losses(
+                current, start, behaviour, reference, credit[sample.sample_id], name, settings
+            )
             trained = any(credit[s.sample_id] for s in group.samples) or settings.get("kl_coef", 0.0) > 0
             if settings.get("on_length") == "mask" and sample.finish == "length":
                 each, kept = each * 0, kept * 0
@@ -170,7 +205,13 @@ def loss_by_hand(
 
 
 def token_losses(
-    current: Tensor, start: Tensor, behaviour: Tensor, reference: Tensor, credit: float, name: str, settings: dict[str, Any]
+    current: Tensor,
+    start: Tensor,
+    behaviour: Tensor,
+    reference: Tensor,
+    credit: float,
+    name: str,
+    settings: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     ratio = (current - start).exp()
     engine = (start - behaviour).exp()
@@ -184,7 +225,11 @@ def token_losses(
         ratio = (current - start).mean().exp().expand_as(current)
     low, high = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28), "cispo": (1.0, 4.0)}.get(name, (0.2, 0.2))
     held = ratio.clamp(1 - low, 1 + high)
-    loss = -held.detach() * credit * current if name == "cispo" else -torch.minimum(ratio * credit, held * credit)
+    loss = (
+        -held.detach() * credit * current
+        if name == "cispo"
+        else -torch.minimum(ratio * credit, held * credit)
+    )
     gap = reference - current
     divergence = gap**2 / 2 if settings.get("kl_estimator") == "k2" else gap.exp() - gap - 1
     return engine * loss + settings.get("kl_coef", 0.0) * divergence * kept, kept
@@ -194,7 +239,9 @@ def token_losses(
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize(("name", "more"), CASES, ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain")
+@pytest.mark.parametrize(
+    ("name", "more"), CASES, ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain"
+)
 def test_the_gradient_is_that_of_one_big_batch_in_any_order_on_any_ranks(
     model_folder: Path, name: str, more: dict[str, Any], updates: int
 ) -> None:
@@ -216,7 +263,10 @@ def test_what_each_case_puts_to_the_test_does_happen(model_folder: Path) -> None
     assert result.metrics["groups_filtered"] == 1
     assert 0 < result.metrics["masked_fraction"] < 1
     assert result.metrics["clip_fraction"] > 0
-    assert any(outcome.reason == "ended by the length limit" and outcome.reward == outcome.reward for outcome in result.outcomes)
+    assert any(
+        outcome.reason == "ended by the length limit" and outcome.reward == outcome.reward
+        for outcome in result.outcomes
+    )
     assert any(sample.finish == "length" for group in run.all for sample in group.samples)
 
 
@@ -228,9 +278,11 @@ class Ahead(Recorded):
 
     def __init__(self, draw: random.Random, harvested: Sequence[int]) -> None:
         super().__init__(draw, harvested)
-        self.by_step: dict[int, list[wire.GroupDone]] = {}
+        self.by_step: dict[int, list[messages.GroupDone]] = {}
 
-    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]:
         before = self._groups
         ids = super().submit(step, version, groups, purpose)
         self.by_step[step] = self.all
@@ -238,12 +290,12 @@ class Ahead(Recorded):
         self._draw.shuffle(self._groups)
         return ids
 
-    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+    def _answer(self, step: int, version: int, spec: messages.GroupSpec) -> messages.GroupDone:
         made = super()._answer(step, version, spec)
-        prompt, samples = wire.unpack_tokens(spec.prompt), []
+        prompt, samples = messages.unpack_tokens(spec.prompt), []
         for sample in made.samples:
-            drawn = logprobs(table(0), prompt, wire.unpack_tokens(sample.tokens)).tolist()
-            samples.append(msgspec.structs.replace(sample, logprobs=wire.pack_logprobs(drawn)))
+            drawn = logprobs(table(0), prompt, messages.unpack_tokens(sample.tokens)).tolist()
+            samples.append(msgspec.structs.replace(sample, logprobs=messages.pack_logprobs(drawn)))
         return msgspec.structs.replace(made, samples=tuple(samples))
 
 
@@ -252,7 +304,9 @@ AHEAD += [("gspo", {}), ("cispo", {}), ("reinforce++", {})]
 AHEAD += [("grpo", {"importance": "mask", "importance_cap": CAP, "importance_floor": 0.02})]
 
 
-@pytest.mark.parametrize(("name", "more"), AHEAD, ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain")
+@pytest.mark.parametrize(
+    ("name", "more"), AHEAD, ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain"
+)
 def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_big_batch(
     model_folder: Path, name: str, more: dict[str, Any]
 ) -> None:
@@ -262,22 +316,36 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
     expected: Tensor | None = None
     for seed in range(6):
         config = make_config(
-            model_folder, run={"deterministic": False}, algorithm=settings, optimizer={"lr": LR},
+            model_folder,
+            run={"deterministic": False},
+            algorithm=settings,
+            optimizer={"lr": LR},
             trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
-        )  # fmt: skip
+        )
         tokenizer = open_tokenizer(model_folder)
-        problems = Problems(config, tokenizer)
-        scoring = Scoring(Reward(""), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS)
-        ranks, run = ToyRanks((1, 2, 4)[seed % 3], scoring.recipe), Ahead(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3])
+        prompts = PromptSource(config, tokenizer)
+        scoring = Scoring(
+            Reward(""), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS
+        )
+        ranks, run = (
+            ToyRanks((1, 2, 4)[seed % 3], scoring.recipe),
+            Ahead(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3]),
+        )
         stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
-        stepper.ask(1, 1, problems.of_step(1))
-        stepper.ask(2, 1, problems.of_step(2), staleness=1)
-        first = stepper.step(1, 1, problems.of_step(1))
+        stepper.ask(1, 1, prompts.of_step(1))
+        stepper.ask(2, 1, prompts.of_step(2), staleness=1)
+        first = stepper.step(1, 1, prompts.of_step(1))
         weights = ranks.weights
-        second = stepper.step(2, 1, problems.of_step(2))
+        second = stepper.step(2, 1, prompts.of_step(2))
         assert (first.metrics["staleness_max"], second.metrics["staleness_mean"]) == (0.0, 1.0)
         assert first.metrics["mismatch_max"] < 1e-5
-        assert first.metrics["mismatch_p99"] == 0.0 < 1e-3 < second.metrics["mismatch_p99"] <= 1.42 * second.metrics["mismatch_max"]
+        assert (
+            first.metrics["mismatch_p99"]
+            == 0.0
+            < 1e-3
+            < second.metrics["mismatch_p99"]
+            <= 1.42 * second.metrics["mismatch_max"]
+        )
         assert second.metrics["mismatch_max"] > 1e-2, "the samples are old"
         rewards = {outcome.sample_id: outcome.reward for outcome in second.outcomes}
         if expected is None:
@@ -298,16 +366,25 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
         ({"max_off_policy_steps": 2}, "less than or equal to 1"),
     ],
 )
-def test_steps_in_advance_are_refused_where_they_are_not_exact(model_folder: Path, settings: dict[str, Any], why: str) -> None:
+def test_steps_in_advance_are_refused_where_they_are_not_exact(
+    model_folder: Path, settings: dict[str, Any], why: str
+) -> None:
     def start() -> None:
-        config = make_config(model_folder, run={"deterministic": False}, algorithm={"max_off_policy_steps": 1} | settings)
+        config = make_config(
+            model_folder, run={"deterministic": False}, algorithm={"max_off_policy_steps": 1} | settings
+        )
         resolve(config.algorithm, MAX_TOKENS)
 
     with pytest.raises((ValueError, ConfigError), match=why):
         start()
 
 
-def test_a_deterministic_run_and_one_without_harvested_engines_take_no_step_in_advance(model_folder: Path) -> None:
-    for run, why in (({"deterministic": True}, "after a restart"), ({"deterministic": False, "harvest": False}, "nobody generates")):
+def test_a_deterministic_run_and_one_without_harvested_engines_take_no_step_in_advance(
+    model_folder: Path,
+) -> None:
+    for run, why in (
+        ({"deterministic": True}, "after a restart"),
+        ({"deterministic": False, "harvest": False}, "nobody generates"),
+    ):
         with pytest.raises(ValueError, match=why):
             make_config(model_folder, run=run, algorithm={"max_off_policy_steps": 1})

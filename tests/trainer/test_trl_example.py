@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from scavenger import keys
-from scavenger.wire import unpack_logprobs, unpack_tokens
+from scavenger.protocol import keys
+from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 from tests.router.edge import LiveDaemon
 from trainer.tasks import sort
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason='trl is not installed: pip install ".[trl]"'),
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason='trl is not installed: pip install ".[trl]"'
+    ),
     pytest.mark.long,
     pytest.mark.timeout(600),
 ]
@@ -45,8 +47,10 @@ def an_engine(daemon: LiveDaemon) -> Iterator[None]:
 
 
 def write_run(folder: Path, model: Path, state_dir: Path) -> Path:
-    rows = [sort.problem(0, index) for index in range(12)]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": meta["answer"]}) + "\n" for text, meta in rows))
+    rows = [sort.prompt_task(0, index) for index in range(12)]
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": text, "answer": meta["answer"]}) + "\n" for text, meta in rows)
+    )
     path = folder / "run.toml"
     path.write_text(f"""
 [run]
@@ -76,14 +80,24 @@ dtype = "float32"
     return path
 
 
-def test_trl_trains_on_what_engines_generated_and_every_step_is_committed(model_folder: Path, tmp_path: Path) -> None:
+def test_trl_trains_on_what_engines_generated_and_every_step_is_committed(
+    model_folder: Path, tmp_path: Path
+) -> None:
     with LiveDaemon(tmp_path / "state") as daemon, an_engine(daemon):
         run = write_run(tmp_path, model_folder, daemon.state_dir)
         argv = [sys.executable, "-c", WITHOUT_VLLM, str(ROOT / "examples" / "trl_grpo.py"), str(run)]
-        environ = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+        environ = os.environ | {
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "1",
+        }
         done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=500, check=False)
-        assert done.returncode == 0, done.stderr[-3000:] + (daemon.state_dir / "worker.log").read_text()[-2000:]
-        steps = daemon.query("SELECT step, version FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step")
+        assert done.returncode == 0, (
+            done.stderr[-3000:] + (daemon.state_dir / "worker.log").read_text()[-2000:]
+        )
+        steps = daemon.query(
+            "SELECT step, version FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
+        )
         assert [tuple(row) for row in steps] == [(1, 1), (2, 2)]
         samples = daemon.query("SELECT state, reward, finish FROM samples")
         assert [row[0] for row in samples] == ["consumed"] * STEPS * PROMPTS * SAMPLES
@@ -108,6 +122,8 @@ def _agree(daemon: LiveDaemon, folder: Path) -> None:
     for prompt, tokens, logprobs in rows:
         first, answer = list(unpack_tokens(prompt)), list(unpack_tokens(tokens))
         with torch.no_grad():
-            found = torch.log_softmax(model(torch.tensor([first + answer])).logits[0, len(first) - 1 : -1], -1)
+            found = torch.log_softmax(
+                model(torch.tensor([first + answer])).logits[0, len(first) - 1 : -1], -1
+            )
         exact = found.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
         assert max(abs(a - b) for a, b in zip(exact, unpack_logprobs(logprobs), strict=True)) < 1e-4

@@ -4,13 +4,18 @@ import time
 
 import pytest
 
-from scavenger.errors import LateAnswer, RewardError
+from scavenger.errors import RewardError, RewardTimeout
 from trainer import verifiers
-from trainer.rewards import RewardRunner
+from trainer.algorithms.rewards import RewardRunner
 
 
 def test_exact() -> None:
-    assert [verifiers.exact("", said, {"answer": "Yes"}) for said in ("Yes", " Yes\n", "yes", "Yes.")] == [1.0, 1.0, 0.0, 0.0]
+    assert [verifiers.exact("", said, {"answer": "Yes"}) for said in ("Yes", " Yes\n", "yes", "Yes.")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert verifiers.exact("", "yes", {"right": "Yes"}, field="right", ignore_case=True) == 1.0
 
 
@@ -69,7 +74,7 @@ def test_an_answer_that_cannot_be_judged_is_ended_at_the_deadline_and_wrong_and_
     right = ("ab", "a") if name == "regex" else ("\\boxed{3}", "3")
     with RewardRunner(f"trainer.verifiers:{name}", timeout_s=2.0, retries=0, options=options) as rewards:
         started = time.monotonic()
-        with pytest.raises(LateAnswer, match=r"no reward within 2 s"):
+        with pytest.raises(RewardTimeout, match=r"no reward within 2 s"):
             rewards.score("", said, {"answer": gold})
         assert time.monotonic() - started < 4.0
         assert rewards.score("", right[0], {"answer": right[1]}) == 1.0
@@ -79,4 +84,4 @@ def test_a_problem_that_is_no_mathematics_stays_an_error_however_often_it_is_tri
     with RewardRunner("trainer.verifiers:math", timeout_s=5.0, retries=1) as rewards:
         with pytest.raises(RewardError, match="it raised ValueError") as failed:
             rewards.score("", "\\boxed{1}", {"answer": ""})
-        assert not isinstance(failed.value, LateAnswer)
+        assert not isinstance(failed.value, RewardTimeout)

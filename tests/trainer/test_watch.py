@@ -15,16 +15,20 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.test_launch import running
-from trainer.comm import Solo
-from trainer.ending import TOLD_EXIT
 from trainer.launch import environment
-from trainer.watch import STUCK_EXIT, Beat, Circle, Heard, Here, Watch, judge, meet, waiting
+from trainer.loop.comm import Solo
+from trainer.loop.ending import SIGTERM_EXIT
+from trainer.loop.watchdog import STUCK_EXIT, Beat, Circle, Here, RankReport, Watch, judge, meet, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def heard(rank: int, doing: str, age_s: float, count: int, *, idle: bool = False, silent_s: float = 0.0) -> tuple[int, Heard]:
-    return rank, Heard(Beat(rank, f"node{rank}", 100 + rank, doing, idle, age_s, count), 1000.0 - silent_s)
+def heard(
+    rank: int, doing: str, age_s: float, count: int, *, idle: bool = False, silent_s: float = 0.0
+) -> tuple[int, RankReport]:
+    return rank, RankReport(
+        Beat(rank, f"node{rank}", 100 + rank, doing, idle, age_s, count), 1000.0 - silent_s
+    )
 
 
 def test_ranks_that_wait_for_samples_are_never_stuck() -> None:
@@ -33,10 +37,19 @@ def test_ranks_that_wait_for_samples_are_never_stuck() -> None:
 
 
 def test_a_silent_rank_is_named_with_where_it_was_and_who_waits() -> None:
-    ranks = dict([heard(0, "waiting for answers to Train", 65.0, 8), heard(1, "Train", 2.0, 8, silent_s=61.0), heard(2, "Train", 66.0, 8)])
+    ranks = dict(
+        [
+            heard(0, "waiting for answers to Train", 65.0, 8),
+            heard(1, "Train", 2.0, 8, silent_s=61.0),
+            heard(2, "Train", 66.0, 8),
+        ]
+    )
     findings = judge(ranks, 1000.0, 60.0)
     assert [finding.rank for finding in findings] == [1]
-    assert findings[0].text == "rank 1 (host node1, pid 101) gives no sign of life for 61.0 s: it was at 'Train' then, for 2.0 s"
+    assert (
+        findings[0].text
+        == "rank 1 (host node1, pid 101) gives no sign of life for 61.0 s: it was at 'Train' then, for 2.0 s"
+    )
     assert waiting(ranks, findings, 1000.0) == [
         "rank 0 (host node0, pid 100) is at 'waiting for answers to Train' for 65.0 s",
         "rank 2 (host node2, pid 102) is at 'Train' for 66.0 s",
@@ -76,7 +89,9 @@ class Neighbour:
 def test_a_hung_main_thread_is_told_again_after_twice_the_time_and_so_is_that_it_goes_on() -> None:
     said: queue.Queue[str] = queue.Queue()
     here, ends = Here(), []
-    watch = Watch(meet(Solo()), here, stuck_s=0.1, end_s=0.5, say=said.put, end=lambda: ends.append(1), beat_s=0.02)
+    watch = Watch(
+        meet(Solo()), here, stuck_s=0.1, end_s=0.5, say=said.put, end=lambda: ends.append(1), beat_s=0.02
+    )
     watch.start()
     with here.at("Train of 3 samples", command=True):
         first, second = said.get(timeout=10), said.get(timeout=10)
@@ -117,9 +132,18 @@ def test_a_datagram_of_a_stranger_is_no_sign_of_life() -> None:
 
 @contextmanager
 def job(out: Path) -> Iterator[subprocess.Popen[str]]:
-    environ = environment(os.environ, root=os.geteuid() == 0) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = environment(os.environ, root=os.geteuid() == 0) | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     program = [sys.executable, str(Path(__file__).with_name("watch_program.py")), str(out)]
-    process = subprocess.Popen(["mpirun", "-n", "2", *program], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["mpirun", "-n", "2", *program],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         stop = time.monotonic() + 120
         while not all((out / name).exists() for name in ("rank-0", "rank-1", "listening")):
@@ -169,4 +193,4 @@ def test_mpirun_passes_on_that_the_job_shall_end_and_lets_it(tmp_path: Path) -> 
     with job(tmp_path) as process:
         process.send_signal(signal.SIGUSR1)
         told, said = process.communicate(timeout=100)
-        assert (process.returncode, "told by SIGUSR1" in told) == (TOLD_EXIT, True), said[-2000:]
+        assert (process.returncode, "told by SIGUSR1" in told) == (SIGTERM_EXIT, True), said[-2000:]

@@ -1,6 +1,7 @@
 """A policy of one table (the next token's logits given the last token), and ranks that train it: the stepper's whole way without a network.
 
-`ToyRanks` stands in for `trainer.ranks.Ranks`: each rank sums the gradients of its own micro-batches, and the sums are added at the update.
+`ToyRanks` stands in for `trainer.loop.ranks.Ranks`: each rank sums the gradients of its own micro-batches,
+and the sums are added at the update.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from torch import Tensor
 
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
-from trainer.batching import Micro
-from trainer.collate import Batch, packed, padded
-from trainer.model import RowStats
+from trainer.data.batching import Micro
+from trainer.data.collate import Batch, packed, padded
+from trainer.model.learner import RowStats
 
 VOCABULARY = 16
 
 
 def table(seed: int) -> Tensor:
-    return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        VOCABULARY, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def laid_out(micro: Micro) -> Batch:
@@ -51,11 +54,21 @@ class ToyRanks:
             current = self._logprobs(weights, batch)
             proximal = current.detach() if batch.proximal is None else batch.proximal
             reference = self._logprobs(self.reference, batch)
-            terms = policy_loss(Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference), self._recipe)
+            terms = policy_loss(
+                Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference),
+                self._recipe,
+            )
             terms.loss.backward()
             assert weights.grad is not None
             self._sums[rank] += weights.grad
-            parts = (terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated)
+            parts = (
+                terms.losses,
+                terms.kl,
+                terms.clipped,
+                terms.mismatch_k3,
+                terms.mismatch_max,
+                terms.truncated,
+            )
             for place, row in enumerate(micro.rows):
                 if row.sample_id >= 0:
                     values: list[Any] = [float(part[place]) for part in parts]
@@ -68,8 +81,14 @@ class ToyRanks:
         found = {}
         for micro in one_round:
             batch = laid_out(micro)
-            answers = self._logprobs(self.weights, batch).split([len(row.answer) // 4 for row in micro.rows])
-            found |= {row.sample_id: one.numpy().tobytes() for row, one in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
+            completions = self._logprobs(self.weights, batch).split(
+                [len(row.completion) // 4 for row in micro.rows]
+            )
+            found |= {
+                row.sample_id: one.numpy().tobytes()
+                for row, one in zip(micro.rows, completions, strict=True)
+                if row.sample_id >= 0
+            }
         return found
 
     def update(self, denominator: float, lr: float) -> float:

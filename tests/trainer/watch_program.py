@@ -1,6 +1,6 @@
 """Ranks that train nothing, to be stopped or told to end: `mpirun -n N python watch_program.py OUT`.
 
-Rank 0 sends frames to all ranks and waits for their answers, as `trainer.ranks` does, until it is told to end; every rank leaves its
+Rank 0 sends frames to all ranks and waits for their answers, as `trainer.loop.ranks` does, until it is told to end; every rank leaves its
 process id in OUT. The watchdog names a rank after two seconds and ends the job after four. No torch: two of these start in a moment.
 """
 
@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.comm import Comm, connect
-from trainer.ending import TOLD_EXIT, Ending, ToldToEnd, ignore
-from trainer.watch import Here, Watch, meet
+from trainer.loop.comm import Comm, connect
+from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
+from trainer.loop.watchdog import Here, Watch, meet
 
 
 def serve(comm: Comm, here: Here) -> None:
@@ -47,11 +47,11 @@ def main(out: Path) -> int:
             with here.at("waiting for answers to Train"):
                 comm.replies()
             ending.check()
-    except ToldToEnd as told_by:
-        print(f"told by {told_by}", flush=True)
+    except EndRequested as request:
+        print(f"told by {request}", flush=True)
         comm.send([b"stop"] * comm.size)
         watch.stop()
-        return TOLD_EXIT
+        return SIGTERM_EXIT
 
 
 if __name__ == "__main__":

@@ -6,19 +6,21 @@ import contextlib
 import socket
 import threading
 
-from scavenger import wire
+from scavenger.protocol import messages
 
 
 class Cut:
     """Between a receiver and a holder: passes so many of the holder's bytes, whatever they are, then is gone as if that had been killed."""
 
-    def __init__(self, source: wire.WeightSource, after: int) -> None:
+    def __init__(self, source: messages.WeightSource, after: int) -> None:
         host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
         self._to, self._left = (host, int(port)), after
         self._lock = threading.Lock()
         self._server = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = [self._server]
-        self.address = wire.WeightSource(f"tcp://127.0.0.1:{self._server.getsockname()[1]}", source.server_key, source.token)
+        self.address = messages.WeightSource(
+            f"tcp://127.0.0.1:{self._server.getsockname()[1]}", source.server_key, source.token
+        )
         self.gone = False
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from scavenger import keys, wire
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.pull import pull
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 
-QUICK = Limits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
+QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 ME = keys.generate()
 
 
@@ -25,5 +25,10 @@ def version(number: int, nbytes: int = 300_000, chunk_nbytes: int = 4096) -> tup
     return manifests.build(number, tensors, chunk_nbytes=chunk_nbytes)
 
 
-def get(manifest: Manifest, *sources: wire.WeightSource, deadline_s: float = 10.0, limits: Limits = QUICK) -> memoryview:
+def get(
+    manifest: Manifest,
+    *sources: messages.WeightSource,
+    deadline_s: float = 10.0,
+    limits: TransferLimits = QUICK,
+) -> memoryview:
     return asyncio.run(pull(manifest, sources, ME, deadline_s, limits=limits)).view

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import zstandard
 
-from scavenger import keys, wire
 from scavenger.errors import WeightsError, WireError
+from scavenger.protocol import keys, messages
 from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
-from scavenger.weights.deltas import Chains, Encoder
+from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import Part
+from scavenger.weights.protocol import ChunkPart
 from scavenger.weights.pull import Pull, _Stream
 from scavenger.weights.source import WeightSource
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 
 CHUNK = 1 << 14
 
@@ -83,8 +83,10 @@ def test_steps_of_one_size_cost_a_bit_or_two_an_item_whatever_share_of_them_show
     """As an optimizer's step does: float32 masters move by the learning rate, up or down, and are cast to bfloat16."""
     rng = np.random.default_rng(0)
     masters = rng.normal(0, 0.02, 1 << 18).astype(np.float32)
-    before, after = (memoryview((values.view("<u4") >> 16).astype("<u2").tobytes()) for values in
-                     (masters, masters + rng.choice(np.array([-2e-5, 2e-5], np.float32), len(masters))))  # fmt: skip
+    before, after = (
+        memoryview((values.view("<u4") >> 16).astype("<u2").tobytes())
+        for values in (masters, masters + rng.choice(np.array([-2e-5, 2e-5], np.float32), len(masters)))
+    )
     made, out = delta.encode(before, after, 2), memoryview(bytearray(len(before)))
     delta.apply_chain(before, memoryview(delta.chain([made])), out)
     assert out == after
@@ -134,7 +136,9 @@ def test_the_shorter_form_is_kept_wherever_it_depends_on_which_items_moved(
 def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     old = bytes_of(1, CHUNK)
-    good = bytearray(delta.chain([delta.encode(memoryview(old), memoryview(changed(old, share, seed)), 2)] * 2))
+    good = bytearray(
+        delta.chain([delta.encode(memoryview(old), memoryview(changed(old, share, seed)), 2)] * 2)
+    )
     for _ in range(20):
         bad = bytearray(good)
         bad[int(rng.integers(len(bad)))] ^= int(rng.integers(1, 256))
@@ -162,14 +166,22 @@ def test_a_bomb_is_refused() -> None:
     for gap_width, count in ((1, 1), (1, CHUNK // 2), (0, 0), (0, CHUNK // 2)):
         bomb = struct.pack("<BBI", 2, gap_width, count) + packed
         with pytest.raises(WeightsError):
-            delta.apply_chain(memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK)))
+            delta.apply_chain(
+                memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK))
+            )
 
 
 def test_a_head_that_counts_other_large_changes_than_there_are_is_refused() -> None:
     old, new = memoryview(bytes(8)), memoryview(bytes([9, 0] * 4))
-    fours = zstandard.ZstdCompressor().compress(bytes([3]) + bytes([1, 1, 0, 0]))  # one large change in the fours, two of them told
+    fours = zstandard.ZstdCompressor().compress(
+        bytes([3]) + bytes([1, 1, 0, 0])
+    )  # one large change in the fours, two of them told
     with pytest.raises(WeightsError, match="1 large changes, its head says 2"):
-        delta.apply_chain(old, memoryview(delta.chain([struct.pack("<BBI", 2, 0, 2) + fours])), memoryview(bytearray(len(new))))
+        delta.apply_chain(
+            old,
+            memoryview(delta.chain([struct.pack("<BBI", 2, 0, 2) + fours])),
+            memoryview(bytearray(len(new))),
+        )
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -188,7 +200,9 @@ def test_a_bomb_is_refused_before_memory_is_taken_for_it(named: bool) -> None:
 
 
 @pytest.mark.parametrize("failure", [WeightsError("no delta"), MemoryError()])
-def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     versions = history(2)
 
     def fails(*_: object) -> None:
@@ -205,15 +219,19 @@ def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(monkeyp
 def test_a_delta_of_a_chunk_that_was_not_asked_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     (first, one), (second, _) = history(2)
     work = Pull(second, keys.generate(), base=(first, one))
-    stream = _Stream(work, work.transfer.add_holder(0, 0.0), wire.WeightSource("tcp://127.0.0.1:1", "", b""))
+    stream = _Stream(
+        work, work.transfer.add_holder(0, 0.0), messages.WeightSource("tcp://127.0.0.1:1", "", b"")
+    )
     monkeypatch.setattr(delta, "apply_chain", lambda *_: pytest.fail("it was unpacked"))
     with pytest.raises(WireError, match="not asked for"):
-        stream._take(Part(second.version, 3, 100, delta=True))
+        stream._take(ChunkPart(second.version, 3, 100, delta=True))
     assert work.base is not None
 
 
 def version(number: int, data: bytes) -> tuple[Manifest, Buffer]:
-    manifest, blob = manifests.build(number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=CHUNK)
+    manifest, blob = manifests.build(
+        number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=CHUNK
+    )
     buffer = Buffer(len(blob))
     buffer.view[:] = blob
     return manifest, buffer
@@ -228,8 +246,10 @@ def history(count: int, share: float = 0.01, chunks: int = 16) -> list[tuple[Man
     return made
 
 
-def fetch(base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightSource, buffer: Buffer) -> Pull:
-    work = Pull(target, keys.generate(), limits=Limits(stall_s=1.0, backoff_s=0.01), base=base)
+def fetch(
+    base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightSource, buffer: Buffer
+) -> Pull:
+    work = Pull(target, keys.generate(), limits=TransferLimits(stall_s=1.0, backoff_s=0.01), base=base)
 
     async def main() -> None:
         work.offer([source.publish(target, buffer)])
@@ -293,7 +313,9 @@ def test_what_is_not_encoded_yet_is_sent_whole_and_another_layout_has_no_deltas(
     encoder.wait()
     assert chains.find(first.root, second.root, 0, CHUNK) is not None
     assert chains.find(b"unknown", second.root, 0, CHUNK) is None
-    other, blob = manifests.build(3, {"v": ("bfloat16", (CHUNK // 2,), memoryview(bytes(CHUNK)))}, chunk_nbytes=CHUNK)
+    other, blob = manifests.build(
+        3, {"v": ("bfloat16", (CHUNK // 2,), memoryview(bytes(CHUNK)))}, chunk_nbytes=CHUNK
+    )
     encoder.published(other, blob)
     encoder.wait()
     assert chains.find(second.root, other.root, 0, CHUNK) is None
@@ -307,7 +329,9 @@ def test_weights_that_come_back_lead_nobody_round_for_ever() -> None:
         encoder.published(manifest, buffer.view)
         encoder.wait()
     answers: list[bytes | None] = []
-    asking = threading.Thread(target=lambda: answers.append(chains.find(b"unknown", first.root, 0, CHUNK)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: answers.append(chains.find(b"unknown", first.root, 0, CHUNK)), daemon=True
+    )
     asking.start()
     asking.join(5.0)
     chains._steps.clear()  # ends it where it goes on
@@ -384,7 +408,9 @@ def test_what_is_made_here_is_bounded_as_what_came_is() -> None:
         for manifest, buffer in versions:
             encoder.published(manifest, buffer.view)
             encoder.wait()
-        return [[chains.find(*step, chunk, CHUNK) for chunk in range(16)] for step in itertools.pairwise(roots)]
+        return [
+            [chains.find(*step, chunk, CHUNK) for chunk in range(16)] for step in itertools.pairwise(roots)
+        ]
 
     first, second = (sum(len(one or b"") for one in step) for step in made(1 << 20))
     oldest, newest = made(max(first, second))
@@ -416,7 +442,12 @@ def test_many_threads_that_add_keep_the_count_of_bytes_and_the_bound() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads)
-    assert 0 < chains._nbytes == sum(len(one) for step in chains._steps.values() for one in step.chunks.values()) <= 100_000
+    assert (
+        0
+        < chains._nbytes
+        == sum(len(one) for step in chains._steps.values() for one in step.chunks.values())
+        <= 100_000
+    )
 
 
 def test_a_request_is_proven_with_the_weights_that_it_names() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from scavenger.protocol.messages import WeightSource
 from scavenger.weights.directory import PEERS, Directory, refused
-from scavenger.wire import WeightSource
 
 PUBLISHER = (WeightSource("tcp://trainer:1", "", b"t"),)
 
@@ -29,9 +29,11 @@ def test_a_first_receiver_has_the_publisher_alone() -> None:
 def test_the_least_loaded_comes_first_then_the_node_then_the_switch() -> None:
     directory = Directory({"a": "s1", "b": "s1", "c": "s2"})
     for worker, node in ((1, "c"), (2, "b"), (3, "a")):
-        directory.hold(1, worker, node, engine(worker))
+        directory.add_holder(1, worker, node, engine(worker))
     assert endpoints(directory, 10, "a", 1)[1:] == ["tcp://engine3:1"]  # same node
-    assert endpoints(directory, 11, "a", 1)[1:] == ["tcp://engine2:1"]  # that one has a reader now: same switch
+    assert endpoints(directory, 11, "a", 1)[1:] == [
+        "tcp://engine2:1"
+    ]  # that one has a reader now: same switch
     assert endpoints(directory, 12, "a", 1)[1:] == ["tcp://engine1:1"]
     directory.settled(11)
     assert endpoints(directory, 13, "c", 1)[1:] == ["tcp://engine2:1"]  # load goes before nearness
@@ -39,8 +41,8 @@ def test_the_least_loaded_comes_first_then_the_node_then_the_switch() -> None:
 
 def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
     directory = Directory()
-    directory.hold(1, 1, "a", engine(1))
-    directory.hold(1, 2, "a", engine(2))
+    directory.add_holder(1, 1, "a", engine(1))
+    directory.add_holder(1, 2, "a", engine(2))
     assert endpoints(directory, 1, "a") == ["tcp://trainer:1", "tcp://engine2:1"]
     before = directory.revision(1)
     directory.gone(2)
@@ -53,14 +55,14 @@ def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
 
 def test_a_part_of_a_version_is_served_on_and_is_not_the_version() -> None:
     directory = Directory()
-    directory.hold(1, 1, "a", engine(1, complete=False))
+    directory.add_holder(1, 1, "a", engine(1, complete=False))
     assert endpoints(directory, 2, "a") == ["tcp://trainer:1", "tcp://engine1:1"]
     assert not directory.available(1)
     assert directory.last_holder(1) is None
-    directory.hold(1, 1, "a", engine(1))
+    directory.add_holder(1, 1, "a", engine(1))
     assert directory.available(1)
     assert directory.last_holder(1) == 1
-    directory.hold(1, 2, "a", engine(2))
+    directory.add_holder(1, 2, "a", engine(2))
     assert directory.last_holder(1) is None
     directory.drop(1, 1)
     assert directory.last_holder(1) == 2
@@ -72,7 +74,7 @@ def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> Non
     directory = Directory()
     holders = set(range(20))
     for worker in holders:
-        directory.hold(1, worker, f"n{worker % 5}", engine(worker))
+        directory.add_holder(1, worker, f"n{worker % 5}", engine(worker))
     sent: dict[int, list[str]] = {}
     for receiver in range(100, 160):
         if rng.random() < 0.2 and len(holders) > 8:
@@ -102,8 +104,8 @@ def test_a_file_is_refused_and_so_is_the_clear_where_weights_are_encrypted() -> 
 
 def test_who_serves_in_the_clear_is_no_holder_once_the_run_encrypts() -> None:
     directory = Directory()
-    directory.hold(1, 1, "a", engine(1))
-    directory.hold(1, 2, "a", WeightSource("tcp://engine2:1", "key", b"t"))
+    directory.add_holder(1, 1, "a", engine(1))
+    directory.add_holder(1, 2, "a", WeightSource("tcp://engine2:1", "key", b"t"))
     before = directory.revision(1)
     directory.refuse_clear()
     assert endpoints(directory, 9, "a") == ["tcp://trainer:1", "tcp://engine2:1"]

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scavenger import wire
 from scavenger.errors import WeightsError
+from scavenger.protocol import messages
 from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
-from scavenger.weights.protocol import TOKEN_NBYTES, Holds, Part, decode_request, encode
+from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, ChunkPart, decode_request, encode
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 from tests.weights.cut import Cut
 from tests.weights.pulling import ME, QUICK, get, version
 
@@ -32,10 +32,14 @@ from tests.weights.pulling import ME, QUICK, get, version
 class Faulty:
     """A holder on plain TCP that serves `parts` chunks and then is silent, ends, or ends within a chunk."""
 
-    def __init__(self, blob: memoryview, manifest: Manifest, parts: int, how: str, slow_s: float = 0.0) -> None:
+    def __init__(
+        self, blob: memoryview, manifest: Manifest, parts: int, how: str, slow_s: float = 0.0
+    ) -> None:
         self._blob, self._manifest, self._parts, self._how, self._slow_s = blob, manifest, parts, how, slow_s
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = wire.WeightSource(f"tcp://127.0.0.1:{self._server.getsockname()[1]}", "", bytes(TOKEN_NBYTES))
+        self.address = messages.WeightSource(
+            f"tcp://127.0.0.1:{self._server.getsockname()[1]}", "", bytes(TOKEN_NBYTES)
+        )
         self.served = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -62,22 +66,22 @@ class Faulty:
                     return
                 request = decode_request(sock.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
                 if not isinstance(request, protocol.Get):
-                    send(sock, Holds(request.version, complete=True))
+                    send(sock, AvailableChunks(request.version, complete=True))
                     continue
                 start, stop = self._manifest.chunk_range(request.chunk)
                 if self.served >= self._parts:
                     if self._how == "silent":
                         self._done.wait(20)
                     elif self._how == "truncated":
-                        send(sock, Part(request.version, request.chunk, stop - start))
+                        send(sock, ChunkPart(request.version, request.chunk, stop - start))
                         sock.sendall(self._blob[start : (start + stop) // 2])
                     elif self._how == "short":
-                        send(sock, Part(request.version, request.chunk, 8))
+                        send(sock, ChunkPart(request.version, request.chunk, 8))
                         sock.sendall(self._blob[start : start + 8])
                         continue
                     return
                 self._done.wait(self._slow_s)
-                send(sock, Part(request.version, request.chunk, stop - start))
+                send(sock, ChunkPart(request.version, request.chunk, stop - start))
                 sock.sendall(self._blob[start:stop])
                 self.served += 1
 
@@ -92,8 +96,8 @@ class Faulty:
         self._thread.join()
 
 
-def send(sock: socket.socket, answer: Part | Holds) -> None:
-    frame = encode(answer)
+def send(sock: socket.socket, reply: ChunkPart | AvailableChunks) -> None:
+    frame = encode(reply)
     sock.sendall(len(frame).to_bytes(4, "little") + frame)
 
 
@@ -105,13 +109,15 @@ def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightSource, how: str
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_stays(source: WeightSource, seed: int) -> None:
+def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_stays(
+    source: WeightSource, seed: int
+) -> None:
     """Any: within a handshake, a length, a message or a chunk. It has the pull for itself until then."""
     manifest, blob = version(1)
     at = random.Random(seed).choice([seed * 7, random.Random(seed).randrange(len(blob))])
     work = Pull(manifest, ME, limits=QUICK)
 
-    async def main(lost: Cut, other: wire.WeightSource) -> None:
+    async def main(lost: Cut, other: messages.WeightSource) -> None:
         work.offer([lost.address])
         waiting = asyncio.create_task(work.finish(20.0))
         async with asyncio.timeout(20.0):
@@ -121,7 +127,10 @@ def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_
         work.offer([other])
         await waiting
 
-    with WeightSource(encrypt=bool(source.server_key), local=False) as dying, Cut(dying.publish(manifest, blob), at) as lost:
+    with (
+        WeightSource(encrypt=bool(source.server_key), local=False) as dying,
+        Cut(dying.publish(manifest, blob), at) as lost,
+    ):
         asyncio.run(main(lost, source.publish(manifest, blob)))
         assert dying.stats.parts > 0 or at < 1024
     assert work.buffer.view == blob
@@ -129,14 +138,18 @@ def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_
     kept = sum(holder.chunks for holder in work.transfer.holders if holder.source == 0)
     start, stop = manifest.chunk_range(len(manifest.chunk_hashes) - 1)  # the last chunk may be a short one
     assert kept <= (at + manifest.chunk_nbytes - (stop - start)) // manifest.chunk_nbytes
-    assert source.stats.parts <= len(manifest.chunk_hashes) - kept + QUICK.window * QUICK.streams, "of chunks in flight twice"
+    assert source.stats.parts <= len(manifest.chunk_hashes) - kept + QUICK.window * QUICK.streams, (
+        "of chunks in flight twice"
+    )
 
 
 def test_a_holder_lost_midway_without_another_is_an_error_that_counts() -> None:
     manifest, blob = version(1)
     with (
         Faulty(blob, manifest, 10, "killed") as lost,
-        pytest.raises(WeightsError, match=rf"\b([1-9]|10) of {len(manifest.chunk_hashes)} chunks arrived.*refused"),
+        pytest.raises(
+            WeightsError, match=rf"\b([1-9]|10) of {len(manifest.chunk_hashes)} chunks arrived.*refused"
+        ),
     ):
         get(manifest, lost.address, deadline_s=1.0)
 
@@ -180,9 +193,14 @@ def test_a_holder_that_comes_later_takes_part(tcp: WeightSource) -> None:
 
 def test_a_holder_at_one_hundredth_of_the_speed_delays_nothing(tcp: WeightSource) -> None:
     manifest, blob = version(1, nbytes=4 << 20, chunk_nbytes=1 << 14)
-    with Faulty(blob, manifest, 10_000, "", slow_s=2.0) as slow:  # its first chunk alone takes longer than all of the other's
+    with Faulty(
+        blob, manifest, 10_000, "", slow_s=2.0
+    ) as slow:  # its first chunk alone takes longer than all of the other's
         began = time.monotonic()
-        assert get(manifest, slow.address, tcp.publish(manifest, blob), limits=Limits(stall_s=10.0)) == blob
+        assert (
+            get(manifest, slow.address, tcp.publish(manifest, blob), limits=TransferLimits(stall_s=10.0))
+            == blob
+        )
         assert time.monotonic() - began < 1.9
         assert slow.served == 0
 
@@ -258,7 +276,13 @@ def test_a_read_that_never_ends_holds_up_neither_the_loop_nor_the_pull(
         watching = asyncio.create_task(watch())
         work.offer([disk])
         assert await asyncio.to_thread(stuck.reading.wait, 5.0)
-        work.offer([wire.WeightSource(tcp.publish(manifest, blob).endpoint, "", tcp.publish(manifest, blob).token)])
+        work.offer(
+            [
+                messages.WeightSource(
+                    tcp.publish(manifest, blob).endpoint, "", tcp.publish(manifest, blob).token
+                )
+            ]
+        )
         await work.finish(20.0)
         watching.cancel()
 
@@ -268,14 +292,16 @@ def test_a_read_that_never_ends_holds_up_neither_the_loop_nor_the_pull(
         assert time.monotonic() - began < 10.0
         assert max(lags) < 0.8
         assert stuck.threads[0].is_alive()
-        pool.give(work.buffer)
+        pool.put_back(work.buffer)
         assert pool.take(manifest.total_nbytes) is not work.buffer, "the one that is stuck may still write it"
     finally:
         stuck.end()
     assert work.buffer.view == blob
 
 
-def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, blob = version(1)
     disk = Spool(tmp_path).write(manifest, blob)
     stuck, made = Stuck(monkeypatch), list[zmq.Context[zmq.Socket[bytes]]]()
@@ -285,7 +311,7 @@ def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(tmp_pat
         made.append(real())
         return made[-1]
 
-    async def main(address: wire.WeightSource) -> None:
+    async def main(address: messages.WeightSource) -> None:
         work = Pull(manifest, ME, limits=QUICK)
         work.offer([disk])
         assert await asyncio.to_thread(stuck.reading.wait, 5.0)
@@ -333,7 +359,7 @@ def test_a_curve_holder_that_takes_no_requests_is_an_error_and_no_wait() -> None
     """As where it refuses this key: here nobody listens, so that they fill the queue."""
     with socket.create_server(("127.0.0.1", 0)) as closing:
         port = closing.getsockname()[1]
-    nobody = wire.WeightSource(f"tcp://127.0.0.1:{port}", ME.public, bytes(TOKEN_NBYTES))
+    nobody = messages.WeightSource(f"tcp://127.0.0.1:{port}", ME.public, bytes(TOKEN_NBYTES))
     channel = ZmqChannel(nobody, 1, ME, SharedContext(), chunk_nbytes=1024)
 
     def fill() -> None:

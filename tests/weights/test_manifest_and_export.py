@@ -13,9 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from scavenger.cli import app
+from scavenger.cli.main import app
 from scavenger.errors import WeightsError, WireError
-from scavenger.keys import generate
+from scavenger.protocol.keys import generate
 from scavenger.weights import export, spool
 from scavenger.weights import manifest as manifests
 from scavenger.weights.channel import FileChannel
@@ -36,14 +36,20 @@ def version(number: int = 1, chunk_nbytes: int = 16, **changes: bytes) -> tuple[
 def test_equal_weights_have_equal_roots_whatever_else_differs() -> None:
     one, other = version(1)[0], version(2)[0]
     sharded = msgspec.structs.replace(other, shards=(Shard(0, 0, 16), Shard(1, 16, 58)), parents=(b"p",))
-    assert one.root == other.root == manifests.decode(manifests.encode(sharded), one.root, any_chunk=True).root
+    assert (
+        one.root == other.root == manifests.decode(manifests.encode(sharded), one.root, any_chunk=True).root
+    )
     assert version(1, norm=b"0123456788")[0].root != one.root
 
 
 def test_wide_items_come_first_so_that_a_safetensors_file_is_aligned() -> None:
     manifest, blob = version()
     assert [tensor.name for tensor in manifest.tensors] == ["model.embed", "empty", "model.norm"]
-    assert [bytes(view.data) for view in manifests.views(manifest, blob)] == [bytes(range(48)), b"", b"0123456789"]
+    assert [bytes(view.data) for view in manifests.views(manifest, blob)] == [
+        bytes(range(48)),
+        b"",
+        b"0123456789",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_an_exported_version_is_a_hugging_face_checkpoint(tmp_path: Path, shard_
     safe = pytest.importorskip("safetensors.numpy", reason="reading it back needs the [trainer] extra")
     manifest, blob = manifests.build(
         7, {f"layer.{i}": ("float32", (4,), memoryview(os.urandom(16))) for i in range(3)}, chunk_nbytes=16
-    )  # fmt: skip
+    )
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
@@ -94,12 +100,16 @@ def test_an_exported_version_is_a_hugging_face_checkpoint(tmp_path: Path, shard_
     for name in files:
         if name.endswith(".safetensors"):
             tensors |= safe.load_file(tmp_path / "out" / name)
-    assert {name: array.tobytes() for name, array in tensors.items()} == {v.name: bytes(v.data) for v in manifests.views(manifest, blob)}
+    assert {name: array.tobytes() for name, array in tensors.items()} == {
+        v.name: bytes(v.data) for v in manifests.views(manifest, blob)
+    }
     assert "config.json" in files
     assert "modeling_evil.py" not in files
     if shard_nbytes == 20:
         index = msgspec.json.decode((tmp_path / "out/model.safetensors.index.json").read_bytes())
-        assert sorted(index["weight_map"].values()) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+        assert sorted(index["weight_map"].values()) == [
+            f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+        ]
 
 
 def test_damaged_bytes_are_not_exported(tmp_path: Path) -> None:
@@ -117,22 +127,27 @@ def filled(blob: memoryview) -> Buffer:
 
 
 def test_a_spooled_version_outlives_its_process_and_the_command_exports_it(tmp_path: Path) -> None:
-    shelf = spool.Spool(tmp_path / "spool", keep=2)
+    store = spool.Spool(tmp_path / "spool", keep=2)
     for number in (1, 2, 3):
         manifest, blob = version(number, chunk_nbytes=0)
-        address = shelf.put(manifest, filled(blob), spool.alone(manifest))
-        shelf.wait()
-    assert shelf.versions() == [2, 3]
+        address = store.put(manifest, filled(blob), spool.alone(manifest))
+        store.wait()
+    assert store.versions() == [2, 3]
     assert asyncio.run(pull(manifest, [address], generate(), 5.0)).view == blob
-    result = CliRunner().invoke(app, ["weights", "export", str(tmp_path / "spool/version-3"), str(tmp_path / "out")])
+    result = CliRunner().invoke(
+        app, ["weights", "export", str(tmp_path / "spool/version-3"), str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     assert manifest.root.hex() in result.output.replace("\n", "")
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
-def shares(manifest: Manifest, mark: str) -> list[spool.Share]:
+def shares(manifest: Manifest, mark: str) -> list[spool.SpoolShare]:
     """Three ranks'; the version is 58 bytes long."""
-    return [spool.Share(mark, rank, 3, cut) for rank, cut in enumerate(([(0, 10), (40, 58)], [(10, 30)], [(30, 40)]))]
+    return [
+        spool.SpoolShare(mark, rank, 3, cut)
+        for rank, cut in enumerate(([(0, 10), (40, 58)], [(10, 30)], [(30, 40)]))
+    ]
 
 
 def test_a_version_that_three_ranks_write_is_there_when_all_have_written(tmp_path: Path) -> None:
@@ -149,29 +164,38 @@ def test_a_version_that_three_ranks_write_is_there_when_all_have_written(tmp_pat
     for rank in ranks:
         rank.wait()
     assert ranks[0].ready()
-    assert [path.name for path in tmp_path.iterdir()] == ["version-1"], "and nothing is left of a trainer that was killed"
-    assert sorted(path.name for path in (tmp_path / "version-1").iterdir()) == ["manifest.msgpack", "weights.bin"]
+    assert [path.name for path in tmp_path.iterdir()] == ["version-1"], (
+        "and nothing is left of a trainer that was killed"
+    )
+    assert sorted(path.name for path in (tmp_path / "version-1").iterdir()) == [
+        "manifest.msgpack",
+        "weights.bin",
+    ]
     assert asyncio.run(pull(manifest, [address], generate(), 5.0)).view == blob
 
 
 @pytest.mark.parametrize("how", ["silent", "failed"])
-def test_a_version_that_one_rank_did_not_write_is_left_out_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_version_that_one_rank_did_not_write_is_left_out_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     manifest, blob = version()
     one, two, _ = shares(manifest, "m")
-    monkeypatch.setattr(spool, "OTHERS_S", 0.3 if how == "silent" else 20.0)
-    shelf = spool.Spool(tmp_path)
-    shelf.write(manifest, blob, two)
+    monkeypatch.setattr(spool, "OTHER_RANKS_S", 0.3 if how == "silent" else 20.0)
+    store = spool.Spool(tmp_path)
+    store.write(manifest, blob, two)
     if how == "failed":
-        full = spool.Share("m", 2, 3, [(-1, 1)])  # as a full disk does, a write is refused
+        full = spool.SpoolShare("m", 2, 3, [(-1, 1)])  # as a full disk does, a write is refused
         with pytest.raises(WeightsError, match="Invalid argument"):
-            shelf.write(manifest, blob, full)
-    with pytest.raises(WeightsError, match="no share of rank-2 within" if how == "silent" else "rank 2: .*Invalid argument"):
-        shelf.write(manifest, blob, one)
+            store.write(manifest, blob, full)
+    with pytest.raises(
+        WeightsError, match="no share of rank-2 within" if how == "silent" else "rank 2: .*Invalid argument"
+    ):
+        store.write(manifest, blob, one)
     assert list(tmp_path.iterdir()) == []
     for rank, share in enumerate(shares(manifest, "again")[::-1]):
-        assert shelf.versions() == [], rank
-        shelf.write(manifest, blob, share)
-    assert shelf.versions() == [1]
+        assert store.versions() == [], rank
+        store.write(manifest, blob, share)
+    assert store.versions() == [1]
 
 
 def test_a_spooled_file_with_a_flipped_byte_is_never_used(tmp_path: Path) -> None:
@@ -218,59 +242,65 @@ def test_only_a_spools_own_regular_file_of_the_right_size_is_opened(tmp_path: Pa
 
 def test_a_reader_that_is_before_the_spool_finds_it_when_it_is_there(tmp_path: Path) -> None:
     manifest, blob = version()
-    shelf = spool.Spool(tmp_path)
-    address = shelf._address(1)
+    store = spool.Spool(tmp_path)
+    address = store._address(1)
 
     async def early() -> memoryview:
         waiting = asyncio.create_task(pull(manifest, [address], generate(), 10.0))
         await asyncio.sleep(0.1)
-        shelf.write(manifest, blob)
+        store.write(manifest, blob)
         return (await waiting).view
 
     assert asyncio.run(early()) == blob
 
 
 def test_a_spool_keeps_the_base_of_the_adapters_that_it_keeps(tmp_path: Path) -> None:
-    shelf = spool.Spool(tmp_path, keep=2)
+    store = spool.Spool(tmp_path, keep=2)
     base, blob = version(1)
 
     def adapters(number: int) -> tuple[Manifest, memoryview]:
         return manifests.build(
-            number, {"a": ("int8", (1,), memoryview(bytes([number])))}, adapter=manifests.Adapter(base.root, 1.0, "bfloat16")
+            number,
+            {"a": ("int8", (1,), memoryview(bytes([number])))},
+            adapter=manifests.Adapter(base.root, 1.0, "bfloat16"),
         )
 
-    shelf.write(base, blob)
+    store.write(base, blob)
     for number in range(2, 6):
-        shelf.write(*adapters(number))
-    assert shelf.versions() == [1, 4, 5]
-    shelf.write(*version(6))  # a restarted trainer's
-    assert shelf.versions() == [5, 6], "of two equal bases one is enough"
-    shelf.write(*adapters(7))
-    shelf.write(*adapters(8))
-    assert shelf.versions() == [6, 7, 8]
+        store.write(*adapters(number))
+    assert store.versions() == [1, 4, 5]
+    store.write(*version(6))  # a restarted trainer's
+    assert store.versions() == [5, 6], "of two equal bases one is enough"
+    store.write(*adapters(7))
+    store.write(*adapters(8))
+    assert store.versions() == [6, 7, 8]
 
 
 def test_a_folder_without_its_manifest_is_cleaned_away_and_stops_no_later_version(tmp_path: Path) -> None:
     """What a trainer leaves that is killed while it deletes an old version."""
-    shelf = spool.Spool(tmp_path, keep=2)
+    store = spool.Spool(tmp_path, keep=2)
     for number in (1, 2, 3):
-        shelf.write(*version(number))
+        store.write(*version(number))
     (tmp_path / "version-3" / spool.MANIFEST).unlink()
-    assert shelf.versions() == [2]
-    shelf.write(*version(4))
+    assert store.versions() == [2]
+    store.write(*version(4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-4"]
 
 
-def test_a_version_that_cannot_be_deleted_stops_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = spool.Spool(tmp_path, keep=1)
-    shelf.write(*version(1))
+def test_a_version_that_cannot_be_deleted_stops_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = spool.Spool(tmp_path, keep=1)
+    store.write(*version(1))
     with monkeypatch.context() as patch, capture_logs() as logs:
         # its other file is open on another host
-        patch.setattr("scavenger.weights.spool.shutil.rmtree", lambda path, **_: (path / spool.MANIFEST).unlink())
-        shelf.write(*version(2))
+        patch.setattr(
+            "scavenger.weights.spool.shutil.rmtree", lambda path, **_: (path / spool.MANIFEST).unlink()
+        )
+        store.write(*version(2))
     assert [(entry["event"], entry["was"]) for entry in logs] == [("weights.not_removed", "version-1")]
-    assert shelf.versions() == [2], "complete, or not there under its name"
-    shelf.write(*version(3))
+    assert store.versions() == [2], "complete, or not there under its name"
+    store.write(*version(3))
     assert [path.name for path in tmp_path.iterdir()] == ["version-3"], "tried again"
 
 
@@ -283,24 +313,42 @@ def renamed_but(rename: Callable[[Path, Path], Path], name: str) -> Callable[[Pa
     return refuse
 
 
-def test_cleaning_that_fails_is_told_and_the_version_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = spool.Spool(tmp_path, keep=1)
-    shelf.write(*version(1))
+def test_cleaning_that_fails_is_told_and_the_version_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = spool.Spool(tmp_path, keep=1)
+    store.write(*version(1))
     (tmp_path / "version-1" / spool.MANIFEST).unlink()
-    (tmp_path / "version-1" / spool.MANIFEST).mkdir()  # cannot be read, for another reason than that it is missing
+    (
+        tmp_path / "version-1" / spool.MANIFEST
+    ).mkdir()  # cannot be read, for another reason than that it is missing
     with monkeypatch.context() as patch, capture_logs() as logs:
-        shelf.write(*version(2))
+        store.write(*version(2))
         patch.setattr(Path, "rename", renamed_but(Path.rename, "version-2"))
-        shelf.write(*version(3))
-    assert [entry["event"] for entry in logs] == ["weights.unreadable", "weights.unreadable", "weights.not_cleaned"]
+        store.write(*version(3))
+    assert [entry["event"] for entry in logs] == [
+        "weights.unreadable",
+        "weights.unreadable",
+        "weights.not_cleaned",
+    ]
     assert (tmp_path / "version-3" / spool.MANIFEST).is_file()
 
 
 def test_adapters_alone_are_not_exported_and_the_command_that_merges_them_is_named(tmp_path: Path) -> None:
     base, _ = version(1)
     of = manifests.Adapter(base.root, 1.0, "bfloat16")
-    folder = spool.Spool(tmp_path).write(*manifests.build(2, {"a": ("int8", (1,), memoryview(b"x"))}, adapter=of))
-    done = CliRunner().invoke(app, ["weights", "export", str(Path(folder.endpoint.removeprefix("file://")).parent), str(tmp_path / "out")])
+    folder = spool.Spool(tmp_path).write(
+        *manifests.build(2, {"a": ("int8", (1,), memoryview(b"x"))}, adapter=of)
+    )
+    done = CliRunner().invoke(
+        app,
+        [
+            "weights",
+            "export",
+            str(Path(folder.endpoint.removeprefix("file://")).parent),
+            str(tmp_path / "out"),
+        ],
+    )
     assert isinstance(done.exception, WeightsError)
     assert "scavenger checkpoint export" in str(done.exception)
     assert not (tmp_path / "out").exists()

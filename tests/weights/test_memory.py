@@ -30,12 +30,12 @@ def test_a_buffer_is_idle_only_without_a_view_of_any_part_of_it() -> None:
 def test_the_pool_gives_out_what_is_idle_and_of_the_size() -> None:
     pool = Pool()
     first = pool.take(1000)
-    pool.give(first)
+    pool.put_back(first)
     view = first.view
     assert pool.take(1000) is not first
     del view
     assert pool.take(2000) is not first
-    pool.give(first)
+    pool.put_back(first)
     assert pool.take(1000) is first
     assert pool.take(1000) is not first, "it is taken"
 
@@ -73,7 +73,7 @@ def test_only_the_holders_own_mapping_writes_and_the_size_stays() -> None:
             buffer.prepare(buffer.nbytes)
             buffer.view[:] = letter * buffer.nbytes
             assert os.pread(fd, buffer.nbytes, 0) == letter * buffer.nbytes
-            pool.give(buffer)
+            pool.put_back(buffer)
             assert pool.take(buffer.nbytes) is buffer
     finally:
         os.close(fd)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import keys, wire
+from scavenger.protocol import keys, messages
+from scavenger.weights.engine_store import Store
 from scavenger.weights.pace import MOST_DEBT_S, NodePace, Pace
 from scavenger.weights.source import WeightSource
-from scavenger.weights.store import Store
 from tests.weights.test_store import LIMITS, version
 
 
@@ -54,7 +54,10 @@ def test_a_source_s_own_bucket_is_the_same_one_without_a_file() -> None:
     assert not Pace().bounded
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", struct.pack("<d", float("nan")), struct.pack("<d", 1000.0 + 2 * MOST_DEBT_S), b"x" * 99])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"abc", struct.pack("<d", float("nan")), struct.pack("<d", 1000.0 + 2 * MOST_DEBT_S), b"x" * 99],
+)
 def test_a_file_that_says_nothing_costs_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / f"scavenger-pull-{os.getuid()}").write_bytes(content)
     pace = NodePace(1e7, tmp_path, Clock())
@@ -82,7 +85,9 @@ def test_a_link_in_the_file_s_place_is_not_followed(tmp_path: Path) -> None:
     pace.close()
 
 
-def test_a_file_that_cannot_be_written_leaves_each_engine_its_own_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_leaves_each_engine_its_own_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a full /dev/shm, for which a `pwrite` that fails stands here."""
 
     def full(*_: object) -> int:
@@ -91,7 +96,9 @@ def test_a_file_that_cannot_be_written_leaves_each_engine_its_own_bound(tmp_path
     monkeypatch.setattr("scavenger.weights.pace.os.pwrite", full)
     pace = NodePace(1e7, tmp_path, Clock())
     waits = [pace.owe(1_000_000) for _ in range(3)]
-    assert [round(late - early, 6) for early, late in pairwise(waits)] == [0.1, 0.1], "a pull goes on, as fast as the bound lets it"
+    assert [round(late - early, 6) for early, late in pairwise(waits)] == [0.1, 0.1], (
+        "a pull goes on, as fast as the bound lets it"
+    )
     pace.close()
 
 
@@ -116,12 +123,17 @@ def test_two_pulls_at_once_take_as_long_as_their_bytes_cost_together(tmp_path: P
     async def main() -> float:
         manifest, blob = version(1)
         paces = [NodePace(rate, tmp_path) for _ in range(2)]
-        stores = [Store(keys.generate(), lambda _: None, lambda: "127.0.0.1", limits=LIMITS, pace=pace) for pace in paces]
+        stores = [
+            Store(keys.generate(), lambda _: None, lambda: "127.0.0.1", limits=LIMITS, pace=pace)
+            for pace in paces
+        ]
         try:
             with WeightSource(local=False) as trainer:  # as one on another machine
-                weights = wire.UseWeights(1, b"m", (trainer.publish(manifest, blob),))
+                weights = messages.UseWeights(1, b"m", (trainer.publish(manifest, blob),))
                 began = time.monotonic()
-                got = await asyncio.gather(*(store.get(manifest, weights, 0.1) for store in stores))  # a bound is no failure
+                got = await asyncio.gather(
+                    *(store.get(manifest, weights, 0.1) for store in stores)
+                )  # a bound is no failure
                 took_s = time.monotonic() - began
             assert [one.view == blob for one in got] == [True, True]
         finally:

@@ -12,18 +12,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import structlog
 
-from scavenger import keys, wire
 from scavenger.errors import ConfigError, WeightsError
+from scavenger.protocol import keys, messages
+from scavenger.weights import connection_factory, pull, rdma
 from scavenger.weights import manifest as manifests
-from scavenger.weights import opener, pull, rdma
 from scavenger.weights import source as source_module
 from scavenger.weights.channel_rdma import RdmaChannel
+from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
-from scavenger.weights.store import Store
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 from tests.weights.test_shared_version import published, shared, sources
 
 MISSING = "NIXL is not installed: pip install '.[nixl]' in a clone (its wheels are for Linux, and bring UCX)"
@@ -44,7 +44,7 @@ def source() -> Iterator[WeightSource]:
 
 
 def pulled(manifest: Manifest, *given: object, deadline_s: float = 20.0) -> Pull:
-    work = Pull(manifest, keys.generate(), limits=Limits(stall_s=2.0, backoff_s=0.01))
+    work = Pull(manifest, keys.generate(), limits=TransferLimits(stall_s=2.0, backoff_s=0.01))
     work.offer(given)  # type: ignore[arg-type]
     asyncio.run(work.finish(deadline_s))
     return work
@@ -82,28 +82,30 @@ def test_a_holder_that_dies_is_replaced_and_a_wrong_token_reaches_nothing(source
     channel = RdmaChannel.connect(address, manifest, 2.0)
     into = memoryview(bytearray(manifest.chunk_nbytes))
     channel.ask(3)
-    assert channel.answer(into, lambda: None) is not None
+    assert channel.reply(into, lambda: None) is not None
     assert into == buffer.view[3 << 14 : 4 << 14]
     waiting = threading.Thread(target=source.close)
     waiting.start()
     waiting.join(10.0)
     channel.ask_have()
     with pytest.raises(OSError):
-        channel.answer(into, lambda: None)
+        channel.reply(into, lambda: None)
     channel.close()
     channel.end()
     with WeightSource(local=False) as other:
         assert pulled(manifest, address, other.publish(manifest, buffer)).buffer.view == buffer.view
 
 
-def test_without_nixl_a_receiver_takes_tcp_and_says_so_and_a_publisher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_a_receiver_takes_tcp_and_says_so_and_a_publisher_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     manifest, buffer = version()
 
     def missing(*_: object) -> rdma.Agent:
         raise WeightsError("NIXL cannot be imported: not here", "install it")
 
     monkeypatch.setattr(rdma, "shared", missing)
-    monkeypatch.setattr(opener, "_log", structlog.get_logger())
+    monkeypatch.setattr(connection_factory, "_log", structlog.get_logger())
     with WeightSource(local=False) as plain:
         address = plain.publish(manifest, buffer)
         told = type(address)(address.endpoint, "", address.token, "", True, True)
@@ -190,7 +192,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, rdma.Agent]:
     agents = {role: rdma.Agent() for role in ("serve", "read")}
     monkeypatch.setattr(rdma, "shared", agents.__getitem__)
     monkeypatch.setattr(rdma, "installed", lambda: True)
-    for owner in (opener, pull, rdma):
+    for owner in (connection_factory, pull, rdma):
         monkeypatch.setattr(owner, "_log", structlog.get_logger())
     return agents
 
@@ -206,7 +208,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, rdma.Agent]:
     ],
 )
 def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_tried_again(
-    stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch, broken: set[str], state: str, reason: str
+    stand_in: dict[str, rdma.Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: set[str],
+    state: str,
+    reason: str,
 ) -> None:
     """With a stand-in for NIXL's agent."""
     manifest, buffer = version()
@@ -215,17 +221,28 @@ def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_t
     reads: StandIn = stand_in["read"]._agent
     monkeypatch.setattr(reads, "broken", frozenset(broken))
     monkeypatch.setattr(reads, "state", state)
-    store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=Limits(stall_s=0.2, backoff_s=0.01))
+    store = Store(
+        keys.generate(),
+        lambda _s: None,
+        lambda: "127.0.0.1",
+        limits=TransferLimits(stall_s=0.2, backoff_s=0.01),
+    )
     try:
         with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
             address = source.publish(manifest, buffer)
             assert address.nixl
-            assert asyncio.run(store.get(manifest, wire.UseWeights(1, b"m", (address,)), 10.0)).view == buffer.view
+            assert (
+                asyncio.run(store.get(manifest, messages.UseWeights(1, b"m", (address,)), 10.0)).view
+                == buffer.view
+            )
             assert source.stats.parts >= len(manifest.chunk_hashes)
             tried = len(reads.calls)
             assert tried
             later = source.publish(second, other)
-            assert asyncio.run(store.get(second, wire.UseWeights(2, b"m", (later,)), 10.0)).view == other.view
+            assert (
+                asyncio.run(store.get(second, messages.UseWeights(2, b"m", (later,)), 10.0)).view
+                == other.view
+            )
             assert len(reads.calls) == tried, "NIXL was not used again"
     finally:
         store.close()
@@ -235,16 +252,26 @@ def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_t
     assert not reads.registered or "deregister_memory" in broken
 
 
-def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(
+    stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for NIXL's agent."""
     manifest, buffer = version()
     monkeypatch.setattr(stand_in["serve"]._agent, "broken", frozenset({"register_memory"}))
     monkeypatch.setattr(source_module, "_log", structlog.get_logger())
-    store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=Limits(stall_s=0.2, backoff_s=0.01))
+    store = Store(
+        keys.generate(),
+        lambda _s: None,
+        lambda: "127.0.0.1",
+        limits=TransferLimits(stall_s=0.2, backoff_s=0.01),
+    )
     try:
         with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
             address = source.publish(manifest, buffer)
-            assert asyncio.run(store.get(manifest, wire.UseWeights(1, b"m", (address,)), 10.0)).view == buffer.view
+            assert (
+                asyncio.run(store.get(manifest, messages.UseWeights(1, b"m", (address,)), 10.0)).view
+                == buffer.view
+            )
             assert source.stats.failed
     finally:
         store.close()
@@ -257,7 +284,7 @@ def test_a_pull_that_ends_while_nixl_reads_says_nothing_against_nixl(stand_in: d
     """With a stand-in for NIXL's agent."""
     manifest, buffer = version()
     with WeightSource(local=False, nixl=True) as source:
-        work = Pull(manifest, keys.generate(), limits=Limits(stall_s=30.0))
+        work = Pull(manifest, keys.generate(), limits=TransferLimits(stall_s=30.0))
         work.offer([source.publish(manifest, buffer)])
         with pytest.raises(WeightsError, match=r"not complete after 0\.3 s"):
             asyncio.run(work.finish(0.3))
@@ -273,7 +300,9 @@ def test_a_buffer_that_a_collector_ends_within_a_registration_is_deregistered_an
     nixl: StandIn = agent._agent
     buffers = [Buffer(10), Buffer(10)]
     agent.expose(buffers[0], [(0, 10)])
-    nixl.during = lambda: buffers.pop(0) and None  # the last reference goes here, as with a cycle that is collected
+    nixl.during = lambda: (
+        buffers.pop(0) and None
+    )  # the last reference goes here, as with a cycle that is collected
     kept = buffers[1]
     done = threading.Thread(target=agent.expose, args=(kept, [(0, 10)]), daemon=True)
     done.start()
@@ -285,4 +314,6 @@ def test_a_buffer_that_a_collector_ends_within_a_registration_is_deregistered_an
     assert len(nixl.registered) == 1
     del kept
     buffers.clear()
-    assert not nixl.registered, "memory that nobody uses is not kept from the system until a next version comes"
+    assert not nixl.registered, (
+        "memory that nobody uses is not kept from the system until a next version comes"
+    )

@@ -40,9 +40,13 @@ def test_every_chunk_has_one_owner_who_is_given_what_it_lacks(seed: int) -> None
             assert memory[rank][one * chunk : (one + 1) * chunk] == truth[one * chunk : (one + 1) * chunk]
     hashes = manifests.hashes_of(memoryview(truth), chunk)
     sealed = manifests.seal(1, tensors, hashes, chunk_nbytes=chunk, shards=made.shards)
-    again = manifests.decode(manifests.encode(sealed), any_chunk=True)  # what travels names the shards, and they add up
+    again = manifests.decode(
+        manifests.encode(sealed), any_chunk=True
+    )  # what travels names the shards, and they add up
     assert again.shards == made.shards
-    assert again.root == manifests.seal(1, tensors, hashes, chunk_nbytes=chunk).root, "however many ranks made it"
+    assert again.root == manifests.seal(1, tensors, hashes, chunk_nbytes=chunk).root, (
+        "however many ranks made it"
+    )
 
 
 @pytest.mark.parametrize("count", range(12))

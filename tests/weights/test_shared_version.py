@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from scavenger import keys, wire
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights import protocol
 from scavenger.weights import pull as pulls
@@ -18,9 +18,9 @@ from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.protocol import Get
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 
-QUICK = Limits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
+QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 CHUNK = 4096
 
 
@@ -31,7 +31,9 @@ def shared(number: int, ranks: int, chunks: int = 120) -> tuple[Manifest, memory
     each = chunks // ranks * CHUNK
     cuts = [rank * each for rank in range(ranks)] + [len(blob)]
     shards = tuple(Shard(rank, cuts[rank], cuts[rank + 1]) for rank in range(ranks))
-    return manifests.seal(number, table, manifests.hashes_of(blob, CHUNK), chunk_nbytes=CHUNK, shards=shards), blob
+    return manifests.seal(
+        number, table, manifests.hashes_of(blob, CHUNK), chunk_nbytes=CHUNK, shards=shards
+    ), blob
 
 
 def of_rank(manifest: Manifest, blob: memoryview, rank: int) -> tuple[Buffer, list[int]]:
@@ -42,16 +44,22 @@ def of_rank(manifest: Manifest, blob: memoryview, rank: int) -> tuple[Buffer, li
 
 
 @contextlib.contextmanager
-def sources(manifest: Manifest, blob: memoryview, *, encrypt: bool = False, local: bool = False) -> Iterator[list[WeightSource]]:
+def sources(
+    manifest: Manifest, blob: memoryview, *, encrypt: bool = False, local: bool = False
+) -> Iterator[list[WeightSource]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(WeightSource(encrypt=encrypt, local=local)) for _ in manifest.shards]
 
 
-def published(manifest: Manifest, blob: memoryview, ranks: Sequence[WeightSource]) -> list[wire.WeightSource]:
+def published(
+    manifest: Manifest, blob: memoryview, ranks: Sequence[WeightSource]
+) -> list[messages.WeightSource]:
     return [source.publish(manifest, *of_rank(manifest, blob, rank)) for rank, source in enumerate(ranks)]
 
 
-def pulled(manifest: Manifest, given: Sequence[wire.WeightSource], deadline_s: float = 20.0) -> memoryview:
+def pulled(
+    manifest: Manifest, given: Sequence[messages.WeightSource], deadline_s: float = 20.0
+) -> memoryview:
     work = Pull(manifest, keys.generate(), limits=QUICK)
     work.offer(given)
     return asyncio.run(work.finish(deadline_s)).view
@@ -95,16 +103,25 @@ def test_more_ranks_than_connections_take_turns(monkeypatch: pytest.MonkeyPatch)
             ranks[gone].close()
         work = Pull(manifest, keys.generate(), limits=QUICK)
         work.offer(given)
-        assert "6 of rank 4 missing, 6 of rank 5 missing, 6 of rank 6 missing, 6 of rank 7 missing" in lacking(work, 96)
+        assert (
+            "6 of rank 4 missing, 6 of rank 5 missing, 6 of rank 6 missing, 6 of rank 7 missing"
+            in lacking(work, 96)
+        )
         with WeightSource(local=False) as engine:
             relay = engine.publish(manifest, blob)
             assert pulled(manifest, [*given, relay]) == blob
             assert engine.stats.parts >= 24
 
 
-def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_successor_has_the_rest() -> None:
+def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_successor_has_the_rest() -> (
+    None
+):
     manifest, blob = shared(1, ranks=2)
-    with sources(manifest, blob) as ranks, WeightSource(local=False) as engine, WeightSource(local=False) as successor:
+    with (
+        sources(manifest, blob) as ranks,
+        WeightSource(local=False) as engine,
+        WeightSource(local=False) as successor,
+    ):
         given = published(manifest, blob, ranks)
         buffer, _ = of_rank(manifest, blob, 1)
         relay = engine.publish_empty(manifest, buffer)
@@ -125,19 +142,21 @@ def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> No
     manifest, blob = shared(1, ranks=2)
     pool = Pool()
     with WeightSource(local=False, keep=1, lease_s=15.0) as source:
-        shelf = source._shelf
-        shelf._clock = lambda: now
+        store = source._store
+        store._clock = lambda: now
         buffer, chunks = of_rank(manifest, blob, 0)
         token = source.publish(manifest, buffer, chunks).token
-        pool.give(buffer)
+        pool.put_back(buffer)
         ask = protocol.decode_request(protocol.get(token, 1, 0))
         assert isinstance(ask, Get)
-        assert shelf.answer(ask, "reader")[1] is not None
+        assert store.reply(ask, "reader")[1] is not None
         second, more = shared(2, ranks=2)
-        source.publish(second, *of_rank(second, more, 0))  # the first one leaves the shelf, and its reader reads on
+        source.publish(
+            second, *of_rank(second, more, 0)
+        )  # the first one leaves the shelf, and its reader reads on
         now = 10.0
         assert pool.take(manifest.total_nbytes) is not buffer
-        assert shelf.answer(ask, "reader")[1] == blob[:CHUNK]
+        assert store.reply(ask, "reader")[1] == blob[:CHUNK]
         now = 24.0
         assert pool.take(manifest.total_nbytes) is not buffer, "it asked again, so its lease is longer"
         now = 25.1

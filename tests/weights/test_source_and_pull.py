@@ -9,8 +9,8 @@ import sys
 import pytest
 import zmq
 
-from scavenger import keys, wire
 from scavenger.errors import WeightsError
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES
@@ -62,7 +62,7 @@ def test_a_wrong_token_is_refused(source: WeightSource) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
     with pytest.raises(WeightsError, match="under this token"):
-        get(manifest, wire.WeightSource(address.endpoint, address.server_key, bytes(TOKEN_NBYTES)))
+        get(manifest, messages.WeightSource(address.endpoint, address.server_key, bytes(TOKEN_NBYTES)))
     assert source.stats.parts == 0
     assert source.stats.refused > 0
 
@@ -99,16 +99,22 @@ def test_nobody_listening_is_an_error_at_the_deadline(source: WeightSource) -> N
         get(manifest, address, deadline_s=1.0)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://", *(f"tcp://127.0.0.1:{port}" for port in ("1", "²", "99999", "9" * 5000))])
-def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(source: WeightSource, endpoint: str) -> None:
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://", *(f"tcp://127.0.0.1:{port}" for port in ("1", "²", "99999", "9" * 5000))]
+)
+def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(
+    source: WeightSource, endpoint: str
+) -> None:
     """An engine's word is passed on: what it says its address is may be anything."""
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
-    assert get(manifest, wire.WeightSource(endpoint, address.server_key, address.token), address) == blob
+    assert get(manifest, messages.WeightSource(endpoint, address.server_key, address.token), address) == blob
 
 
 @pytest.mark.parametrize("key", ["x", "ä" * 40, "~" * 40])
-def test_a_key_that_is_none_costs_its_holder_and_leaves_no_context_behind(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_key_that_is_none_costs_its_holder_and_leaves_no_context_behind(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     """An engine's word is passed on: what it says its key is may be anything."""
     manifest, blob = version(1)
     made, real = list[zmq.Context[zmq.Socket[bytes]]](), zmq.Context
@@ -120,7 +126,7 @@ def test_a_key_that_is_none_costs_its_holder_and_leaves_no_context_behind(monkey
     with WeightSource(encrypt=True) as source:
         address = source.publish(manifest, blob)
         monkeypatch.setattr(zmq, "Context", context)
-        wrong = wire.WeightSource(address.endpoint, key, address.token)
+        wrong = messages.WeightSource(address.endpoint, key, address.token)
         assert get(manifest, wrong, address) == blob
         with pytest.raises(WeightsError, match="cannot be used"):
             get(manifest, wrong, deadline_s=0.5)
@@ -175,7 +181,13 @@ os._exit(0)  # with two, pyzmq waits at the exit for the one that nobody reaches
 def test_two_threads_that_send_first_make_no_two_collectors_of_sent_memory() -> None:
     """pyzmq's own are made where they are first asked for; without ours the same program makes two."""
     for ours, made in ((False, "2"), (True, "0")):
-        done = subprocess.run([sys.executable, "-c", RACE.format(ours=ours)], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", RACE.format(ours=ours)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         assert done.stdout.strip() == made
 
 
@@ -196,7 +208,7 @@ def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: Weight
     buffer.view[5000] ^= 1
     with pytest.raises(WeightsError, match="does not have the manifest's hash"):
         get(manifest, address)
-    elsewhere = wire.WeightSource(address.endpoint, "", address.token, "another-machine:x")
+    elsewhere = messages.WeightSource(address.endpoint, "", address.token, "another-machine:x")
     buffer.view[5000] ^= 1
     assert get(manifest, elsewhere) == blob
     assert tcp.stats.parts == len(manifest.chunk_hashes)
@@ -207,7 +219,7 @@ def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightSource) -> None
     buffer = Buffer(len(blob))
     address = tcp.publish(manifest, buffer)
     with pytest.raises(WeightsError, match="under this token"):
-        get(manifest, wire.WeightSource(address.endpoint, "", bytes(TOKEN_NBYTES), address.local))
+        get(manifest, messages.WeightSource(address.endpoint, "", bytes(TOKEN_NBYTES), address.local))
     assert tcp.stats.mapped == 0
 
 
@@ -219,7 +231,10 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
     async def both() -> tuple[Buffer, Buffer]:
         with WeightSource(local=False) as first, WeightSource(local=False) as second:
             works = [Pull(manifest, ME, limits=QUICK, seed=seed) for seed in (1, 2)]
-            held = [one.publish_empty(manifest, work.buffer) for one, work in zip((first, second), works, strict=True)]
+            held = [
+                one.publish_empty(manifest, work.buffer)
+                for one, work in zip((first, second), works, strict=True)
+            ]
             works[0].arrived = lambda chunk: first.arrived(1, chunk)
             works[1].arrived = lambda chunk: second.arrived(1, chunk)
             works[0].offer([publisher, held[1]])

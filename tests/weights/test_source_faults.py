@@ -17,15 +17,15 @@ import structlog
 import zmq
 from structlog.testing import capture_logs
 
-from scavenger import wire
 from scavenger.errors import WeightsError
+from scavenger.protocol import messages
 from scavenger.weights import protocol, source_zmq
 from scavenger.weights import source as sources
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import TOKEN_NBYTES, Holds, NoSuch, decode_answer
-from scavenger.weights.shelf import Shelf
+from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, NoSuch, decode_reply
 from scavenger.weights.source import WeightSource
 from scavenger.weights.source_zmq import SEND_QUEUE
+from scavenger.weights.version_store import VersionStore
 from tests.weights.pulling import ME, get, version
 
 
@@ -34,7 +34,10 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
     address = source.publish(manifest, blob)
     if not address.server_key:
         host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
-        with socket.create_connection((host, int(port))) as staller, socket.create_connection((host, int(port))) as fool:
+        with (
+            socket.create_connection((host, int(port))) as staller,
+            socket.create_connection((host, int(port))) as fool,
+        ):
             fool.sendall((5).to_bytes(4, "little") + b"hello")
             assert fool.recv(1) == b""
             for chunk in range(len(manifest.chunk_hashes)):
@@ -66,19 +69,21 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
         context.term()
 
 
-def connected(address: wire.WeightSource) -> socket.socket:
+def connected(address: messages.WeightSource) -> socket.socket:
     host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)), 5.0)
 
 
-def prove(sock: socket.socket, address: wire.WeightSource) -> None:
+def prove(sock: socket.socket, address: messages.WeightSource) -> None:
     frame = protocol.have(address.token, 1)
     sock.sendall(len(frame).to_bytes(4, "little") + frame)
     size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
-    assert isinstance(decode_answer(sock.recv(size, socket.MSG_WAITALL)), Holds)
+    assert isinstance(decode_reply(sock.recv(size, socket.MSG_WAITALL)), AvailableChunks)
 
 
-def test_strangers_that_take_every_connection_keep_no_receiver_out(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_take_every_connection_keep_no_receiver_out(
+    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "MAX_CONNECTIONS", 4)
     manifest, blob = version(1)
     address = tcp.publish(manifest, blob)
@@ -92,7 +97,9 @@ def test_strangers_that_take_every_connection_keep_no_receiver_out(tcp: WeightSo
         prove(known, address)  # who has proven itself is not the one that makes room
 
 
-def test_a_network_full_of_receivers_leaves_room_for_the_neighbours(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_full_of_receivers_leaves_room_for_the_neighbours(
+    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "MAX_CONNECTIONS", 2)
     manifest, blob = version(1)
     buffer = Buffer(len(blob))
@@ -114,11 +121,18 @@ def drip(sock: socket.socket, piece: bytes, for_s: float) -> None:
         time.sleep(0.02)  # the dripping itself is what is tested
 
 
-def test_a_connection_that_proves_nothing_ends_however_it_drips(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_proves_nothing_ends_however_it_drips(
+    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "UNPROVEN_S", 0.5)
     manifest, blob = version(1)
     address = tcp.publish(manifest, blob)
-    with connected(address) as known, connected(address) as silent, connected(address) as dripping, connected(address) as wrong:
+    with (
+        connected(address) as known,
+        connected(address) as silent,
+        connected(address) as dripping,
+        connected(address) as wrong,
+    ):
         prove(known, address)
         dripping.sendall((500).to_bytes(4, "little"))
         guess = protocol.have(bytes(TOKEN_NBYTES), 1)
@@ -129,7 +143,7 @@ def test_a_connection_that_proves_nothing_ends_however_it_drips(tcp: WeightSourc
         prove(known, address)
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]], address: wire.WeightSource) -> zmq.Socket[bytes]:
+def dealer(context: zmq.Context[zmq.Socket[bytes]], address: messages.WeightSource) -> zmq.Socket[bytes]:
     made = context.socket(zmq.DEALER)
     made.curve_serverkey = address.server_key.encode()
     made.curve_publickey, made.curve_secretkey = ME.public.encode(), ME.secret.encode()
@@ -147,22 +161,24 @@ def test_a_chunk_outside_the_version_is_refused() -> None:
         try:
             for chunk in (-1, len(manifest.chunk_hashes)):
                 asking.send(protocol.get(address.token, 1, chunk))
-                assert decode_answer(asking.recv()) == NoSuch(1, chunk, "the version has no such chunk")
+                assert decode_reply(asking.recv()) == NoSuch(1, chunk, "the version has no such chunk")
         finally:
             asking.close()
             context.term()
 
 
 @pytest.mark.parametrize("encrypt", [True, False])
-def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(encrypt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, faults = Shelf.answer, [RuntimeError("out of luck")]
+def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(
+    encrypt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply, faults = VersionStore.reply, [RuntimeError("out of luck")]
 
-    def broken(self: Shelf, *asked: Any) -> Any:
+    def broken(self: VersionStore, *asked: Any) -> Any:
         if faults:
             raise faults.pop()
-        return answer(self, *asked)
+        return reply(self, *asked)
 
-    monkeypatch.setattr(Shelf, "answer", broken)
+    monkeypatch.setattr(VersionStore, "reply", broken)
     for module in (sources, source_zmq):
         monkeypatch.setattr(module, "_log", structlog.get_logger())
     manifest, blob = version(1)
@@ -186,20 +202,26 @@ threading.Event().wait()
 
 def test_a_curve_source_whose_socket_fails_ends_a_process_that_ignores_sigterm_and_says_why() -> None:
     """It cannot serve again, and its holders would go on naming it."""
-    done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1, done
     assert "error: the encrypted weights source cannot serve any more: ContextTerminated" in done.stderr
     assert "remedy: start this process again" in done.stderr
     assert "weights.source_ended" in done.stdout + done.stderr
 
 
-def test_a_curve_source_whose_socket_fails_tells_its_owner_and_publishes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_source_whose_socket_fails_tells_its_owner_and_publishes_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(source_zmq, "_log", structlog.get_logger())
 
     def attempt(self: source_zmq.CurveServer, *_: object) -> None:
         raise zmq.ZMQError(zmq.ENOTSOCK)
 
-    monkeypatch.setattr(source_zmq.CurveServer, "_attempt", attempt)  # stands for a `recv` or `poll` that fails
+    monkeypatch.setattr(
+        source_zmq.CurveServer, "_attempt", attempt
+    )  # stands for a `recv` or `poll` that fails
     manifest, blob = version(1)
     context = zmq.Context()
     faults: queue.SimpleQueue[WeightsError] = queue.SimpleQueue()
@@ -233,7 +255,10 @@ class Unwilling:
 
 
 def test_an_accept_that_fails_does_not_end_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ECONNABORTED, "Software caused connection abort")]
+    failures = [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ECONNABORTED, "Software caused connection abort"),
+    ]
     accept = WeightSource._accept
     monkeypatch.setattr(WeightSource, "_accept", lambda self, sock: accept(self, Unwilling(sock, failures)))  # type: ignore[arg-type]
     manifest, blob = version(1)
@@ -244,7 +269,9 @@ def test_an_accept_that_fails_does_not_end_a_source(monkeypatch: pytest.MonkeyPa
     assert not any(thread.is_alive() for _, thread in source._listeners)
 
 
-def test_a_connection_for_which_there_is_no_thread_does_not_end_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_for_which_there_is_no_thread_does_not_end_a_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     start, refused = threading.Thread.start, []
 
     def begin(thread: threading.Thread) -> None:
@@ -261,7 +288,9 @@ def test_a_connection_for_which_there_is_no_thread_does_not_end_a_source(monkeyp
         assert source.stats.dropped == 2
 
 
-def test_a_source_that_finds_no_thread_for_its_neighbours_leaves_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_finds_no_thread_for_its_neighbours_leaves_no_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun: list[threading.Thread] = []
     start = threading.Thread.start
 

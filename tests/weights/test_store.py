@@ -14,44 +14,48 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scavenger import keys, wire
 from scavenger.errors import WeightsError
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
+from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
-from scavenger.weights.store import Store
-from scavenger.weights.transfer import Limits
+from scavenger.weights.transfer import TransferLimits
 from tests.weights.cut import Cut
 
-LIMITS = Limits(stall_s=0.5, backoff_s=0.01, backoff_max_s=0.05)
+LIMITS = TransferLimits(stall_s=0.5, backoff_s=0.01, backoff_max_s=0.05)
 
 
 def version(number: int, seed: int | None = None, nbytes: int = 1 << 19) -> tuple[Manifest, memoryview]:
     data = os.urandom(nbytes) if seed is None else bytes([seed]) * nbytes
-    return manifests.build(number, {"w": ("bfloat16", (nbytes // 2,), memoryview(data))}, chunk_nbytes=1 << 14)
+    return manifests.build(
+        number, {"w": ("bfloat16", (nbytes // 2,), memoryview(data))}, chunk_nbytes=1 << 14
+    )
 
 
 class Engine:
     """A store, and what it said."""
 
     def __init__(self, announce_s: float = 0.5) -> None:
-        self.said: list[wire.Serving] = []
-        self.store = Store(keys.generate(), self.said.append, lambda: "127.0.0.1", limits=LIMITS, announce_s=announce_s)
+        self.said: list[messages.Serving] = []
+        self.store = Store(
+            keys.generate(), self.said.append, lambda: "127.0.0.1", limits=LIMITS, announce_s=announce_s
+        )
 
     async def get(
         self,
         manifest: Manifest,
-        *sources: wire.WeightSource,
+        *sources: messages.WeightSource,
         keep: tuple[int, ...] = (),
         deadline_s: float = 10.0,
         encrypt: bool = False,
     ) -> memoryview:
-        weights = wire.UseWeights(manifest.version, b"m", sources, keep, encrypt=encrypt)
+        weights = messages.UseWeights(manifest.version, b"m", sources, keep, encrypt=encrypt)
         return (await self.store.get(manifest, weights, deadline_s)).view
 
-    def address(self) -> wire.WeightSource:
+    def address(self) -> messages.WeightSource:
         assert self.said[-1].source is not None
         return self.said[-1].source
 
@@ -75,7 +79,9 @@ def test_an_engine_serves_on_what_it_verified_when_the_publisher_is_gone(encrypt
                 published = trainer.publish(manifest, blob)
                 assert await first.get(manifest, published) == blob
             assert bool(first.address().server_key) == encrypt
-            assert await second.get(manifest, published, first.address()) == blob  # a joiner while the publisher is dead
+            assert (
+                await second.get(manifest, published, first.address()) == blob
+            )  # a joiner while the publisher is dead
 
     asyncio.run(main())
 
@@ -87,7 +93,9 @@ def test_what_comes_from_a_disk_alone_is_served_on_encrypted_where_the_run_is(tm
         async with engines(2) as (first, second):
             await first.get(manifest, disk)
             assert not first.address().server_key
-            await first.get(manifest, disk, encrypt=True)  # published again by a trainer that encrypts from now on
+            await first.get(
+                manifest, disk, encrypt=True
+            )  # published again by a trainer that encrypts from now on
             assert [said.source is None for said in first.said] == [False, True, False, False]
             assert first.address().server_key
             await second.get(manifest, disk, encrypt=True)
@@ -104,7 +112,9 @@ def test_an_encrypted_run_s_weights_are_not_asked_for_in_the_clear() -> None:
                 wrong = clear.publish(manifest, blob)
                 with pytest.raises(WeightsError, match="no source"):
                     await engine.get(manifest, wrong, encrypt=True)
-                assert await engine.get(manifest, wrong, trainer.publish(manifest, blob), encrypt=True) == blob
+                assert (
+                    await engine.get(manifest, wrong, trainer.publish(manifest, blob), encrypt=True) == blob
+                )
                 assert clear.stats.parts == 0
 
     asyncio.run(main())
@@ -121,27 +131,35 @@ def test_a_publisher_that_dies_within_a_pull_is_replaced_by_a_joiner_s_neighbour
             while slow.stats.parts < 3:
                 await asyncio.sleep(0.01)
             slow.close()
-            second.store.offer(wire.UseWeights(1, b"", (first.address(),)))
+            second.store.offer(messages.UseWeights(1, b"", (first.address(),)))
             assert await waiting == blob
 
     asyncio.run(main())
 
 
-def test_a_base_that_is_pulled_comes_from_those_too_that_hold_it_under_the_number_of_a_restarted_trainer() -> None:
+def test_a_base_that_is_pulled_comes_from_those_too_that_hold_it_under_the_number_of_a_restarted_trainer() -> (
+    None
+):
     async def main() -> None:
         first, blob = manifests.build(1, {"w": ("int8", (8 << 20,), memoryview(bytes(8 << 20)))})
         again = msgspec.structs.replace(first, version=3)  # a number is no part of the root
-        adapters, _ = manifests.build(2, {"w": ("int8", (1,), memoryview(b"a"))}, adapter=manifests.Adapter(first.root, 1.0, "float32"))
+        adapters, _ = manifests.build(
+            2, {"w": ("int8", (1,), memoryview(b"a"))}, adapter=manifests.Adapter(first.root, 1.0, "float32")
+        )
         async with engines(1) as (engine,):
             slow = WeightSource(local=False, nbytes_per_s=1 << 21)
-            under = wire.BaseWeights(1, manifests.encode(first), (slow.publish(first, blob),), first.root)
-            asked = wire.UseWeights(2, manifests.encode(adapters), (), base=under)
+            under = messages.BaseWeights(1, manifests.encode(first), (slow.publish(first, blob),), first.root)
+            asked = messages.UseWeights(2, manifests.encode(adapters), (), base=under)
             waiting = asyncio.create_task(engine.store.get_base(adapters, asked, 20.0))
             while not slow.stats.parts:
                 await asyncio.sleep(0.01)
             with WeightSource(local=False) as trainer:
                 source = trainer.publish(again, blob)
-                engine.store.offer(wire.UseWeights(2, b"", (), more=True, base=wire.BaseWeights(3, b"", (source,), again.root)))
+                engine.store.offer(
+                    messages.UseWeights(
+                        2, b"", (), more=True, base=messages.BaseWeights(3, b"", (source,), again.root)
+                    )
+                )
                 slow.close()
                 pulled, buffer = await waiting
                 assert trainer.stats.parts
@@ -216,7 +234,9 @@ def test_an_engine_is_sent_what_changed_since_its_version() -> None:
         first, blob = version(1)
         later = bytearray(blob)
         later[::999] = bytes(len(later[::999]))
-        second, new = manifests.build(2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14)
+        second, new = manifests.build(
+            2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14
+        )
         async with engines(1) as (engine,):
             with WeightSource(local=False, deltas=1) as trainer:
                 await engine.get(first, trainer.publish(first, blob))
@@ -237,17 +257,23 @@ def steps(count: int) -> list[tuple[Manifest, memoryview]]:
         data = bytearray(made[-1][1])
         for at in range(number, len(data), 999):
             data[at] ^= 1
-        made.append(manifests.build(number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=1 << 14))
+        made.append(
+            manifests.build(
+                number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=1 << 14
+            )
+        )
     return made
 
 
-def network(source: wire.WeightSource) -> wire.WeightSource:
+def network(source: messages.WeightSource) -> messages.WeightSource:
     """As a receiver on another machine sees it."""
     return msgspec.structs.replace(source, local="")
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions_behind(encrypt: bool) -> None:
+def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions_behind(
+    encrypt: bool,
+) -> None:
     async def main() -> None:
         published = steps(3)
         chunks = len(published[0][0].chunk_hashes)
@@ -310,7 +336,7 @@ def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed
                     while not lost.gone:
                         await asyncio.sleep(0.005)  # polls a condition
                 assert not waiting.done(), "nothing is used before all of it is here"
-                receiver.store.offer(wire.UseWeights(2, b"", (network(other.address()),)))
+                receiver.store.offer(messages.UseWeights(2, b"", (network(other.address()),)))
                 assert await waiting == blob
             assert kept_source.chains.used == kept_source.stats.parts > 0, "and it, too, sends what changed"
             assert lost_source.stats.nbytes + kept_source.stats.nbytes < newest.total_nbytes / 5
@@ -338,17 +364,29 @@ def test_a_base_that_is_held_takes_no_hashing() -> None:
         base, base_blob = manifests.build(1, {"w": ("bfloat16", (1 << 21,), memoryview(os.urandom(1 << 22)))})
         adapter = manifests.Adapter(base.root, 1.0, "bfloat16")
         adapters = [
-            manifests.build(number, {"l.lora_A.weight": ("bfloat16", (1 << 18,), memoryview(os.urandom(1 << 19)))}, adapter=adapter)
+            manifests.build(
+                number,
+                {"l.lora_A.weight": ("bfloat16", (1 << 18,), memoryview(os.urandom(1 << 19)))},
+                adapter=adapter,
+            )
             for number in (2, 3)
         ]
         async with engines(1) as (engine,):
             with WeightSource(local=False, keep=4) as trainer:
                 await engine.get(base, trainer.publish(base, base_blob))
                 assert engine.store.verify_s > 0
-                named = wire.BaseWeights(base.version, manifests.encode(base), (trainer.publish(base, base_blob),))
+                named = messages.BaseWeights(
+                    base.version, manifests.encode(base), (trainer.publish(base, base_blob),)
+                )
                 for manifest, blob in adapters:
                     for said in (None, named):  # here already, whether or not it is named
-                        order = wire.UseWeights(manifest.version, b"m", (trainer.publish(manifest, blob),), (base.version,), base=said)
+                        order = messages.UseWeights(
+                            manifest.version,
+                            b"m",
+                            (trainer.publish(manifest, blob),),
+                            (base.version,),
+                            base=said,
+                        )
                         assert (await engine.store.get_base(manifest, order, 10.0))[0].root == base.root
                         assert engine.store.verify_s == 0.0
                     await engine.store.get(manifest, order, 10.0)
@@ -383,7 +421,7 @@ def test_a_process_that_cannot_serve_still_receives() -> None:
         store = Store(keys.generate(), lambda _s: pytest.fail("it serves nothing"), nowhere, limits=LIMITS)
         with WeightSource() as trainer:
             address = trainer.publish(manifest, blob)
-            assert (await store.get(manifest, wire.UseWeights(1, b"m", (address,)), 5.0)).view == blob
+            assert (await store.get(manifest, messages.UseWeights(1, b"m", (address,)), 5.0)).view == blob
         store.close()
 
     asyncio.run(main())
@@ -417,7 +455,9 @@ def test_a_third_version_is_written_where_the_first_was_once_nobody_reads_that()
                 address = trainer.publish(manifest, blob)
                 if manifest.version == 3:
                     await quiet(buffers[0])
-                buffers.append(await store.get(manifest, wire.UseWeights(manifest.version, b"m", (address,)), 10.0))
+                buffers.append(
+                    await store.get(manifest, messages.UseWeights(manifest.version, b"m", (address,)), 10.0)
+                )
                 assert buffers[-1].view == blob
                 if manifest.version == 2:
                     reading = buffers[1].view[:10]  # the engine has not let go of version 2 yet
@@ -446,7 +486,9 @@ def test_a_source_that_stopped_keeps_nothing_from_use_and_a_new_one_serves_the_n
     asyncio.run(main())
 
 
-def test_what_is_held_and_no_more_as_published_is_let_go_when_it_is_hashed_again_and_pulled_to_other_memory() -> None:
+def test_what_is_held_and_no_more_as_published_is_let_go_when_it_is_hashed_again_and_pulled_to_other_memory() -> (
+    None
+):
     async def main() -> None:
         (first, one), (second, two) = version(1), version(2)
         async with engines(1) as (engine,):
@@ -458,7 +500,7 @@ def test_what_is_held_and_no_more_as_published_is_let_go_when_it_is_hashed_again
                 bad[-1] ^= 1
                 assert await engine.store.recheck({second.root}) == [], "it was not asked for the other"
                 assert await engine.store.recheck({first.root, second.root}) == [1]
-                assert engine.said[-1] == wire.Serving(1, first.root, None)
+                assert engine.said[-1] == messages.Serving(1, first.root, None)
                 anew = await engine.get(first, sources[0], keep=(2,))
                 assert anew == one
                 assert bad != one, "other memory"

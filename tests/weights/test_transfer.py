@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from scavenger.weights import manifest as manifests
-from scavenger.weights.transfer import Limits, Transfer, Verdict
+from scavenger.weights.transfer import Transfer, TransferLimits, Verdict
 
-LIMITS = Limits(window=3, ahead_s=0.3, stall_s=1.0, backoff_s=0.1, backoff_max_s=0.4, failures=3)
+LIMITS = TransferLimits(window=3, ahead_s=0.3, stall_s=1.0, backoff_s=0.1, backoff_max_s=0.4, failures=3)
 
 
 def transfer(holders: int, chunks: int = 10) -> tuple[Transfer, memoryview]:
-    manifest, blob = manifests.build(1, {"w": ("float32", (chunks * 2,), memoryview(os.urandom(chunks * 8)))}, chunk_nbytes=8)
+    manifest, blob = manifests.build(
+        1, {"w": ("float32", (chunks * 2,), memoryview(os.urandom(chunks * 8)))}, chunk_nbytes=8
+    )
     return Transfer(manifest, holders, LIMITS, 0.0), blob
 
 
@@ -28,7 +30,9 @@ def test_a_window_grows_with_what_a_holder_delivers_and_is_bounded() -> None:
     assert t.ask(0, 0.0) == [0, 1]  # nothing is known of it yet
     assert t.ask(0, 0.0) == []
     assert t.ask(1, 0.0) == [2, 3]
-    assert t.delivered(0, 0, part(blob, 0), 0.05) is Verdict.ACCEPTED  # 20 chunks a second: 6 in 0.3 s, but the window is 3
+    assert (
+        t.delivered(0, 0, part(blob, 0), 0.05) is Verdict.ACCEPTED
+    )  # 20 chunks a second: 6 in 0.3 s, but the window is 3
     assert t.ask(0, 0.05) == [4, 5]
     assert len(t.holders[0].asked) == 3
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from scavenger.config import HarvestSection, WeightsSection
-from tests.test_config_docs import default_text
-from trainer.prepare.memory import GPU_MB, PROCESS_MB, Version, engine_host_mb
+from scavenger.config.reference import default_text
+from trainer.prepare.memory import GPU_MB, PROCESS_MB, PublishedSize, engine_host_mb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/weights.md").read_text(encoding="utf-8")
 SET = PAGE.split("## What you set", 1)[1].split("\n## ", 1)[0]
@@ -30,8 +30,8 @@ def test_the_rule_for_an_engine_s_memory_is_the_one_that_is_checked() -> None:
     assert {name: mb / 1024 for name, mb in GPU_MB.items()} == {"vllm": 3.0, "reference": 2.0}
     assert "vLLM 1.5 GiB + 3 GiB a GPU; reference engine 0.5 GiB + 2 GiB a GPU" in SET
     assert ("3.25 V + processes" in SET, "B + 1.25 V + processes" in SET) == (True, True)
-    whole, nothing = 2 * 8_000_000_000, engine_host_mb(Version(0, 0), "vllm", 1)
+    whole, nothing = 2 * 8_000_000_000, engine_host_mb(PublishedSize(0, 0), "vllm", 1)
     assert nothing == 1 + PROCESS_MB["vllm"] + GPU_MB["vllm"]
-    assert abs(engine_host_mb(Version(whole, 0), "vllm", 1) - nothing - 3.25 * whole / 2**20) <= 1
-    figures = [engine_host_mb(Version(whole, base), "vllm", 1) for base in (0, whole)]
+    assert abs(engine_host_mb(PublishedSize(whole, 0), "vllm", 1) - nothing - 3.25 * whole / 2**20) <= 1
+    figures = [engine_host_mb(PublishedSize(whole, base), "vllm", 1) for base in (0, whole)]
     assert "{:,} MiB, as adapters {:,} MiB".format(*figures) in SET

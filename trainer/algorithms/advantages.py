@@ -2,6 +2,8 @@
 
 A function takes the groups of a scope and returns one `Advantages` a group. Scope "group": each group is computed from itself alone, so
 a step may stream (I7). Scope "batch": all groups of the step are needed, in the order of their prompts, so training waits for the last.
+
+What becomes of answers that the length limit ended. Pure; knows no tensor, group or model.
 """
 
 from __future__ import annotations
@@ -11,6 +13,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, eq. 13), which is added to the reward.
+
+    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
+    """
+    start = max_tokens - buffer_tokens
+    if length <= start:
+        return 0.0
+    return max(-1.0, (start - length) / buffer_tokens)
+
 
 #: Below this standard deviation rewards are equal: they say nothing about which answer is better.
 MIN_STD = 1e-6
@@ -56,7 +70,9 @@ def leave_one_out(rewards: Tensor, usable: Tensor, scale: bool) -> Advantages:
 
 def batch_normalised(groups: Groups, scale: bool) -> list[Advantages]:
     """REINFORCE++ (Hu et al., arXiv 2501.03262, eq. 8): A_i = (r_i - mean(r)) / std(r) over all usable samples of the step."""
-    return _over_batch([rewards.to(torch.float64) for rewards, _ in groups], [usable for _, usable in groups], scale)
+    return _over_batch(
+        [rewards.to(torch.float64) for rewards, _ in groups], [usable for _, usable in groups], scale
+    )
 
 
 def batch_normalised_over_baseline(groups: Groups, scale: bool) -> list[Advantages]:
@@ -79,7 +95,11 @@ def _compared(rewards: Tensor, usable: Tensor) -> tuple[Tensor, float, str]:
     if len(kept) < 2:
         return kept, 0.0, f"{len(kept)} usable sample(s): nothing to compare"
     deviation = float(kept.std(unbiased=True))
-    return kept, deviation, f"zero variance: every reward is {float(kept[0]):g}" if deviation < MIN_STD else ""
+    return (
+        kept,
+        deviation,
+        f"zero variance: every reward is {float(kept[0]):g}" if deviation < MIN_STD else "",
+    )
 
 
 def _placed(found: Tensor, usable: Tensor) -> Advantages:
@@ -96,4 +116,7 @@ def _over_batch(values: Sequence[Tensor], usable: Sequence[Tensor], scale: bool)
         why = f"zero variance over the batch of {len(kept)} usable sample(s)"
         return [Advantages(torch.zeros_like(value), False, why) for value in values]
     mean = kept.mean()
-    return [_placed((value[mask] - mean) / (deviation if scale else 1.0), mask) for value, mask in zip(values, usable, strict=True)]
+    return [
+        _placed((value[mask] - mean) / (deviation if scale else 1.0), mask)
+        for value, mask in zip(values, usable, strict=True)
+    ]

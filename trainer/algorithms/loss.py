@@ -66,7 +66,9 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         weight, kept = mismatch.truncated(ratio, recipe.importance_cap)
     elif recipe.importance == "mask":
         weight, kept = mismatch.masked(ratio, recipe.importance_floor, recipe.importance_cap)
-    surrogate, held = recipe.row.surrogate(tokens.current, tokens.proximal, tokens.advantages, row, recipe.clip_low, recipe.clip_high)
+    surrogate, clipped = recipe.row.surrogate(
+        tokens.current, tokens.proximal, tokens.advantages, row, recipe.clip_low, recipe.clip_high
+    )
     share = token_share(recipe, kept, row, rows)
     divergence = _divergence(tokens, recipe) * kept
     losses = share * (weight * surrogate + recipe.kl_coef * divergence)
@@ -83,7 +85,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         kept=summed(kept),
         losses=summed(losses),
         kl=summed(divergence),
-        clipped=summed(held),
+        clipped=summed(clipped),
         mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
         mismatch_max=largest.scatter_reduce(0, row, difference.abs(), "amax"),
         mismatch_bins=mismatch.binned(difference, row, rows),

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.algorithms.surrogates import per_row
 
 #: Upper edges of the bins in which |proximal - behaviour| is counted, in nats: whatever order they come in, counts add up exactly.
-EDGES = tuple(1e-5 * 2.0 ** (place / 2) for place in range(43))  # up to 20
+EDGES = tuple(1e-5 * 2.0 ** (bin_index / 2) for bin_index in range(43))  # up to 20
 BINS = len(EDGES) + 1
 
 
@@ -53,15 +53,19 @@ def masked(ratio: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor]:
 def binned(difference: Tensor, row: Tensor, rows: int) -> Tensor:
     """How many of each sample's tokens lie in each bin of |difference|: [B, BINS] int64."""
     edges = torch.tensor(EDGES, dtype=difference.dtype, device=difference.device)
-    place = row * BINS + torch.bucketize(difference.detach().abs(), edges)
-    return torch.zeros(rows * BINS, dtype=torch.int64, device=row.device).index_add(0, place, torch.ones_like(place)).view(rows, BINS)
+    bin_index = row * BINS + torch.bucketize(difference.detach().abs(), edges)
+    return (
+        torch.zeros(rows * BINS, dtype=torch.int64, device=row.device)
+        .index_add(0, bin_index, torch.ones_like(bin_index))
+        .view(rows, BINS)
+    )
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
     """What this share of the counted differences does not exceed: an upper edge, so at most 1.42 times too high; below the first one 0."""
     wanted, so_far = share * sum(counts), 0
-    for place, count in enumerate(counts):
+    for bin_index, count in enumerate(counts):
         so_far += count
         if so_far >= wanted:
-            return EDGES[min(place, len(EDGES) - 1)] if place else 0.0
+            return EDGES[min(bin_index, len(EDGES) - 1)] if bin_index else 0.0
     return 0.0

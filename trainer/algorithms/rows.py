@@ -30,7 +30,7 @@ OFF = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Algorithm:
     """`constant`: C of the "constant" aggregation, 0 = sampling.max_tokens. `scales`: None = never by a deviation, whatever is asked."""
 
     name: str
@@ -53,18 +53,85 @@ _grpo, _rloo = each(advantages.grpo), each(advantages.leave_one_out)
 _ppo, _gspo, _cispo = surrogates.ppo_clip, surrogates.gspo, surrogates.cispo
 _batch, _baseline = advantages.batch_normalised, advantages.batch_normalised_over_baseline
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, Algorithm] = {
     row.name: row
     for row in (
         # name, paper, aggregation, masked_count, scope, streaming, advantages, surrogate, clip_low, clip_high
-        Row("grpo", "arXiv 2402.03300, eq. 3", "sequence", True, "group", "exact", _grpo, _ppo, 0.2, 0.2),
-        Row("dr_grpo", "arXiv 2503.20783, eq. 3", "constant", True, "group", "exact", _grpo, _ppo, 0.2, 0.2, scales=False),
-        Row("dapo", "arXiv 2503.14476, eq. 8-13", "token", False, "group", "exact", _grpo, _ppo, 0.2, 0.28, dynamic=True),
-        Row("rloo", "arXiv 2402.14740, eq. 6", "constant", True, "group", "exact", _rloo, _ppo, 0.2, 0.2, scales=None, constant=1),
-        Row("reinforce++", "arXiv 2501.03262, eq. 8", "token", True, "batch", "barrier", _batch, _ppo, 0.2, 0.2, default_kl="k2"),
-        Row("reinforce++-baseline", "arXiv 2501.03262", "token", True, "batch", "barrier", _baseline, _ppo, 0.2, 0.2, default_kl="k2"),
-        Row("gspo", "arXiv 2507.18071, eq. 5-7", "sequence", True, "group", "exact", _grpo, _gspo, 3e-4, 4e-4),
-        Row("cispo", "arXiv 2506.13585, eq. 4-5", "token", True, "group", "exact", _grpo, _cispo, 1.0, 4.0),
+        Algorithm(
+            "grpo", "arXiv 2402.03300, eq. 3", "sequence", True, "group", "exact", _grpo, _ppo, 0.2, 0.2
+        ),
+        Algorithm(
+            "dr_grpo",
+            "arXiv 2503.20783, eq. 3",
+            "constant",
+            True,
+            "group",
+            "exact",
+            _grpo,
+            _ppo,
+            0.2,
+            0.2,
+            scales=False,
+        ),
+        Algorithm(
+            "dapo",
+            "arXiv 2503.14476, eq. 8-13",
+            "token",
+            False,
+            "group",
+            "exact",
+            _grpo,
+            _ppo,
+            0.2,
+            0.28,
+            dynamic=True,
+        ),
+        Algorithm(
+            "rloo",
+            "arXiv 2402.14740, eq. 6",
+            "constant",
+            True,
+            "group",
+            "exact",
+            _rloo,
+            _ppo,
+            0.2,
+            0.2,
+            scales=None,
+            constant=1,
+        ),
+        Algorithm(
+            "reinforce++",
+            "arXiv 2501.03262, eq. 8",
+            "token",
+            True,
+            "batch",
+            "barrier",
+            _batch,
+            _ppo,
+            0.2,
+            0.2,
+            default_kl="k2",
+        ),
+        Algorithm(
+            "reinforce++-baseline",
+            "arXiv 2501.03262",
+            "token",
+            True,
+            "batch",
+            "barrier",
+            _baseline,
+            _ppo,
+            0.2,
+            0.2,
+            default_kl="k2",
+        ),
+        Algorithm(
+            "gspo", "arXiv 2507.18071, eq. 5-7", "sequence", True, "group", "exact", _grpo, _gspo, 3e-4, 4e-4
+        ),
+        Algorithm(
+            "cispo", "arXiv 2506.13585, eq. 4-5", "token", True, "group", "exact", _grpo, _cispo, 1.0, 4.0
+        ),
     )
 }
 
@@ -73,7 +140,7 @@ ROWS: dict[str, Row] = {
 class Recipe:
     """A row with a run's settings in it."""
 
-    row: Row
+    row: Algorithm
     aggregation: Aggregation
     constant: int
     scale: bool
@@ -102,7 +169,9 @@ def resolve(section: AlgorithmSection, max_tokens: int) -> Recipe:
     """The row that `section` names, with the row's defaults where it is silent. Raises `ConfigError` for what the row does not admit."""
     row = ROWS.get(section.name)
     if row is None:
-        raise ConfigError(f"algorithm.name = {section.name!r} is not known", f"choose one of {', '.join(ROWS)}")
+        raise ConfigError(
+            f"algorithm.name = {section.name!r} is not known", f"choose one of {', '.join(ROWS)}"
+        )
     _admit(section, row, max_tokens)
     return Recipe(
         row=row,
@@ -126,21 +195,28 @@ def resolve(section: AlgorithmSection, max_tokens: int) -> Recipe:
     )
 
 
-def _admit(section: AlgorithmSection, row: Row, max_tokens: int) -> None:
+def _admit(section: AlgorithmSection, row: Algorithm, max_tokens: int) -> None:
     if section.scale_by_std and row.scales is None:
-        raise ConfigError(f"algorithm.scale_by_std = true: {row.name} does not divide by a deviation", "leave scale_by_std out")
-    if section.max_off_policy_steps and (row.dynamic if section.dynamic_sampling is None else section.dynamic_sampling):
+        raise ConfigError(
+            f"algorithm.scale_by_std = true: {row.name} does not divide by a deviation",
+            "leave scale_by_std out",
+        )
+    if section.max_off_policy_steps and (
+        row.dynamic if section.dynamic_sampling is None else section.dynamic_sampling
+    ):
         raise ConfigError(
             "algorithm.max_off_policy_steps = 1: with dynamic sampling a step's prompts are known only once it is over, not in advance",
             "set dynamic_sampling = false, or max_off_policy_steps = 0",
         )
     if section.dynamic_sampling and row.scope == "batch":
         raise ConfigError(
-            f"algorithm.dynamic_sampling = true: in {row.name} a group of equal rewards says something too", "leave dynamic_sampling out"
+            f"algorithm.dynamic_sampling = true: in {row.name} a group of equal rewards says something too",
+            "leave dynamic_sampling out",
         )
     if row.surrogate is surrogates.gspo and section.aggregation not in ("", "sequence"):
         raise ConfigError(
-            f'algorithm.aggregation = "{section.aggregation}": the ratio of {row.name} is the sequence\'s', "leave aggregation out"
+            f'algorithm.aggregation = "{section.aggregation}": the ratio of {row.name} is the sequence\'s',
+            "leave aggregation out",
         )
     if section.kl_reference == "proximal" and section.kl_coef > 0 and section.updates_per_step == 1:
         raise ConfigError(

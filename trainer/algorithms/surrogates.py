@@ -20,7 +20,9 @@ def per_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
     return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
 
 
-def ppo_clip(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def ppo_clip(
+    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), ratio = exp(current - proximal) (Schulman et al., arXiv 1707.06347, eq. 7;
 
     low != high is DAPO's clip-higher, Yu et al., arXiv 2503.14476, eq. 10).
@@ -28,7 +30,9 @@ def ppo_clip(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor,
     return _clipped(torch.exp(current - proximal), advantages[row], low, high)
 
 
-def gspo(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def gspo(
+    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """GSPO (Zheng et al., arXiv 2507.18071, eq. 5-7): the ratio of a whole sample, s = exp(mean over its tokens of current - proximal).
 
     Every token of a sample has the sample's loss -min(s * A, clip(s) * A), so its mean over the tokens is eq. 5's term.
@@ -36,11 +40,13 @@ def gspo(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low
     rows = len(advantages)
     counts = per_row(torch.ones_like(current), row, rows).clamp(min=1.0)
     ratio = torch.exp(per_row(current - proximal, row, rows) / counts)
-    loss, held = _clipped(ratio, advantages, low, high)
-    return loss[row], held[row]
+    loss, clipped = _clipped(ratio, advantages, low, high)
+    return loss[row], clipped[row]
 
 
-def cispo(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def cispo(
+    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """CISPO (MiniMax, arXiv 2506.13585, eq. 4-5): -sg(clip(ratio, 1 - low, 1 + high)) * A * current.
 
     No token loses its gradient: the weight is clipped instead. The second result says whose weight was.
@@ -52,5 +58,5 @@ def cispo(current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, lo
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     free = ratio * advantages
-    held = ratio.clamp(1.0 - low, 1.0 + high) * advantages
-    return -torch.minimum(free, held), held < free
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
+    return -torch.minimum(free, clipped), clipped < free

@@ -19,15 +19,15 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from scavenger import config as configs
-from scavenger import keys
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Finding, ScavengerError
-from trainer import embedded
-from trainer.data import Problem, Problems, open_tokenizer, stop_tokens
-from trainer.prepare import memory, weights
+from scavenger.protocol import keys
+from trainer import embedded, reserved
+from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
+from trainer.prepare import kv_cache, memory, weights
 from trainer.prepare import model as models
 from trainer.prepare.draft import shape_of
-from trainer.prepare.memory import Job
+from trainer.prepare.memory import Shape, TrainJob
 from trainer.prepare.model import ModelFacts
 
 #: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
@@ -35,7 +35,10 @@ LEAST_SHARE = 0.5
 PROBES = 3
 #: A parameter's float32 master and its two moments.
 CHECKPOINT_NBYTES = 12
-DIRECTIVE = re.compile(r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)", re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class _Seen:
 
     model: ModelFacts | None = None
     tokenizer: Tokenizer | None = None
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[PromptTask] = field(default_factory=list)
+    longest: int = 0  # tokens of the longest prompt, 0 = not known
     said: list[str] = field(default_factory=list)
 
 
@@ -64,7 +68,21 @@ def gpus_of(script: str) -> Gpus:
     for name, number, gb in DIRECTIVE.findall(script):
         found[name or "gb"] = float(number or gb)
     per_node = int(found["gpus-per-node"])
-    return Gpus(int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node), per_node, found["gb"], int(found["nodes"]))
+    return Gpus(
+        int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node),
+        per_node,
+        found["gb"],
+        int(found["nodes"]),
+    )
+
+
+def host_of(run_toml: Path) -> dict[str, int]:
+    """Keys of the daemon's [harvest]: what the job of one of this run's engines needs of its host. Raises `ConfigError`."""
+    config = configs.read_run(run_toml)
+    facts = models.read_facts(config.model.path)
+    version, gpus = weights.version_of(config, facts), config.run.gpus_per_engine
+    mb = -(-memory.engine_host_mb(version, config.engine.name, gpus) // 1024) * 1024
+    return {"cpus_per_engine": memory.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
 def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
@@ -75,7 +93,10 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     except ScavengerError as error:
         yield Finding("run.toml", str(error))
         return
-    yield Finding("run.toml", note=f"run {config.run.name}, {config.run.steps} steps of {config.data.prompts_per_step} prompts")
+    yield Finding(
+        "run.toml",
+        note=f"run {config.run.name}, {config.run.steps} steps of {config.data.prompts_per_step} prompts",
+    )
     yield _ask("model", lambda: _model(config, seen))
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
     yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
@@ -83,6 +104,7 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
+    yield _ask("reserved engines", lambda: _reserved(config))
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
     yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
     yield _ask("out_dir and figures", lambda: _out_dir(config, seen.model))
@@ -99,7 +121,7 @@ def _ask(what: str, function: Callable[[], str], needs: object = True) -> Findin
 
 
 def _model(config: RunConfig, seen: _Seen) -> str:
-    facts = models.look(config.model.path)
+    facts = models.read_facts(config.model.path)
     from trainer.prepare import engines  # seconds of imports: only where the folder is one
 
     wanted = engines.wanted_weights((config.model.path / "config.json").read_text())
@@ -107,9 +129,14 @@ def _model(config: RunConfig, seen: _Seen) -> str:
     differing = [name for name in wanted if name in facts.shapes and facts.shapes[name] != wanted[name]]
     if missing or differing:
         first = (missing or differing)[0]
-        how = "is not in the weight files" if missing else f"has the shape {facts.shapes[first]} there, not {wanted[first]}"
+        how = (
+            "is not in the weight files"
+            if missing
+            else f"has the shape {facts.shapes[first]} there, not {wanted[first]}"
+        )
         raise ConfigError(
-            f"model.path: {facts.folder}: config.json and weights are of two models: {first} {how}", "copy the model's whole folder again"
+            f"model.path: {facts.folder}: config.json and weights are of two models: {first} {how}",
+            "copy the model's whole folder again",
         )
     if facts.context and config.model.context_length > facts.context:
         raise ConfigError(
@@ -123,14 +150,22 @@ def _model(config: RunConfig, seen: _Seen) -> str:
 def _tokenizer(config: RunConfig, seen: _Seen) -> str:
     assert seen.model is not None
     facts, tokenizer = seen.model, open_tokenizer(config.model.path)
-    size, remedy = tokenizer.get_vocab_size(with_added_tokens=False), "copy tokenizer.json and config.json from the same model"
+    size, remedy = (
+        tokenizer.get_vocab_size(with_added_tokens=False),
+        "copy tokenizer.json and config.json from the same model",
+    )
     if size > facts.vocabulary or tokenizer.get_vocab_size() < LEAST_SHARE * facts.vocabulary:
         where = facts.folder / "tokenizer.json"
-        raise ConfigError(f"the tokenizer does not match the model: {where} has {size} tokens, the model {facts.vocabulary}", remedy)
+        raise ConfigError(
+            f"the tokenizer does not match the model: {where} has {size} tokens, the model {facts.vocabulary}",
+            remedy,
+        )
     ends = stop_tokens(config.model.path, config.sampling.stop_token_ids)
     strange = [token for token in ends if token >= facts.vocabulary or tokenizer.id_to_token(token) is None]
     if strange:
-        raise ConfigError(f"token {strange[0]} is to end an answer, and the tokenizer has no such token", remedy)
+        raise ConfigError(
+            f"token {strange[0]} is to end an answer, and the tokenizer has no such token", remedy
+        )
     _own_end(config, tokenizer, ends)
     seen.tokenizer = tokenizer
     return f"answers end with {', '.join(f'{token} ({tokenizer.id_to_token(token)})' for token in ends)}"
@@ -155,33 +190,43 @@ def _own_end(config: RunConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> 
 def _data(config: RunConfig, seen: _Seen) -> str:
     assert seen.tokenizer is not None
     assert seen.model is not None
-    problems = Problems(config, seen.tokenizer, seen.said.append)
+    problems = PromptSource(config, seen.tokenizer, seen.said.append)
     seen.problems = problems.take(0, max(PROBES, config.data.prompts_per_step))
     held_out = problems.held_out()
     worst = max((token for problem in (*seen.problems, *held_out) for token in problem.tokens), default=0)
     if worst >= seen.model.vocabulary:
-        raise ConfigError(f"a prompt holds token {worst}, the model has {seen.model.vocabulary}", "the tokenizer is another model's")
+        raise ConfigError(
+            f"a prompt holds token {worst}, the model has {seen.model.vocabulary}",
+            "the tokenizer is another model's",
+        )
     longest = max(len(problem.tokens) for problem in (*seen.problems, *held_out))
-    return "; ".join([*seen.said, f"prompts of the first step have up to {longest} tokens, {len(held_out)} problems are held out"])
+    seen.longest = problems.longest
+    return "; ".join(
+        [
+            *seen.said,
+            f"prompts of the first step have up to {longest} tokens, {len(held_out)} problems are held out",
+        ]
+    )
 
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no answer, with the problem's own, with a wrong one."""
-    from trainer.rewards import RewardRunner
+    from trainer.algorithms.reward_pool import open_pool
 
-    reward, found = config.reward, []
+    found = []
     assert seen.tokenizer is not None
-    with RewardRunner(
-        reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options,
-        memory_gb=reward.memory_gb, start_timeout_s=reward.start_timeout_s,
-    ) as runner:  # fmt: skip
+    with open_pool(config.reward, retries=0, processes=1) as runner:
         for problem in seen.problems[:PROBES]:
             prompt = seen.tokenizer.decode(list(problem.tokens), skip_special_tokens=True)
             for answer in (str(problem.meta.get("answer", "")), "", "no"):
                 found.append(runner.score(prompt, answer, problem.meta))
     own = found[0::3]
     said = f"problems' own answers get {', '.join(f'{value:g}' for value in own)}"
-    return said if max(found) > min(found) else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
+    return (
+        said
+        if max(found) > min(found)
+        else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
+    )
 
 
 def _algorithm(config: RunConfig) -> str:
@@ -201,11 +246,34 @@ def _engine(config: RunConfig) -> str:
                 'engine.name = "vllm", and this Python has no vLLM',
                 'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
+        _divides(config)
         return "vllm"
     from trainer.prepare import engines
 
     engines.check_reference(text)
-    return "reference: small models and tests; vllm is many times as fast" if importlib.util.find_spec("vllm") else "reference"
+    return (
+        "reference: small models and tests; vllm is many times as fast"
+        if importlib.util.find_spec("vllm")
+        else "reference"
+    )
+
+
+def _divides(config: RunConfig) -> None:
+    """Raises `ConfigError` where vLLM could not cut the model's attention over an engine's GPUs."""
+    heads = int(models.read_json(config.model.path / "config.json", "").get("num_attention_heads") or 0)
+    for key, gpus in (("run", config.run.gpus_per_engine), ("reserved", config.reserved.gpus_per_engine)):
+        if heads % gpus:
+            fine = [count for count in (1, 2, 4, 8) if heads % count == 0]
+            raise ConfigError(
+                f"{key}.gpus_per_engine = {gpus}: the model has {heads} attention heads, which vLLM cannot cut into {gpus} equal parts",
+                f"set {key}.gpus_per_engine to one of {', '.join(map(str, fine))}",
+            )
+
+
+def _reserved(config: RunConfig) -> str:
+    reserved.refuse_none(config)
+    count, each = config.reserved.workers, config.reserved.gpus_per_engine
+    return f"{count} of {each} GPU{'s' if each > 1 else ''} each: the run goes on without a harvested engine"
 
 
 def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
@@ -216,26 +284,62 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
     if config.reserved.workers and each > gpus.per_node:
         raise ConfigError(
             f"reserved.gpus_per_engine = {each}, and train.sbatch asks for {gpus.per_node} GPUs a node",
-            "ask for more with --gpus-per-node, lower it, or set reserved.workers = 0",
+            "ask for more with --gpus-per-node, or lower it: an engine lies on one node",
         )
     if not gpus.gb:
         return "not looked at: say --gpu-memory-gb"
     from trainer.algorithms.rows import resolve
 
     shape, trainer, lora = shape_of(seen.model), config.trainer, config.lora
+    longest = _longest(config, seen)
     adapters = lora.rank * 2 * shape.hidden * len(lora.targets) * shape.layers  # about: some layers are wider
-    job = Job(
-        gpus.ranks, gpus.gb, trainer.micro_batch_tokens, trainer.activation_checkpointing,
+    job = TrainJob(
+        gpus.ranks,
+        gpus.gb,
+        trainer.micro_batch_tokens,
+        trainer.activation_checkpointing,
         adapters if lora.rank else shape.parameters,
         resolve(config.algorithm, config.sampling.max_tokens).needs_reference and not lora.rank,
         bool(config.reserved.workers) and config.engine.name == "vllm",
-        config.engine.gpu_memory_share, config.run.gpus_per_engine, config.reserved.gpus_per_engine,
-    )  # fmt: skip
+        config.engine.gpu_memory_share,
+        config.run.gpus_per_engine,
+        config.reserved.gpus_per_engine,
+        longest * (config.data.samples_per_prompt if config.run.deterministic else 1),
+    )
     cause, remedy = memory.problem(shape, job)
+    if not cause and config.engine.name == "vllm":
+        cause, remedy = kv_cache.problem(shape, job, config.model.context_length)
     if cause:
         raise ConfigError(cause, remedy)
     asks = memory.need(shape, job)
-    return f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch, of {gpus.gb:g} GB on each of {gpus.ranks}"
+    states = f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch of {job.computed_tokens:,} tokens"
+    held = (
+        f"; {_held(config, shape, job, longest)}" if config.engine.name == "vllm" and shape.kv_heads else ""
+    )
+    return f"{states}, of {gpus.gb:g} GB on each of {gpus.ranks}{held}"
+
+
+def _longest(config: RunConfig, seen: _Seen) -> int:
+    """Tokens of the longest sample that can come: the longest prompt, where it is known, and a whole completion."""
+    most = config.model.context_length
+    return min(most, seen.longest + config.sampling.max_tokens) if seen.longest else most
+
+
+def _held(config: RunConfig, shape: Shape, job: TrainJob, longest: int) -> str:
+    """What the smaller of the two kinds of engines holds at once."""
+    gpus = min(job.engine_gpus, job.reserved_gpus)
+    cache = kv_cache.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
+    whole, expected = cache.samples(longest), longest - config.sampling.max_tokens // 2
+    fit = cache.samples(expected)
+    read_facts = (
+        f": LOOK, engine.max_batch = {config.engine.max_batch} is more than fits"
+        if fit < config.engine.max_batch
+        else ""
+    )
+    return (
+        f"an engine's KV cache ({cache.nbytes / memory.GB:.1f} GB) holds {whole} samples of the longest, {longest:,} tokens, "
+        f"{fit} of {expected:,}{read_facts}"
+    )
 
 
 def _weights(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
@@ -246,18 +350,25 @@ def _weights(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
 
 def _out_dir(config: RunConfig, model: ModelFacts | None) -> str:
     """Where checkpoints and figures go: rights, room for the checkpoints that are kept and the one being written, what sinks need."""
-    for name, wanted in (("tensorboard", config.monitor.tensorboard), ("wandb", config.monitor.wandb != "off")):
+    for name, wanted in (
+        ("tensorboard", config.monitor.tensorboard),
+        ("wandb", config.monitor.wandb != "off"),
+    ):
         if wanted and importlib.util.find_spec(name) is None:
-            raise ConfigError(f"monitor.{name} needs {name}", f'install it: pip install ".[{name}]" in a clone')
+            raise ConfigError(
+                f"monitor.{name} needs {name}", f'install it: pip install ".[{name}]" in a clone'
+            )
     out_dir = config.run.out_dir
     there = next(folder for folder in (out_dir, *out_dir.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "this user may not write to it" if there.is_dir() else "it is no folder"
-        raise ConfigError(f"run.out_dir = {out_dir}: {there}: {why}", "name a folder that this user may write to")
+        raise ConfigError(
+            f"run.out_dir = {out_dir}: {there}: {why}", "name a folder that this user may write to"
+        )
     if model is None or config.lora.rank:
         return str(out_dir)
     one, free = CHECKPOINT_NBYTES * model.parameters, shutil.disk_usage(there).free
-    from trainer import checkpoint  # seconds of imports
+    from trainer.checkpoint import checkpoint  # seconds of imports
 
     held = len(checkpoint.found(out_dir))
     more = max(1, config.checkpoint.keep + 1 - held) * one
@@ -286,7 +397,7 @@ def _daemon(config: RunConfig) -> str:
     return f"the daemon on {there.host}"
 
 
-def told(run_toml: Path, findings: list[Finding]) -> tuple[list[str], bool]:
+def report(run_toml: Path, findings: list[Finding]) -> tuple[list[str], bool]:
     """Lines for a terminal, and whether a job may be submitted."""
     said = [f"{run_toml}:"]
     for finding in findings:

@@ -11,26 +11,27 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.prepare import memory
-from trainer.prepare.memory import Job, Shape
+from trainer.prepare import sizes
+from trainer.prepare.memory import Shape
 from trainer.prepare.model import ModelFacts
 from trainer.prepare.rows import DataFacts
+from trainer.prepare.sizes import Asked, Sizes
 
 SHIPPED = "scripts/train.sbatch"
-ANSWER_TOKENS = 1024
-MICRO_TOKENS = 16384
-#: From this many parameters on, activations are computed again.
-LARGE = 1_000_000_000
+#: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
+COMPLETION_TOKENS = 8192
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
 DAYS = 2
-ENVIRONMENTS = "trainer.environments:reward"
+ENVIRONMENTS = "trainer.data.environments:reward"
 #: A TOML key that needs no quotes.
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen."""
+class RunOptions:
+    """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
+    `gpu_source`: who said how much memory a GPU has; "" = nobody, it is assumed.
+    """
 
     name: str
     folder: Path
@@ -44,68 +45,148 @@ class Wish:
     python: str
     train_script: Path
     longest: int
+    gpu_source: str = ""
 
 
 def shape_of(model: ModelFacts) -> Shape:
     c = model.config
-    hidden = int(c.get("hidden_size") or 0)
+    hidden, heads = int(c.get("hidden_size") or 0), int(c.get("num_attention_heads") or 0)
     return Shape(
-        model.parameters, int(c.get("num_hidden_layers") or 0), hidden, int(c.get("intermediate_size") or 4 * hidden), model.vocabulary
+        model.parameters,
+        int(c.get("num_hidden_layers") or 0),
+        hidden,
+        int(c.get("intermediate_size") or 4 * hidden),
+        model.vocabulary,
+        heads,
+        int(c.get("num_key_value_heads") or heads),
+        int(c.get("head_dim") or hidden // max(1, heads)),
     )
 
 
 def lengths(context: int, longest: int) -> tuple[int, int]:
     """model.context_length and sampling.max_tokens: room for the prompts and a chat template around them, within the model's context."""
-    room = -(-(longest * 5 // 4 + 64) // 64) * 64
+    prompt_tokens = -(-(longest * 5 // 4 + 64) // 64) * 64
     if not context:
-        return room + ANSWER_TOKENS, ANSWER_TOKENS
-    answer = max(1, min(ANSWER_TOKENS, context // 2 if longest <= context // 2 else context - longest - 1))
-    return min(context, room + answer), answer
+        return prompt_tokens + COMPLETION_TOKENS, COMPLETION_TOKENS
+    kept = min(prompt_tokens, context // 2) if longest <= context // 2 else longest + 1
+    completion_tokens = max(1, min(COMPLETION_TOKENS, context - kept))
+    return min(context, prompt_tokens + completion_tokens), completion_tokens
 
 
-def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
-    context, answer = lengths(model.context, wish.longest)
-    ranks, large = max(1, wish.gpus * wish.nodes), model.parameters >= LARGE
-    engine_gpus = next((n for n in (1, 2, 4, 8) if 2 * model.parameters / n < 0.5 * wish.gpu_gb * memory.GB), 8)
-    workers = ranks if engine_gpus == 1 else 0  # several to a reserved engine too: for who adds reserved.gpus_per_engine
-    job = Job(ranks, wish.gpu_gb, MICRO_TOKENS, large, model.parameters, False, bool(workers), 0.9, engine_gpus)
-    share = memory.share_beside(shape_of(model), job) if wish.gpus and workers else 0.9
+def length_reason(limit: int, context: int, completion_tokens: int) -> str:
+    """Why completions are cut where they are: as a first run has it, or by the model's own `limit` (0 = it names none)."""
+    if completion_tokens == COMPLETION_TOKENS or not limit:
+        return "of a completion at most; what is longer is cut"
+    return f"the model's own limit of {limit} less {context - completion_tokens} for prompts"
+
+
+def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
+    context, completion_tokens = lengths(model.context, wish.longest)
+    samples = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
+    return sizes.choose(
+        Asked(
+            shape_of(model),
+            wish.engine,
+            wish.gpus,
+            wish.nodes,
+            wish.gpu_gb,
+            context - completion_tokens,
+            completion_tokens,
+            context,
+            samples,
+        )
+    )
+
+
+def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    context, completion_tokens = lengths(model.context, wish.longest)
+    chosen = sizes_of(model, wish)
     sections = [
         _head(model, data, wish),
-        _run(wish, engine_gpus),
+        _run(wish, chosen),
         _model(model, context),
         _data(model, data),
-        _sampling(model, answer),
-        _engine(wish, share),
+        _sampling(model, context, completion_tokens),
+        _engine(wish, chosen),
         _reward(data, wish),
-        _training(data, wish, workers, large),
+        _training(data, chosen),
     ]
     return "\n".join(sections)
 
 
-def assumed(model: ModelFacts, data: DataFacts, wish: Wish, said: frozenset[str]) -> list[str]:
-    """What the two files take for granted, by file, with the option or key that says otherwise. `said`: the options that were given."""
-    context, answer = lengths(model.context, wish.longest)
+def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozenset[str]) -> list[str]:
+    """What the two files take for granted, by file, with the option or key that says otherwise. `given`: the options that were given."""
+    chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest)
     many = "" if wish.nodes == 1 else "s"
     learning = f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} answers, lr {LEARNING_RATE}"
     rows = [
-        ("--partition", "train.sbatch", f"--partition={wish.partition}", "reserved GPUs, which nobody preempts (init --partition)"),
-        ("--gpus", "train.sbatch", f"{wish.gpus} GPUs a node on {wish.nodes} node{many}", "init --gpus, --nodes"),
-        ("--gpu-memory-gb", "train.sbatch", f"{wish.gpu_gb:g} GB of memory a GPU", "init --gpu-memory-gb"),
-        ("", "train.sbatch", f"no --account, no --qos, {DAYS} days", "Slurm's defaults for you; lines of the file"),
-        ("--state-dir", "run.toml", "run.state_dir", "NOT KNOWN, must be set: the daemon's (init --state-dir)"),
-        ("--engine", "run.toml", f"engine.name = {wish.engine}", f"vLLM is {'' if wish.engine == 'vllm' else 'not '}installed here"),
-        ("", "run.toml", f"model.context_length = {context}", f"of it sampling.max_tokens = {answer} for an answer"),
+        (
+            "--partition",
+            "train.sbatch",
+            f"--partition={wish.partition}",
+            "reserved GPUs, which nobody preempts (init --partition)",
+        ),
+        (
+            "--gpus",
+            "train.sbatch",
+            f"{wish.gpus} GPUs a node on {wish.nodes} node{many}",
+            "init --gpus, --nodes",
+        ),
+        (
+            "--gpu-memory-gb",
+            "train.sbatch",
+            f"{wish.gpu_gb:g} GB of memory a GPU",
+            wish.gpu_source or "init --gpu TYPE or --gpu-memory-gb",
+        ),
+        (
+            "",
+            "train.sbatch",
+            f"no --account, no --qos, {DAYS} days",
+            "Slurm's defaults for you; lines of the file",
+        ),
+        (
+            "--state-dir",
+            "run.toml",
+            "run.state_dir",
+            "NOT KNOWN, must be set: the daemon's (init --state-dir)",
+        ),
+        ("--engine", "run.toml", f"engine.name = {wish.engine}", _why_engine(wish.engine)),
+        ("", "run.toml", f"engine.max_batch = {chosen.max_batch}", "by the KV cache; the file says how"),
+        (
+            "",
+            "scavenger.toml",
+            f"harvest.cpus_per_engine = {chosen.cpus}",
+            f"at least, for {chosen.why_host}",
+        ),
+        (
+            "",
+            "scavenger.toml",
+            f"harvest.memory_mb_per_engine = {chosen.memory_mb}",
+            "or 0, the GPUs' share of a node: docs/weights.md",
+        ),
+        (
+            "",
+            "run.toml",
+            f"model.context_length = {context}",
+            f"of it sampling.max_tokens = {completion_tokens} for an answer",
+        ),
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         ("--answer-field", "run.toml", f"data.answer_field = {data.answer_field}", "init --answer-field"),
         ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
         ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
     ]
-    known = said | ({"--state-dir"} if wish.state_dir else set()) | (set() if wish.gpus else {"--gpu-memory-gb"})
+    named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
+    known = given | ({"--state-dir"} if wish.state_dir else set()) | named
     shown = [row[1:] for row in rows if row[0] not in known]
     pad = max(len(what) for _, what, _ in shown) + 2
     head = "assumed, as nothing was said (change it in the file; docs/config.md):"
-    return [head, *(f"  {where:<14}{what:<{pad}}{why}" for where, what, why in shown)]
+    return [head, *(f"  {where:<16}{what:<{pad}}{why}" for where, what, why in shown)]
+
+
+def _why_engine(engine: str) -> str:
+    if engine != "vllm":
+        return "a tiny model without a GPU (init --engine vllm)"
+    return "the engine for GPUs (init --engine reference)"
 
 
 def _s(value: object) -> str:
@@ -116,14 +197,16 @@ def _s(value: object) -> str:
 def _inline(value: object) -> str:
     """What JSON holds, in one line of TOML, which has no null: such a key is left out."""
     if isinstance(value, dict):
-        pairs = [(key if BARE.fullmatch(key) else _s(key), each) for key, each in value.items() if each is not None]
+        pairs = [
+            (key if BARE.fullmatch(key) else _s(key), each) for key, each in value.items() if each is not None
+        ]
         return "{ " + ", ".join(f"{key} = {_inline(each)}" for key, each in pairs) + " }" if pairs else "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_inline, value))}]"
     return json.dumps(value, ensure_ascii=False)
 
 
-def _head(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
+def _head(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {Path(data.path).name}.
 # Every key is explained in docs/config.md, the algorithms in docs/training.md; lines that begin with # and a key show further keys.
 #   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
@@ -132,7 +215,7 @@ def _head(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
 """
 
 
-def _run(wish: Wish, engine_gpus: int) -> str:
+def _run(wish: RunOptions, chosen: Sizes) -> str:
     state = (
         f"state_dir = {_s(wish.state_dir)}"
         if wish.state_dir
@@ -145,7 +228,7 @@ steps = {STEPS}
 {state}
 out_dir = "out"                     # checkpoints and metrics.jsonl; relative to this file
 max_engines = 16                    # harvested engines at most; the daemon's own limit applies too
-gpus_per_engine = {engine_gpus}
+gpus_per_engine = {chosen.engine_gpus}                 # of each harvested engine{_why_gpus(wish, chosen)}
 #harvest = false                    # the same run on the reserved GPUs alone, for a comparison (under another name)
 
 #[daemon]
@@ -170,12 +253,18 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
         f"prompt_field = {_s(data.prompt_field)}            # of the columns {', '.join(data.columns)}",
         f"answer_field = {_s(data.answer_field)}            # what the reward verifies against",
         f"chat = {'true' if chat else 'false'}                        # "
-        + ("prompts go through the model's chat template" if chat else "the model has no chat template: prompts go as they are"),
+        + (
+            "prompts go through the model's chat template"
+            if chat
+            else "the model has no chat template: prompts go as they are"
+        ),
     ]
     if data.mathematics and chat:
         lines.append('system = "Reason step by step and put the final answer into \\\\boxed{}."')
     if "enable_thinking" in model.chat:
-        lines.append("chat_options = { enable_thinking = false }   # true: answers begin with long thoughts; raise sampling.max_tokens")
+        lines.append(
+            "chat_options = { enable_thinking = false }   # true: answers begin with long thoughts; raise sampling.max_tokens"
+        )
     lines += [
         'on_overlong = "stop"                # or "drop": prompts that leave no room for an answer are left out, and counted',
         f"prompts_per_step = {PROMPTS_PER_STEP}",
@@ -184,7 +273,7 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sampling(model: ModelFacts, answer: int) -> str:
+def _sampling(model: ModelFacts, context: int, completion_tokens: int) -> str:
     ids = ", ".join(map(str, model.end))
     end = (
         f"#stop_token_ids = [{ids}]          # what ends an answer; this is what {model.end_source} says, and the default"
@@ -192,21 +281,34 @@ def _sampling(model: ModelFacts, answer: int) -> str:
         else "stop_token_ids = []                 # SET THIS: the model's folder names no eos_token_id"
     )
     return f"""[sampling]
-max_tokens = {answer}
+max_tokens = {completion_tokens}                   # {length_reason(model.context, context, completion_tokens)}
 temperature = 1.0
 {end}
 """
 
 
-def _engine(wish: Wish, share: float) -> str:
-    gpu, why = "", '           # "vllm" for speed: docs/engines.md'
+def _why_gpus(wish: RunOptions, chosen: Sizes) -> str:
+    if wish.engine != "vllm" or not wish.gpus:
+        return ""
+    return f": the fewest of {wish.gpu_gb:g} GB that hold weights and cache"
+
+
+def _engine(wish: RunOptions, chosen: Sizes) -> str:
+    gpu, why = (
+        "",
+        '           # for tiny models without a GPU, and tests; "vllm" for all others: docs/engines.md',
+    )
     if wish.engine == "vllm":
-        gpu = f"gpu_memory_share = {share:.2f}             # of a GPU's memory; reserved engines share their GPUs with the trainer\n"
-        why = ""
+        gpu = f"gpu_memory_share = {chosen.share:.2f}             # of a GPU's memory; reserved engines share theirs with the trainer\n"
+        why = "                       # docs/engines.md"
+    batch = "\n".join(chosen.why_batch)
     return f"""[engine]
 name = {_s(wish.engine)}{why}
-max_batch = 64                      # samples that one engine generates at once
-{gpu}"""
+{batch}
+max_batch = {chosen.max_batch}
+{gpu}# The daemon's scavenger.toml, [harvest], should give each engine's job ({chosen.why_host}):
+#   cpus_per_engine = {chosen.cpus}, memory_mb_per_engine = {chosen.memory_mb}
+"""
 
 
 def _verifier(data: DataFacts) -> str:
@@ -216,15 +318,24 @@ def _verifier(data: DataFacts) -> str:
     return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
 
 
-def _reward(data: DataFacts, wish: Wish) -> str:
+def _reward(data: DataFacts, wish: RunOptions) -> str:
     if wish.reward:
-        chosen, why = wish.reward, "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed"
+        chosen, why = (
+            wish.reward,
+            "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed",
+        )
     elif data.environment:
         chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"
     elif data.mathematics:
-        chosen, why = _verifier(data), f"1 where the answer equals `{data.answer_field}`; or your own module:function"
+        chosen, why = (
+            _verifier(data),
+            f"1 where the answer equals `{data.answer_field}`; or your own module:function",
+        )
     else:
-        chosen, why = _verifier(data), f"1 where the answer is `{data.answer_field}` by the letter; or your own"
+        chosen, why = (
+            _verifier(data),
+            f"1 where the answer is `{data.answer_field}` by the letter; or your own",
+        )
     options = f"options = {_inline(data.environment)}\n" if chosen == ENVIRONMENTS else ""
     return f"""[reward]
 function = {_s(chosen)}    # {why}
@@ -234,8 +345,12 @@ on_reward_error = "stop"            # or "mask": answers that cannot be judged a
 """
 
 
-def _training(data: DataFacts, wish: Wish, workers: int, large: bool) -> str:
-    held_out = f"path = {_s(data.held_out)}\n" if data.held_out else "#path = ...         # held-out rows; else taken out of data.path\n"
+def _training(data: DataFacts, chosen: Sizes) -> str:
+    held_out = (
+        f"path = {_s(data.held_out)}\n"
+        if data.held_out
+        else "#path = ...         # held-out rows; else taken out of data.path\n"
+    )
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
 #kl_coef = 0.001                    # keeps the starting model in memory too
@@ -249,7 +364,8 @@ warmup_steps = 10
 rank = 0                            # above 0: adapters of that rank are trained, not all weights
 
 [reserved]
-workers = {workers}                         # engines on the training job's own GPUs, one each (gpus_per_engine = more)
+workers = {chosen.reserved}                         # engines on the training job's own GPUs: they generate while no GPU is idle
+gpus_per_engine = {chosen.engine_gpus}                 # of each, on one node
 wake_after_s = 30.0
 
 [checkpoint]
@@ -258,18 +374,18 @@ keep = 2
 
 [eval]
 every = 50
-problems = {data.problems}
+prompts = {data.eval_prompts}
 {held_out}
 [weights]
 listen = "0.0.0.0"                  # engines on other nodes pull from here
 
 [trainer]
-micro_batch_tokens = {MICRO_TOKENS}
-activation_checkpointing = {'true' if large else 'false'}
+micro_batch_tokens = {chosen.micro_tokens}
+activation_checkpointing = {"true" if chosen.checkpointing else "false"}
 """
 
 
-def train_sbatch(wish: Wish) -> str:
+def train_sbatch(wish: RunOptions) -> str:
     """A job script that is submitted as it stands. The shipped one does the work; this one says where and how large."""
     gpus = f"#SBATCH --gpus-per-node={wish.gpus}\n" if wish.gpus else ""
     return f"""#!/usr/bin/env bash

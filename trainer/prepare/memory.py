@@ -22,17 +22,20 @@ KEPT_HIDDEN, KEPT_INNER = 14, 4
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model: `parameters` in all, `inner` the feed-forward's width."""
+    """Of a model: `parameters` in all, `inner` the feed-forward's width; heads of 0 are not known."""
 
     parameters: int
     layers: int
     hidden: int
     inner: int
     vocabulary: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class PublishedSize:
     """Bytes of the weights that an engine is given, and of the base under adapters, 0 where all weights are trained."""
 
     nbytes: int
@@ -40,8 +43,11 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """`trained`: parameters that have gradients (all of them, or the adapters'). `reference`: a second copy of the model is kept."""
+class TrainJob:
+    """`trained`: parameters that have gradients (all of them, or the adapters'). `reference`: a second copy of the model is kept.
+
+    `longest`: tokens of the longest sample that can come; longer than `micro_tokens`, it is a micro-batch of its own. 0: not known.
+    """
 
     ranks: int
     gpu_gb: float
@@ -53,6 +59,12 @@ class Job:
     engine_share: float
     engine_gpus: int
     reserved_gpus: int = 1
+    longest: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of the largest micro-batch."""
+        return max(self.micro_tokens, self.longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,7 @@ class Need:
     usable: float
 
 
-def engine_host_mb(version: Version, engine: str, gpus: int) -> int:
+def engine_host_mb(version: PublishedSize, engine: str, gpus: int) -> int:
     """Host memory of a harvested engine's job, in mebibytes.
 
     All weights: three versions, of which the engine serves one, pulls or keeps the pages of another, and has the third in the file that its
@@ -76,30 +88,52 @@ def engine_host_mb(version: Version, engine: str, gpus: int) -> int:
     return int(held / (1 << 20)) + 1 + PROCESS_MB.get(engine, 0) + gpus * GPU_MB.get(engine, 0)
 
 
-def need(shape: Shape, job: Job) -> Need:
+def engine_cpus(version: PublishedSize, gpus: int) -> int:
+    """CPUs of a harvested engine's job: vLLM's server, its core and a process a GPU (its documentation's least), our worker, and a thread
+    for each 8 GB of weights, four at most, to pull and hash them while the rest goes on."""
+    return 3 + gpus + min(4, (version.base or version.nbytes) // (8 * 10**9))
+
+
+def need(shape: Shape, job: TrainJob) -> Need:
     """float32 masters of all parameters, gradient and two moments of the trained ones (12 bytes), all sharded over the ranks."""
     states = (4 * shape.parameters * (2 if job.reference else 1) + 12 * job.trained) / job.ranks
     layer = max(0, shape.parameters - shape.vocabulary * shape.hidden) / max(1, shape.layers)
-    gathered = 2 * (2 * layer + shape.vocabulary * shape.hidden)  # bfloat16: this layer, the next one, the vocabulary's matrix
-    inside = job.micro_tokens * 2 * (KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner)
-    kept = shape.layers * job.micro_tokens * 2 * shape.hidden + inside if job.checkpointing else shape.layers * inside
-    logits = job.micro_tokens * shape.vocabulary * 2 * 2  # and their gradient
+    gathered = 2 * (
+        2 * layer + shape.vocabulary * shape.hidden
+    )  # bfloat16: this layer, the next one, the vocabulary's matrix
+    inside = job.computed_tokens * 2 * (KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner)
+    kept = (
+        shape.layers * job.computed_tokens * 2 * shape.hidden + inside
+        if job.checkpointing
+        else shape.layers * inside
+    )
+    logits = job.computed_tokens * shape.vocabulary * 2 * 2  # and their gradient
     engine = 2 * shape.parameters / job.engine_gpus
     return Need(states / GB, (gathered + kept + logits) / GB, engine / GB, USABLE * job.gpu_gb)
 
 
-def problem(shape: Shape, job: Job) -> tuple[str, str]:
+def problem(shape: Shape, job: TrainJob) -> tuple[str, str]:
     """Cause and remedy where it does not fit, else two empty texts."""
     asks = need(shape, job)
     held = f"{asks.states:.1f} GB of weights, gradients and optimizer state a GPU, on {job.ranks} of {job.gpu_gb:g} GB"
     if asks.states > asks.usable:
         ranks = -(-int(asks.states * job.ranks * 1.2) // max(1, int(asks.usable)))
-        return f"the model is too big for the GPUs: {held}", f"train on {ranks} GPUs or more, or adapters only: lora.rank = 16"
+        return (
+            f"the model is too big for the GPUs: {held}",
+            f"train on {ranks} GPUs or more, or adapters only: lora.rank = 16",
+        )
     if asks.states + asks.step > asks.usable:
         more = "" if job.checkpointing else "set trainer.activation_checkpointing = true, or "
+        alone = job.longest > job.micro_tokens
+        what = (
+            f"the longest sample, {job.longest} tokens and a micro-batch of its own,"
+            if alone
+            else "a micro-batch"
+        )
+        lower = "sampling.max_tokens and model.context_length" if alone else "trainer.micro_batch_tokens"
         return (
-            f"a micro-batch does not fit: {held}, and about {asks.step:.1f} GB for {job.micro_tokens} tokens",
-            f"{more}lower trainer.micro_batch_tokens, or train on more GPUs",
+            f"{what} does not fit: {held}, and about {asks.step:.1f} GB for {job.computed_tokens} tokens",
+            f"{more}lower {lower}, or train on more GPUs",
         )
     if asks.engine > 0.85 * job.engine_share * job.gpu_gb:
         return (
@@ -110,19 +144,22 @@ def problem(shape: Shape, job: Job) -> tuple[str, str]:
     each = asks.engine * job.engine_gpus / job.reserved_gpus
     if job.reserved and each > 0.85 * job.engine_share * job.gpu_gb:
         cause = f"a reserved engine has reserved.gpus_per_engine = {job.reserved_gpus}, and the model's weights take {each:.1f} GB of each"
-        return cause, f"set reserved.gpus_per_engine = {2 * job.reserved_gpus} or more, or reserved.workers = 0"
+        return cause, f"set reserved.gpus_per_engine = {2 * job.reserved_gpus} or more"
     if job.reserved and asks.states + job.engine_share * job.gpu_gb > asks.usable:
         share = (asks.usable - asks.states) / job.gpu_gb
         if share * job.gpu_gb * 0.85 > each:
             return (
                 f"a reserved engine shares its GPU with the trainer: {held}, and the engine takes {job.engine_share * job.gpu_gb:.1f} GB",
-                f"set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower, or reserved.workers = 0",
+                f"set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower",
             )
-        return f"trainer and reserved engine do not fit on one GPU: {held}", "train on more GPUs, or set reserved.workers = 0"
+        return (
+            f"trainer and reserved engine do not fit on one GPU: {held}",
+            "train on more GPUs: a run is never without a reserved engine",
+        )
     return "", ""
 
 
-def share_beside(shape: Shape, job: Job) -> float:
+def share_beside(shape: Shape, job: TrainJob) -> float:
     """The largest engine.gpu_memory_share, at most 0.9, that leaves room for the trainer's states; 0.2 at least."""
     asks = need(shape, job)
     return max(0.2, min(0.9, int((asks.usable - asks.states) / job.gpu_gb * 100) / 100))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scavenger.errors import ConfigError
-from trainer.data import stop_tokens
+from trainer.data.prompts import stop_tokens
 
 HEAD = struct.Struct("<Q")
 MOST_HEAD_NBYTES = 100 << 20
@@ -39,11 +39,16 @@ class ModelFacts:
     config: dict[str, Any]
 
 
-def look(folder: Path) -> ModelFacts:
+def read_facts(folder: Path) -> ModelFacts:
     """Raises `ConfigError` naming what is missing."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no folder {folder}", "give the folder of a Hugging Face model; nothing is downloaded")
-    config = read_json(folder / "config.json", "it is the folder of a Hugging Face model, with config.json in it")
+        raise ConfigError(
+            f"model.path: there is no folder {folder}",
+            "give the folder of a Hugging Face model; nothing is downloaded",
+        )
+    config = read_json(
+        folder / "config.json", "it is the folder of a Hugging Face model, with config.json in it"
+    )
     if "auto_map" in config:
         raise ConfigError(
             f"model.path: {folder} brings its own code ({', '.join(sorted(config['auto_map']))}), which is never run",
@@ -51,7 +56,10 @@ def look(folder: Path) -> ModelFacts:
         )
     for key in ("model_type", "vocab_size"):
         if key not in config:
-            raise ConfigError(f"model.path: {folder / 'config.json'} has no {key!r}", "give a causal LM's folder, not a part of one")
+            raise ConfigError(
+                f"model.path: {folder / 'config.json'} has no {key!r}",
+                "give a causal LM's folder, not a part of one",
+            )
     shapes = weight_shapes(folder)
     end, source = _end(folder)
     return ModelFacts(
@@ -85,7 +93,9 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Of every tensor in `model.safetensors`, or in the shards that its index names. Reads heads only. Raises `ConfigError`."""
     index = folder / "model.safetensors.index.json"
-    remedy = "copy the whole folder; weights in other formats are converted with transformers' save_pretrained"
+    remedy = (
+        "copy the whole folder; weights in other formats are converted with transformers' save_pretrained"
+    )
     if index.is_file():
         names = sorted(set(read_json(index, remedy).get("weight_map", {}).values()))
     else:
@@ -106,7 +116,9 @@ def _head(path: Path) -> dict[str, tuple[int, ...]]:
             head = json.loads(file.read(length))
         return {name: tuple(entry["shape"]) for name, entry in head.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ConfigError(f"{path} is no safetensors file: {error}", "copy it again: a clone without git-lfs holds pointers") from error
+        raise ConfigError(
+            f"{path} is no safetensors file: {error}", "copy it again: a clone without git-lfs holds pointers"
+        ) from error
 
 
 def _end(folder: Path) -> tuple[tuple[int, ...], str]:
@@ -122,7 +134,10 @@ def _chat_template(folder: Path) -> str:
         return alone.read_text(encoding="utf-8")
     if not (folder / "tokenizer_config.json").is_file():
         return ""
-    found = read_json(folder / "tokenizer_config.json", "save the model's tokenizer again").get("chat_template") or ""
+    found = (
+        read_json(folder / "tokenizer_config.json", "save the model's tokenizer again").get("chat_template")
+        or ""
+    )
     if isinstance(found, list):  # several, by name
         found = next((one["template"] for one in found if one.get("name") == "default"), "")
     return str(found)

@@ -13,11 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scavenger.errors import ConfigError
-from trainer import dataset, environments
+from trainer.data import dataset, environments
 
 #: In the order of preference.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "conversations")
-ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "ground_truth", "target", "label", "output", "response")
+ANSWERS = (
+    "answer",
+    "solution",
+    "final_answer",
+    "expected_answer",
+    "ground_truth",
+    "target",
+    "label",
+    "output",
+    "response",
+)
 HELD_OUT = ("test", "validation", "valid", "eval", "dev")
 LOOKED_AT = 200
 #: Held-out problems of a new run at most, and their share where they are taken out of the rows to train on.
@@ -27,9 +37,9 @@ MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `problems`: for eval.problems.
+    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `eval_prompts`: for eval.prompts.
 
-    `environment`: the options of the reward of rows that `trainer.environments` wrote; else empty.
+    `environment`: the options of the reward of rows that `trainer.data.environments` wrote; else empty.
     """
 
     task: Literal["jsonl", "parquet"]
@@ -41,11 +51,11 @@ class DataFacts:
     conversation: bool
     mathematics: bool
     rows: tuple[dict[str, Any], ...]
-    problems: int
+    eval_prompts: int
     environment: dict[str, Any]
 
 
-def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:
+def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:
     """Raises `ConfigError` for files that are not there, cannot be read, or whose columns have no known names."""
     task = _task(path)
     train, held_out = _split(path, dataset.SUFFIX[task])
@@ -54,19 +64,32 @@ def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFact
     if not rows:
         raise ConfigError(f"data.path: {train} holds no row", "each row has a prompt and an answer")
     if not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"data.path: {train}: a row is no object", "each row is an object with named fields")
+        raise ConfigError(
+            f"data.path: {train}: a row is no object", "each row is an object with named fields"
+        )
     columns = tuple(rows[0])
     prompt = _column(columns, prompt_field, PROMPTS, "prompt", train)
     answer = _column([name for name in columns if name != prompt], answer_field, ANSWERS, "answer", train)
     answers = [str(row.get(answer)) for row in rows]
     environment = _environment(rows[0])
-    mathematics = not environment and sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(answers)
+    mathematics = not environment and sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(
+        answers
+    )
     apart = sum(1 for _ in itertools.islice(dataset.raw(task, Path(held_out)), EVALUATED)) if held_out else 0
-    problems = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
+    eval_prompts = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
     return DataFacts(
-        task, train, held_out if apart else "", prompt, answer, columns, isinstance(rows[0].get(prompt), list), mathematics, tuple(rows),
-        problems, environment,
-    )  # fmt: skip
+        task,
+        train,
+        held_out if apart else "",
+        prompt,
+        answer,
+        columns,
+        isinstance(rows[0].get(prompt), list),
+        mathematics,
+        tuple(rows),
+        eval_prompts,
+        environment,
+    )
 
 
 def _environment(row: dict[str, Any]) -> dict[str, Any]:
@@ -74,17 +97,25 @@ def _environment(row: dict[str, Any]) -> dict[str, Any]:
     carried = row.get(environments.COLUMN)
     if not isinstance(carried, dict) or "environment" not in carried:
         return {}
-    return {"environment": carried["environment"]} | ({"args": carried["args"]} if carried.get("args") else {})
+    return {"environment": carried["environment"]} | (
+        {"args": carried["args"]} if carried.get("args") else {}
+    )
 
 
 def _task(path: Path) -> Literal["jsonl", "parquet"]:
     if path.is_dir():
         found = {suffix: len(list(path.rglob(f"*{suffix}"))) for suffix in dataset.SUFFIX.values()}
         if not any(found.values()):
-            raise ConfigError(f"data.path: the folder {path} holds no *.jsonl and no *.parquet", "give a JSONL or Parquet file")
+            raise ConfigError(
+                f"data.path: the folder {path} holds no *.jsonl and no *.parquet",
+                "give a JSONL or Parquet file",
+            )
         return "parquet" if found[".parquet"] > found[".jsonl"] else "jsonl"
     if "*" not in path.name and not path.is_file():
-        raise ConfigError(f"data.path: there is no file {path}", "give a JSONL or Parquet file, a pattern, or a folder of them")
+        raise ConfigError(
+            f"data.path: there is no file {path}",
+            "give a JSONL or Parquet file, a pattern, or a folder of them",
+        )
     return "parquet" if path.suffix == ".parquet" else "jsonl"
 
 
@@ -101,8 +132,14 @@ def _split(path: Path, suffix: str) -> tuple[str, str]:
 
 def _column(columns: Sequence[str], asked: str, known: Sequence[str], what: str, path: str) -> str:
     if asked and asked not in columns:
-        raise ConfigError(f"{path} has no column {asked!r}; there is {', '.join(map(repr, columns))}", f"name another --{what}-field")
+        raise ConfigError(
+            f"{path} has no column {asked!r}; there is {', '.join(map(repr, columns))}",
+            f"name another --{what}-field",
+        )
     found = asked or next((name for name in known if name in columns), "")
     if not found:
-        raise ConfigError(f"{path}: which column is the {what}? There is {', '.join(map(repr, columns))}", f"say it: --{what}-field NAME")
+        raise ConfigError(
+            f"{path}: which column is the {what}? There is {', '.join(map(repr, columns))}",
+            f"say it: --{what}-field NAME",
+        )
     return found

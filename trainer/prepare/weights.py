@@ -16,7 +16,7 @@ from scavenger.config import DaemonConfig, RunConfig
 from scavenger.errors import ConfigError
 from scavenger.weights import manifest, rdma
 from trainer.prepare import memory
-from trainer.prepare.memory import Version
+from trainer.prepare.memory import PublishedSize
 from trainer.prepare.model import ModelFacts
 
 MB = 1 << 20
@@ -28,21 +28,23 @@ def check_adapters(config: RunConfig) -> str:
     """Raises `ConfigError` for a target that no layer of the model can have an adapter for."""
     if not config.lora.rank:
         return "none: all weights are trained"
-    from trainer import adapters  # seconds of imports: only where there are some
+    from trainer.model import adapters  # seconds of imports: only where there are some
     from trainer.prepare import engines
 
-    layers = adapters.check_targets(engines.empty_model((config.model.path / "config.json").read_text()), config.lora)
+    layers = adapters.check_targets(
+        engines.empty_model((config.model.path / "config.json").read_text()), config.lora
+    )
     return f"rank {config.lora.rank} beside {layers} layers"
 
 
-def version_of(config: RunConfig, facts: ModelFacts) -> Version:
+def version_of(config: RunConfig, facts: ModelFacts) -> PublishedSize:
     """What engines hold: the model in `weights.dtype`, and with adapters also their base, in the type in which it is stored."""
     whole = facts.parameters * manifest.ITEMSIZE[config.weights.dtype]
     if not config.lora.rank:
-        return Version(whole, 0)
-    from trainer import adapters
+        return PublishedSize(whole, 0)
+    from trainer.model import adapters
 
-    return Version(whole, facts.parameters * manifest.ITEMSIZE[adapters.stored_dtype(facts.folder)])
+    return PublishedSize(whole, facts.parameters * manifest.ITEMSIZE[adapters.stored_dtype(facts.folder)])
 
 
 def check(config: RunConfig, facts: ModelFacts, nodes: int, at_hand: Path | None) -> str:
@@ -54,14 +56,18 @@ def check(config: RunConfig, facts: ModelFacts, nodes: int, at_hand: Path | None
             'set weights.listen = "0.0.0.0"',
         )
     if section.nixl and not rdma.installed():
-        raise ConfigError("weights.nixl = true, and this Python has no NIXL", 'install it: pip install ".[nixl]" in a clone')
+        raise ConfigError(
+            "weights.nixl = true, and this Python has no NIXL", 'install it: pip install ".[nixl]" in a clone'
+        )
     if section.spool_dir is not None:
         _spool(section.spool_dir, config.run.name, version)
-    size = f"a version has {version.nbytes / MB:,.0f} MiB" + (f" on a base of {version.base / MB:,.0f} MiB" if version.base else "")
+    size = f"a version has {version.nbytes / MB:,.0f} MiB" + (
+        f" on a base of {version.base / MB:,.0f} MiB" if version.base else ""
+    )
     return f"{size}; {_engine_memory(config, version, at_hand)}"
 
 
-def _spool(folder: Path, run: str, version: Version) -> None:
+def _spool(folder: Path, run: str, version: PublishedSize) -> None:
     """A version that cannot be written is only left out of the spool: the run would go on, and the restart that needs it would not."""
     there = next(path for path in (folder / run, *(folder / run).parents) if path.exists())
     remedy = "name a folder that engines and all ranks see and may write, or leave weights.spool_dir out"
@@ -69,7 +75,9 @@ def _spool(folder: Path, run: str, version: Version) -> None:
         how = "cannot be written by this user" if there.is_dir() else "is no folder"
         raise ConfigError(f"weights.spool_dir = {str(folder)!r}: {there} {how}", remedy)
     each = version.base or version.nbytes  # adapters beside their base are small
-    has = shutil.disk_usage(there).free + sum(path.stat().st_size for path in (folder / run).glob("version-*/*"))
+    has = shutil.disk_usage(there).free + sum(
+        path.stat().st_size for path in (folder / run).glob("version-*/*")
+    )
     if has < SPOOLED * each:
         raise ConfigError(
             f"weights.spool_dir = {str(folder)!r} has room for {has / MB:,.0f} MiB, and is to hold {SPOOLED} versions of {each / MB:,.0f}",
@@ -77,7 +85,7 @@ def _spool(folder: Path, run: str, version: Version) -> None:
         )
 
 
-def _engine_memory(config: RunConfig, version: Version, at_hand: Path | None) -> str:
+def _engine_memory(config: RunConfig, version: PublishedSize, at_hand: Path | None) -> str:
     least = memory.engine_host_mb(version, config.engine.name, 0)
     wanted = memory.engine_host_mb(version, config.engine.name, config.run.gpus_per_engine)
     asks = f"an engine's job wants {wanted:,} MiB of host memory"
@@ -88,15 +96,21 @@ def _engine_memory(config: RunConfig, version: Version, at_hand: Path | None) ->
         return f"{asks} (harvest.memory_mb_per_engine of the daemon, whose configuration was not found from here)"
     path, daemon = found
     given = daemon.harvest.memory_mb_per_engine
+    cpus, has = memory.engine_cpus(version, config.run.gpus_per_engine), daemon.harvest.cpus_per_engine
+    few = (
+        f"; LOOK: harvest.cpus_per_engine = {has}, and a vLLM engine wants {cpus}"
+        if config.engine.name == "vllm" and has < cpus
+        else ""
+    )
     if not given:
-        return f"{asks}; {path} has harvest.memory_mb_per_engine = 0: it gets its GPUs' share of a node"
+        return f"{asks}; {path} has harvest.memory_mb_per_engine = 0: it gets its GPUs' share of a node{few}"
     if given < least and daemon.harvest.enabled:
         enough = -(-wanted // 1024) * 1024
         raise ConfigError(
             f"{path}: harvest.memory_mb_per_engine = {given}, and this run's jobs need {least} at least: Slurm would kill each as it loads",
             f"set harvest.memory_mb_per_engine = {enough} there (docs/weights.md has the rule), or 0 for the GPUs' share",
         )
-    return f"{asks}, {path} gives it {given:,}{': LOOK whether that does' if given < wanted else ''}"
+    return f"{asks}, {path} gives it {given:,}{': LOOK whether that does' if given < wanted else ''}{few}"
 
 
 def _daemon_config(config: RunConfig, at_hand: Path | None) -> tuple[Path, DaemonConfig] | None:

@@ -24,7 +24,7 @@ def is_held_out(digits: str) -> bool:
     return blake3.blake3(digits.encode()).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def problem(seed: int, index: int, *, held_out: bool = False) -> tuple[str, dict[str, Any]]:
+def prompt_task(seed: int, index: int, *, held_out: bool = False) -> tuple[str, dict[str, Any]]:
     """The prompt's text and its metadata (`answer`) of problem `index` of the stream that `seed` names."""
     split = "held-out" if held_out else "train"
     attempt = 0

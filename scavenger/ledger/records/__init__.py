@@ -1,6 +1,6 @@
 """What can be written to the ledger: one frozen struct for each kind of fact. Pure.
 
-The core (router machine, harvest tracker) emits records; `ledger.writer` turns each into SQL, many records in one transaction, and
+The core (router machine, harvest tracker) emits records; `ledger.write.writer` turns each into SQL, many records in one transaction, and
 reports the ticket of the last one committed. Owns no SQL. `at` is Unix seconds everywhere. Token and logprob payloads are opaque packed
 arrays (see `wire`). Ids are given by the core (the writer never invents one), so records can refer to rows of the same transaction.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from scavenger.ledger.records.base import Record
 from scavenger.ledger.records.cluster import (
-    ClusterSampled,
+    AllocationCorrected,
+    AllocationEnded,
+    AllocationStarted,
+    ClusterPolled,
     Decision,
     Event,
     Heartbeat,
-    HoldEnded,
-    HoldStarted,
     JobEnded,
     JobIntended,
     JobObserved,
@@ -42,23 +43,33 @@ from scavenger.ledger.records.runs import (
     StepsRewound,
     VersionPublished,
 )
-from scavenger.ledger.records.snapshot import GroupState, JobState, RunState, SampleState, Snapshot, WorkerState
+from scavenger.ledger.records.snapshot import (
+    EngineLife,
+    GroupState,
+    JobState,
+    RunState,
+    SampleState,
+    Snapshot,
+    WorkerState,
+)
 
 __all__ = [
+    "AllocationCorrected",
+    "AllocationEnded",
+    "AllocationStarted",
     "AttemptGranted",
     "CheckpointRecorded",
     "ChunkAccepted",
-    "ClusterSampled",
+    "ClusterPolled",
     "ContentsReduced",
     "Decision",
+    "EngineLife",
     "Event",
     "GroupAdopted",
     "GroupCreated",
     "GroupDelivered",
     "GroupState",
     "Heartbeat",
-    "HoldEnded",
-    "HoldStarted",
     "JobEnded",
     "JobIntended",
     "JobObserved",

@@ -71,8 +71,8 @@ class JobEnded(Record, frozen=True):
     at: float
 
 
-class HoldStarted(Record, frozen=True):
-    """A harvested job began to hold GPUs; `(intent_id, restart_count)` names the hold."""
+class AllocationStarted(Record, frozen=True):
+    """A harvested job got its GPUs; `(intent_id, restart_count)` names the allocation."""
 
     intent_id: str
     restart_count: int
@@ -82,27 +82,46 @@ class HoldStarted(Record, frozen=True):
     at: float
 
 
-class HoldEnded(Record, frozen=True):
+class AllocationEnded(Record, frozen=True):
     intent_id: str
     restart_count: int
     reason: str  # preempted | cancelled | completed | failed | node_fail | timeout | requeued | unknown
     at: float
 
 
-class ClusterSampled(Record, frozen=True):
-    """GPUs by owner at one observation."""
+class AllocationCorrected(Record, frozen=True):
+    """Slurm's accounting has the times of an allocation that no poll saw.
 
-    idle: int
-    harvested: int
-    others: int
-    reserved: int
-    unusable: int
-    pending_others: int
+    `started_at`, `ended_at`: Slurm's; `at`: when it replied.
+    """
+
+    intent_id: str
+    restart_count: int
+    node: str
+    gpus: int
+    started_at: float
+    ended_at: float
+    reason: str
+    at: float
+
+
+class ClusterPolled(Record, frozen=True):
+    """GPUs by owner at one poll of the cluster. `gpus_reserved`: on nodes outside the harvest partition."""
+
+    gpus_idle: int
+    gpus_harvested: int
+    gpus_other_users: int
+    gpus_reserved: int
+    gpus_unusable: int
+    jobs_pending_other_users: int
     at: float
 
 
 class Decision(Record, frozen=True):
-    """One decision of a policy with its reason; `inputs` is JSON. `code`: the reason in a word, for reports (`harvest.policy.Code`)."""
+    """One decision of a policy with its reason; `inputs` is JSON.
+
+    `code`: the reason in a word, for reports (a `Code` of the harvester or of the router).
+    """
 
     policy: str
     action: str

@@ -71,7 +71,7 @@ class StepsRewound(Record, frozen=True):
 
 
 class CheckpointRecorded(Record, frozen=True):
-    """`kept`: steps of the checkpoints that the trainer keeps from now on, ascending, as JSON; "" = it did not say (protocol 1 or 2)."""
+    """`kept`: steps of the checkpoints that the trainer keeps from now on, ascending, as JSON; "" = it did not say (earlier releases)."""
 
     run_id: int
     step: int
@@ -88,7 +88,8 @@ class CheckpointRecorded(Record, frozen=True):
 class GroupCreated(Record, frozen=True):
     """A group and its n samples, whose ids are `first_sample_id .. first_sample_id + n - 1` in the order of their index.
 
-    `take` counts the times this (run, purpose, step, prompt_index) was generated: 0, and one more after each supersession.
+    `retry` counts how often this (run, purpose, step, prompt_index) was given up before:
+    0, and one more after each supersession.
     """
 
     group_id: int
@@ -96,7 +97,7 @@ class GroupCreated(Record, frozen=True):
     purpose: str
     step: int
     prompt_index: int
-    take: int
+    retry: int
     version: int
     prompt: bytes
     n: int

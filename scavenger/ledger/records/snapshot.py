@@ -20,6 +20,7 @@ class RunState(msgspec.Struct, frozen=True):
     versions: tuple[VersionPublished, ...]
     checkpoints: tuple[CheckpointRecorded, ...]
     ended: bool = False
+    job_id: int = 0  # Slurm's, of the newest attempt's trainer
 
 
 class SampleState(msgspec.Struct, frozen=True):
@@ -56,16 +57,33 @@ class WorkerState(msgspec.Struct, frozen=True):
     joined: WorkerJoined
 
 
+class EngineLife(msgspec.Struct, frozen=True):
+    """One life of a job by its engine: registered, and known to have been there until `seen_at` (Unix s)."""
+
+    incarnation: int
+    node: str
+    joined_at: float
+    seen_at: float
+
+
 class JobState(msgspec.Struct, frozen=True):
-    """A job intent that has not ended. `job_id` 0: intended, not known to be submitted."""
+    """A job intent that has not ended. `job_id` 0: intended, not known to be submitted. `last_allocation`:
+    the restart count of its newest allocation,
+    -1 where it has none; `free_since`: the last moment (Unix s) at which it is known to have had no GPU. `lives`: engines of lives that
+    have no allocation, or have one that is open.
+    """
 
     intended: JobIntended
     job_id: int
     last_state: str
     restart_count: int
     node: str
-    hold_open: bool
-    held_since: float = 0.0  # Unix s; 0 = unknown, or it holds nothing
+    allocation_open: bool
+    held_since: float = 0.0  # Unix s; 0 = it has no allocation
+    last_allocation: int = -1
+    free_since: float = 0.0
+    lives: tuple[EngineLife, ...] = ()
+    polled_at: float = 0.0  # Unix s, the last poll of the whole cluster, at which an open allocation was one
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -80,4 +98,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     groups: tuple[GroupState, ...]
     workers: tuple[WorkerState, ...]
     jobs: tuple[JobState, ...]
-    takes: tuple[tuple[int, str, int, int, int], ...] = ()  # (run_id, purpose, step, prompt_index, take) of the newest group given up
+    retries: tuple[
+        tuple[int, str, int, int, int], ...
+    ] = ()  # (run_id, purpose, step, prompt_index, retry) of the newest group given up

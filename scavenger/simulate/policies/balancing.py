@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scavenger.router.policy import Move, SampleView
+from scavenger.policy.interface import Move, SampleView
 
 
 @dataclass(slots=True)
@@ -31,7 +31,9 @@ class Balancer:
 
     def __init__(self, theta: int, batch: int) -> None:
         self._theta, self._batch = theta, batch
-        self._left: dict[tuple[int, int], int] = {}  # (sample, instance where it waited) -> requests that stayed there
+        self._left: dict[
+            tuple[int, int], int
+        ] = {}  # (sample, instance where it waited) -> requests that stayed there
 
     def forget(self) -> None:
         """Another step: all samples are new."""
@@ -55,9 +57,13 @@ class Balancer:
                 queued.remove(giver)
             shorter = [one for one in empty if one.pending < giver.pending or one.leases + 1 < giver.leases]
             # Where it waited before it would wait again, unless something ended there meanwhile.
-            taker = self._taker([one for one in shorter if one.leases < self._left.get((sample.id, one.id), math.inf)])
+            taker = self._taker(
+                [one for one in shorter if one.leases < self._left.get((sample.id, one.id), math.inf)]
+            )
             if taker is not None:
-                reason = f"it is one of {giver.pending} that wait at {giver.id}; the queue of {taker.id} is empty"
+                reason = (
+                    f"it is one of {giver.pending} that wait at {giver.id}; the queue of {taker.id} is empty"
+                )
                 found.append(_move(sample, giver, taker, reason))
                 giver.pending -= 1
         leases = {one.id: one.leases for one in instances}
@@ -69,15 +75,27 @@ class Balancer:
         found: list[Move] = []
         for giver in instances:
             excess = max(len(giver.executed) - self._batch, 0) if idle else 0
-            for sample in sorted(giver.executed, key=lambda s: (s.prompt_tokens + s.length, s.id))[:excess] if excess else ():
+            for sample in (
+                sorted(giver.executed, key=lambda s: (s.prompt_tokens + s.length, s.id))[:excess]
+                if excess
+                else ()
+            ):
                 taker = self._taker([one for one in idle if one.leases + 1 < giver.leases])
                 if taker is None:
                     break
-                found.append(_move(sample, giver, taker, f"{giver.id} executes more than {self._batch}, {taker.id} none"))
+                found.append(
+                    _move(
+                        sample, giver, taker, f"{giver.id} executes more than {self._batch}, {taker.id} none"
+                    )
+                )
         return found
 
     def _taker(self, among: Sequence[Instance]) -> Instance | None:
-        return min((one for one in among if one.pending < self._theta), key=lambda one: (one.leases, one.id), default=None)
+        return min(
+            (one for one in among if one.pending < self._theta),
+            key=lambda one: (one.leases, one.id),
+            default=None,
+        )
 
 
 def _move(sample: SampleView, giver: Instance, taker: Instance, reason: str) -> Move:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scavenger.router.policy import Placement, RunView, Standard
-from scavenger.simulate.contender import Contender
+from scavenger.policy.interface import Placement, RunView, Standard
+from scavenger.simulate.policy import SimulatedPolicy
 
 
 class StaticSplit(Standard):
@@ -16,7 +16,9 @@ class StaticSplit(Standard):
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         engines = [worker for worker in view.workers if worker.kind == "reserved"]
-        rank = {group: index for index, group in enumerate(sorted({sample.group_id for sample in view.samples}))}
+        rank = {
+            group: index for index, group in enumerate(sorted({sample.group_id for sample in view.samples}))
+        }
         free = {worker.id: worker.max_batch - worker.leases for worker in engines if worker.serves}
         found = []
         for sample in view.queued:
@@ -27,4 +29,4 @@ class StaticSplit(Standard):
         return found
 
 
-COLOCATED = Contender("colocated", StaticSplit, harvest=False, reserved=True)
+COLOCATED = SimulatedPolicy("colocated", StaticSplit, harvest=False, reserved=True)

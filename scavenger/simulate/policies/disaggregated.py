@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.simulate.contender import Contender
 from scavenger.simulate.policies.even import Even
+from scavenger.simulate.policy import SimulatedPolicy
 
-DISAGGREGATED = Contender("disaggregated", Even, harvest=True, reserved=False)
+DISAGGREGATED = SimulatedPolicy("disaggregated", Even, harvest=True, reserved=False)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scavenger.router import placement
-from scavenger.router.placement import Slots
-from scavenger.router.policy import (
+from scavenger.policy import placement
+from scavenger.policy.interface import (
     Fact,
     Placement,
     RunView,
@@ -18,18 +17,19 @@ from scavenger.router.policy import (
     WorkerLost,
     WorkerReady,
 )
+from scavenger.policy.placement import Slots
 
 #: Engines that generate, or will as soon as their weights are there.
 COMING = ("loading", "ready")
 
 
 def even_share(view: RunView) -> int:
-    """`Share` from one view: for who asks seldom."""
+    """`EvenShare` from one view: for who asks seldom."""
     coming = [worker.warm for worker in view.workers if worker.status in COMING]
     return -(-(view.step.samples - view.step.finished) // max(1, sum(coming) or len(coming)))
 
 
-class Share:
+class EvenShare:
     """Unfinished samples an engine: over those that generate or load the next weights; over cold ones too while there are no others.
 
     Counted from facts alone, so that asking costs nothing.
@@ -68,12 +68,16 @@ class Even(Standard):
     """Places by `placement.place`, but no engine gets more than its share of the step's unfinished samples."""
 
     def __init__(self) -> None:
-        self._share = Share()
+        self._share = EvenShare()
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         share = self._share.each
-        slots = [Slots(one.worker_id, one.leases, min(one.max_batch, share), one.node) for one in view.slots()]
-        return [Placement(sample_id, worker_id) for sample_id, worker_id in placement.place(view.waiting(), slots)]
+        slots = [
+            Slots(one.worker_id, one.leases, min(one.max_batch, share), one.node) for one in view.slots()
+        ]
+        return [
+            Placement(sample_id, worker_id) for sample_id, worker_id in placement.place(view.waiting(), slots)
+        ]
 
     def observe(self, fact: Fact, now: float) -> None:
         self._share.observe(fact)

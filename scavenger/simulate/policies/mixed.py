@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scavenger.harvest.autoscale import Benefit
-from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
-from scavenger.simulate.contender import Contender
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
+from scavenger.simulate.policy import SimulatedPolicy
 
 
 class Mixed:
@@ -43,11 +43,11 @@ class Mixed:
 Maker = Callable[[], RouterPolicy]
 
 
-def mixed(name: str, placing: Maker, seeding: Maker, growing: Maker) -> Contender:
+def mixed(name: str, placing: Maker, seeding: Maker, growing: Maker) -> SimulatedPolicy:
     """A contender of parts over our harvester; equal makers share one policy."""
 
     def make() -> RouterPolicy:
         made = {maker: maker() for maker in (placing, seeding, growing)}
         return Mixed(made[placing], made[seeding], made[growing])
 
-    return Contender(name, make, gates=True)
+    return SimulatedPolicy(name, make, gates=True)

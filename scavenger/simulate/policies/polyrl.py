@@ -1,10 +1,10 @@
 """PolyRL, as its code does it: groups as requests.
 
 - A group is one request: it is served by one instance and handed over when all its answers are there; when it moves, it is cut to its
-  shortest answer (`Contender.whole_groups`).
+  shortest answer (`SimulatedPolicy.whole_groups`).
 - Groups are handed out round-robin over the instances whose queue is empty, 4 a second over all instances. An engine here runs whatever it
   holds, so its queue is empty while a whole group fits its batch.
-- The window is slept to its end, whatever has come meanwhile (`Contender.sleeps`), and remembered by the number of instances as an
+- The window is slept to its end, whatever has come meanwhile (`SimulatedPolicy.sleeps`), and remembered by the number of instances as an
   exponential average, .8 old and .2 new. Its correction is RLBoost's, of which it is the implementation.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scavenger.router.policy import Fact, Move, Placement, RunView, StepSubmitted, WindowDecision
-from scavenger.simulate.contender import Contender
+from scavenger.policy.interface import Fact, Move, Placement, RunView, StepSubmitted, WindowDecision
 from scavenger.simulate.policies.seeding import Seeding
+from scavenger.simulate.policy import SimulatedPolicy
 
 GROUPS_PER_S = 4.0
 #: Credit for one group, but for what a few microseconds of an event's own time are worth.
@@ -32,7 +32,9 @@ class PolyRL:
         self._credit, self._credit_at = 1.0, 0.0
         self._served = False  # somebody did, when it was last this one's turn
         self._due = True  # a group may wait for its turn, and not for an instance
-        self._queue: list[list[int]] = []  # groups as they wait, for as long as nobody comes and only those go that are placed
+        self._queue: list[
+            list[int]
+        ] = []  # groups as they wait, for as long as nobody comes and only those go that are placed
         self._queue_of: tuple[object, int] | None = None  # `came`, and how many wait then
 
     def observe(self, fact: Fact, now: float) -> None:
@@ -74,10 +76,12 @@ class PolyRL:
         return ()
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
-        answer = self._seeding.window(view, now)
+        decision = self._seeding.window(view, now)
         if view.waits and self._due:  # the dispatcher's next turn
-            return WindowDecision(answer.close, answer.reason, min(answer.again_at, now + 1 / GROUPS_PER_S))
-        return answer
+            return WindowDecision(
+                decision.close, decision.reason, min(decision.again_at, now + 1 / GROUPS_PER_S)
+            )
+        return decision
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
         return self._seeding.cap(sum(w.kind == "reserved" for w in view.workers), view.max_engines)
@@ -91,4 +95,4 @@ def _groups(view: RunView) -> list[list[int]]:
     return list(found.values())
 
 
-POLYRL = Contender("polyrl", PolyRL, whole_groups=True, sleeps=True)
+POLYRL = SimulatedPolicy("polyrl", PolyRL, whole_groups=True, sleeps=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from scavenger.router.policy import (
+from scavenger.policy.interface import (
     Fact,
     RunView,
     SampleFinished,
@@ -25,13 +25,17 @@ from scavenger.router.policy import (
 class Seeding:
     """`seed_s`: the window of the step under way. `steady`: the number of instances has not changed within it."""
 
-    def __init__(self, eta: float, floor_s: float, first_s: float, ema: float = 0.0, memo: bool = True) -> None:
+    def __init__(
+        self, eta: float, floor_s: float, first_s: float, ema: float = 0.0, memo: bool = True
+    ) -> None:
         self._eta, self._floor_s, self._ema, self._use_memo = eta, floor_s, ema, memo
         self.seed_s = max(floor_s, first_s)
         self.memo: dict[int, float] = {}
         self.steady = True
         self.instances = 0
-        self.train_s = self.remote_s = self.mean_instances = 0.0  # of the last step: computing; remote generation, and by how many
+        self.train_s = self.remote_s = self.mean_instances = (
+            0.0  # of the last step: computing; remote generation, and by how many
+        )
         self._submitted_at = self._last_finish = 0.0
         self._instance_s, self._counted_at = 0.0, 0.0  # instances times seconds since the step was submitted
         self._at_last_finish = 0.0
@@ -48,7 +52,10 @@ class Seeding:
                 self._instance_s = self._at_last_finish = 0.0
                 self._begin()
             case SampleFinished(kind="harvested"):
-                self._last_finish, self._at_last_finish = now, self._instance_s + len(self._live) * (now - self._counted_at)
+                self._last_finish, self._at_last_finish = (
+                    now,
+                    self._instance_s + len(self._live) * (now - self._counted_at),
+                )
             case WorkerReady(kind="harvested", first=True, worker_id=worker_id):
                 self._count(now)
                 self._live.add(worker_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import keys
+from scavenger.protocol import keys
 from tests.trainer.prepare.hand import draft
 
 
@@ -20,7 +20,11 @@ def own_model(model_folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{n}{n + 1}>", "answer": str(n), "level": 1}) + "\n" for n in range(40)))
+    path.write_text(
+        "".join(
+            json.dumps({"question": f"{n}{n + 1}>", "answer": str(n), "level": 1}) + "\n" for n in range(40)
+        )
+    )
     return path
 
 

@@ -11,17 +11,19 @@ from scavenger.errors import ConfigError
 from trainer.prepare import __main__ as program
 from trainer.prepare import check, model, weights
 from trainer.prepare.check import Gpus
-from trainer.prepare.memory import Job, Shape
+from trainer.prepare.memory import Shape, TrainJob
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_GPU = Gpus(1, 0, 0.0)
 RAISES = 'def f(prompt, answer, meta):\n    return float(meta["no such column"])\n'
 BIG = Shape(8_000_000_000, 36, 4096, 12288, 151936)
-FITS = Job(16, 80.0, 8192, True, BIG.parameters, False, False, 0.9, 1)
+FITS = TrainJob(16, 80.0, 8192, True, BIG.parameters, False, False, 0.9, 1)
 
 
 def draft(folder: Path, model: Path, data: Path, *more: str) -> int:
-    return program.main(["draft", str(folder), f"--model={model}", f"--data={data}", "--engine=reference", "--gpus=2", *more])
+    return program.main(
+        ["draft", str(folder), f"--model={model}", f"--data={data}", "--engine=reference", "--gpus=2", *more]
+    )
 
 
 def change(run: Path, old: str, new: str) -> None:
@@ -42,6 +44,6 @@ def weights_told(run: Path, nodes: int = 1, at_hand: Path | None = None) -> str:
     """What the check of the weights alone says: its note, or cause and remedy."""
     config = read_run(run)
     try:
-        return weights.check(config, model.look(config.model.path), nodes, at_hand)
+        return weights.check(config, model.read_facts(config.model.path), nodes, at_hand)
     except ConfigError as error:
         return f"REFUSED {error}"

@@ -19,8 +19,14 @@ def test_a_wrong_model_path_is_refused_and_what_needs_it_is_skipped(run: Path, o
     assert "there is no folder /nowhere/qwen" in findings["model"].problem
     assert "remedy: give the folder of a Hugging Face model" in findings["model"].problem
     assert {what for what, finding in findings.items() if finding.skipped} == {
-        "tokenizer", "data and prompts", "reward", "adapters", "engine", "memory of the GPUs", "weights",
-    }  # fmt: skip
+        "tokenizer",
+        "data and prompts",
+        "reward",
+        "adapters",
+        "engine",
+        "memory of the GPUs",
+        "weights",
+    }
     assert not findings["daemon and keys"].problem
 
 
@@ -59,12 +65,17 @@ def _strange(folder: Path) -> None:
         (_shard_lost, "lacks model-00001-of-00002.safetensors"),
         (_pointer, "is no safetensors file"),
         (_own_code, "brings its own code"),
-        (_other_config, "are of two models: model.embed_tokens.weight has the shape (16, 32) there, not (16, 48)"),
+        (
+            _other_config,
+            "are of two models: model.embed_tokens.weight has the shape (16, 32) there, not (16, 48)",
+        ),
         (_more_layers, "is not in the weight files"),
         (_strange, "config.json cannot be used"),
     ],
 )
-def test_a_folder_that_is_no_whole_model_is_refused(run: Path, own_model: Path, spoil: Any, cause: str) -> None:
+def test_a_folder_that_is_no_whole_model_is_refused(
+    run: Path, own_model: Path, spoil: Any, cause: str
+) -> None:
     spoil(own_model)
     assert cause in refused(run)["model"]
     assert "remedy: " in refused(run)["model"]
@@ -73,7 +84,9 @@ def test_a_folder_that_is_no_whole_model_is_refused(run: Path, own_model: Path, 
 def _many_tokens(folder: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(100)} | {"<eos>": 100}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(100)} | {"<eos>": 100}, unk_token="w0")).save(
+        str(folder / "tokenizer.json")
+    )
 
 
 def _broken(folder: Path) -> None:
@@ -85,8 +98,14 @@ def _broken(folder: Path) -> None:
     [
         (_many_tokens, "the tokenizer does not match the model"),
         (_broken, "tokenizer.json"),
-        (lambda folder: edit(folder / "generation_config.json", eos_token_id=15), "token 15 is to end an answer"),
-        (lambda folder: edit(folder / "generation_config.json", eos_token_id=4), "the tokenizer ends texts with '<eos>' (token 1)"),
+        (
+            lambda folder: edit(folder / "generation_config.json", eos_token_id=15),
+            "token 15 is to end an answer",
+        ),
+        (
+            lambda folder: edit(folder / "generation_config.json", eos_token_id=4),
+            "the tokenizer ends texts with '<eos>' (token 1)",
+        ),
     ],
 )
 def test_a_tokenizer_of_another_model_is_refused(run: Path, own_model: Path, spoil: Any, cause: str) -> None:
@@ -120,7 +139,12 @@ SAME = "def f(prompt, answer, meta):\n    return 1.0\n"
 
 @pytest.mark.parametrize(
     ("source", "cause"),
-    [(RAISES, "KeyError"), (NAN, "nan"), ("import nothing_there\n", "reward.function"), ("g = 1\n", "reward.function")],
+    [
+        (RAISES, "KeyError"),
+        (NAN, "nan"),
+        ("import nothing_there\n", "reward.function"),
+        ("g = 1\n", "reward.function"),
+    ],
 )
 def test_a_reward_function_that_cannot_work_is_refused(
     run: Path, source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +159,9 @@ def use_reward(run: Path, source: str, tmp_path: Path, monkeypatch: pytest.Monke
     change(run, '"trainer.verifiers:math"', '"their_rewards:f"')
 
 
-def test_a_reward_that_cannot_tell_answers_apart_is_pointed_at(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_cannot_tell_answers_apart_is_pointed_at(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_reward(run, SAME, tmp_path, monkeypatch)
     (said,) = [finding for finding in check.check(run, NO_GPU) if finding.what == "reward"]
     assert not said.problem
@@ -147,6 +173,8 @@ def test_a_reward_function_sees_the_prompt_as_it_will_in_the_run(
 ) -> None:
     (own_model / "chat_template.jinja").write_text("<eos>{{ messages[-1].content }}<eos>")
     change(run, "chat = false", "chat = true")
-    source = "def f(prompt, answer, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(answer)\n"
+    source = (
+        "def f(prompt, answer, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(answer)\n"
+    )
     use_reward(run, source, tmp_path, monkeypatch)
     assert "reward" not in refused(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
@@ -19,9 +19,22 @@ from trainer.prepare.check import Gpus
 
 def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_model: Path, data: Path) -> None:
     config = read_run(run)
-    assert (config.run.name, config.model.path, config.data.path, config.data.task) == ("my-run", own_model, data, "jsonl")
-    assert (config.data.prompt_field, config.data.answer_field, config.data.chat) == ("question", "answer", False)
-    assert (config.reward.function, config.reserved.workers, config.weights.listen) == ("trainer.verifiers:math", 2, "0.0.0.0")
+    assert (config.run.name, config.model.path, config.data.path, config.data.task) == (
+        "my-run",
+        own_model,
+        data,
+        "jsonl",
+    )
+    assert (config.data.prompt_field, config.data.answer_field, config.data.chat) == (
+        "question",
+        "answer",
+        False,
+    )
+    assert (config.reward.function, config.reserved.workers, config.weights.listen) == (
+        "trainer.verifiers:math",
+        2,
+        "0.0.0.0",
+    )
     assert config.model.context_length == 64
     assert config.sampling.max_tokens == 32
     assert "#stop_token_ids = [1]" in run.read_text()
@@ -29,7 +42,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert check.gpus_of(script.read_text()) == Gpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
-    assert [finding.problem for finding in findings] == [""] * 12
+    assert [finding.problem for finding in findings] == [""] * 13
     assert not any(finding.skipped for finding in findings)
 
 
@@ -39,17 +52,34 @@ def test_what_was_assumed_is_told_once_with_where_to_change_it(
     draft(tmp_path / "one", own_model, data)
     block = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     told = "\n".join(block)
-    for words in ("--partition=reserved", "80 GB", "no --account", "run.state_dir", "model.context_length = 64", "reward.function = "):
+    for words in (
+        "--partition=reserved",
+        "80 GB",
+        "no --account",
+        "run.state_dir",
+        "model.context_length = 64",
+        "reward.function = ",
+    ):
         assert sum(words in line for line in block) == 1, (words, told)
     assert "GPUs a node" not in told, "--gpus was given"
-    assert all("train.sbatch" in line or "run.toml" in line for line in block)
+    assert all(re.match("  (train.sbatch|run.toml|scavenger.toml) ", line) for line in block)
     assert max(map(len, block)) <= 140
     made = read_run(tmp_path / "one" / "run.toml")
     size = f"{made.data.prompts_per_step} x {made.data.samples_per_prompt}"
     assert f"{made.run.steps} steps of {size} answers, lr {made.optimizer.lr:g} ".replace("e-0", "e-") in told
-    (days,) = re.findall(r"^#SBATCH --time=(\d+)-00:00:00$", (tmp_path / "one" / "train.sbatch").read_text(), re.M)
+    (days,) = re.findall(
+        r"^#SBATCH --time=(\d+)-00:00:00$", (tmp_path / "one" / "train.sbatch").read_text(), re.M
+    )
     assert f"no --account, no --qos, {days} days " in told
-    draft(tmp_path / "two", own_model, data, "--partition=gold", "--gpu-memory-gb=40", f"--state-dir={tmp_path}", "--reward=a:b")
+    draft(
+        tmp_path / "two",
+        own_model,
+        data,
+        "--partition=gold",
+        "--gpu-memory-gb=40",
+        f"--state-dir={tmp_path}",
+        "--reward=a:b",
+    )
     told = capsys.readouterr().out
     for words in ("--partition=", "GB of memory", "run.state_dir", "reward.function"):
         assert words not in told
@@ -71,10 +101,14 @@ def test_existing_files_are_never_overwritten_without_force(
     assert "[model]" in run.read_text()
 
 
-def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(own_model: Path, data: Path, tmp_path: Path) -> None:
-    (own_model / "chat_template.jinja").write_text("{% if enable_thinking %}9{% endif %}{{ messages[-1].content }}")
+def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(
+    own_model: Path, data: Path, tmp_path: Path
+) -> None:
+    (own_model / "chat_template.jinja").write_text(
+        "{% if enable_thinking %}9{% endif %}{{ messages[-1].content }}"
+    )
     edit(own_model / "generation_config.json", eos_token_id=[1, 0])
-    facts = model.look(own_model)
+    facts = model.read_facts(own_model)
     assert (facts.end, facts.end_source, facts.model_type) == ((1, 0), "generation_config.json", "qwen3")
     assert draft(tmp_path / "chatty", own_model, data) == 0
     config = read_run(tmp_path / "chatty" / "run.toml")
@@ -85,16 +119,16 @@ def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(own_model
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "q", "solution": "ab", "extra": 1}\n')
-    found = rows.look(path)
+    found = rows.read_facts(path)
     assert (found.prompt_field, found.answer_field, found.mathematics) == ("question", "solution", False)
     path.write_text('{"q": "1 + 1", "a": "2"}\n')
     with pytest.raises(ConfigError, match=r"which column is the prompt\? There is 'q', 'a'") as error:
-        rows.look(path)
+        rows.read_facts(path)
     assert "--prompt-field" in error.value.remedy
-    found = rows.look(path, "q", "a")
+    found = rows.read_facts(path, "q", "a")
     assert (found.prompt_field, found.answer_field, found.mathematics) == ("q", "a", True)
     with pytest.raises(ConfigError, match="no column 'z'"):
-        rows.look(path, "z", "a")
+        rows.read_facts(path, "z", "a")
 
 
 def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
@@ -103,8 +137,10 @@ def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
 
     (tmp_path / "main").mkdir()
     for name in ("train-00000-of-00001", "test-00000-of-00001"):
-        parquet.write_table(arrow.table({"question": [name], "answer": ["x #### 1"]}), tmp_path / "main" / f"{name}.parquet")
-    found = rows.look(tmp_path)
+        parquet.write_table(
+            arrow.table({"question": [name], "answer": ["x #### 1"]}), tmp_path / "main" / f"{name}.parquet"
+        )
+    found = rows.read_facts(tmp_path)
     assert (found.task, found.mathematics) == ("parquet", True)
     assert found.path == str(tmp_path / "main" / "train*.parquet")
     assert found.held_out == str(tmp_path / "main" / "test*.parquet")
@@ -112,20 +148,23 @@ def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "test", "problems"), [(1, 0, 0), (2, 0, 1), (40, 0, 8), (220, 0, 44), (5000, 0, 256), (40, 30, 30), (40, 300, 256)]
+    ("train", "test", "eval_prompts"),
+    [(1, 0, 0), (2, 0, 1), (40, 0, 8), (220, 0, 44), (5000, 0, 256), (40, 30, 30), (40, 300, 256)],
 )
-def test_a_new_run_holds_out_no_more_problems_than_there_are(tmp_path: Path, train: int, test: int, problems: int) -> None:
+def test_a_new_run_holds_out_no_more_problems_than_there_are(
+    tmp_path: Path, train: int, test: int, eval_prompts: int
+) -> None:
     for name, count in (("train", train), ("test", test)):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "1", "answer": "1"}\n' * count)
-    found = rows.look(tmp_path)
-    assert (found.problems, bool(found.held_out)) == (problems, bool(test))
+    found = rows.read_facts(tmp_path)
+    assert (found.eval_prompts, bool(found.held_out)) == (eval_prompts, bool(test))
 
 
 @pytest.mark.parametrize("nothing", ["nothing.jsonl", "empty"])
 def test_data_that_is_not_there_is_told(nothing: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"data\.path"):
-        rows.look(tmp_path / nothing)
+        rows.read_facts(tmp_path / nothing)
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -138,13 +177,26 @@ def test_init_writes_and_checks_a_run_and_says_what_is_wrong(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{site}"\n')
-    words = ("--model", "model", "--data", "data.jsonl", "--gpus", "0", "--engine", "reference", "--reward", "mine:f")
+    words = (
+        "--model",
+        "model",
+        "--data",
+        "data.jsonl",
+        "--gpus",
+        "0",
+        "--engine",
+        "reference",
+        "--reward",
+        "mine:f",
+    )
     made = command("a-run", *words, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     assert read_run(tmp_path / "a-run" / "run.toml").run.state_dir == site
     (tmp_path / "a-run" / "mine.py").write_text(RAISES)
     bad = command("a-run", "--check", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 11, 1), bad.stdout + bad.stderr
+    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 12, 1), (
+        bad.stdout + bad.stderr
+    )
     assert "reward function mine:f failed 1 times: it raised KeyError" in bad.stdout
 
 
@@ -158,10 +210,14 @@ def test_half_a_run_and_no_run_are_told(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slurm
-def test_slurm_takes_the_job_script(own_model: Path, data: Path, tmp_path: Path, slurm_sandbox: SlurmSandbox) -> None:
+def test_slurm_takes_the_job_script(
+    own_model: Path, data: Path, tmp_path: Path, slurm_sandbox: SlurmSandbox
+) -> None:
     folder = tmp_path / "a folder" / "my-run"
     assert draft(folder, own_model, data, "--gpus=1") == 0
     argv = ["sbatch", "--test-only", str(folder / "train.sbatch")]
-    said = subprocess.run(argv, env=slurm_sandbox.env, capture_output=True, text=True, timeout=60, check=False)
+    said = subprocess.run(
+        argv, env=slurm_sandbox.env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert said.returncode == 0, said.stderr
     assert "partition reserved" in said.stderr

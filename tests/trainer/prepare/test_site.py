@@ -16,19 +16,31 @@ from scavenger.errors import Finding
 from tests.trainer.prepare.hand import BIG, FITS, NO_GPU, change, refused, weights_told
 from trainer.prepare import check, memory, model, rows, weights
 from trainer.prepare.check import Gpus
-from trainer.prepare.memory import Version
+from trainer.prepare.memory import PublishedSize
 
 
 @pytest.mark.parametrize(
     ("changes", "cause", "remedy"),
     [
         ({"ranks": 1}, "too big for the GPUs: 128.0 GB of weights", "train on 3 GPUs or more"),
-        ({"ranks": 8, "micro_tokens": 65536}, "a micro-batch does not fit", "lower trainer.micro_batch_tokens"),
-        ({"checkpointing": False, "micro_tokens": 32768}, "a micro-batch does not fit", "activation_checkpointing = true"),
+        (
+            {"ranks": 8, "micro_tokens": 65536},
+            "a micro-batch does not fit",
+            "lower trainer.micro_batch_tokens",
+        ),
+        (
+            {"checkpointing": False, "micro_tokens": 32768},
+            "a micro-batch does not fit",
+            "activation_checkpointing = true",
+        ),
         ({"engine_share": 0.2}, "too little is left for its cache", "raise run.gpus_per_engine"),
         ({"reserved": True}, "shares its GPU with the trainer", "engine.gpu_memory_share = 0.83"),
-        ({"reserved": True, "ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "reserved.workers = 0"),
-        ({"reserved": True, "engine_share": 0.2, "engine_gpus": 2}, "and the model's weights take 16.0 GB of each", "gpus_per_engine = 2"),
+        ({"reserved": True, "ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "train on more GPUs"),
+        (
+            {"reserved": True, "engine_share": 0.2, "engine_gpus": 2},
+            "and the model's weights take 16.0 GB of each",
+            "gpus_per_engine = 2",
+        ),
         ({"reference": True, "ranks": 2}, "too big for the GPUs: 80.0 GB", "lora.rank"),
     ],
 )
@@ -42,9 +54,39 @@ def test_what_does_not_fit_is_told_with_its_figures(changes: dict[str, Any], cau
 def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Path) -> None:
     beside = replace(FITS, reserved=True, engine_share=0.2, engine_gpus=2, reserved_gpus=2)
     assert memory.problem(BIG, beside) == ("", "")
-    change(run, "[reserved]\n", "[reserved]\ngpus_per_engine = 4\n")
+    change(
+        run,
+        "gpus_per_engine = 1                 # of each, on",
+        "gpus_per_engine = 4                 # of each, on",
+    )
     found = refused(run, Gpus(2, 2, 80.0))["memory of the GPUs"]
     assert "reserved.gpus_per_engine = 4, and train.sbatch asks for 2 GPUs a node" in found
+
+
+def test_a_run_without_a_reserved_engine_is_refused_and_no_remedy_leads_there(run: Path) -> None:
+    (report,) = [finding.note for finding in check.check(run, NO_GPU) if finding.what == "reserved engines"]
+    assert report == "2 of 1 GPU each: the run goes on without a harvested engine"
+    change(run, "workers = 2 ", "workers = 0 ")
+    found = refused(run)
+    assert list(found) == ["reserved engines"]
+    assert (
+        "reserved.workers = 0 in run my-run: while no GPU is idle nothing generates"
+        in found["reserved engines"]
+    )
+    assert "set reserved.workers = 1 or more" in found["reserved engines"]
+    change(run, "#harvest = false", "harvest = false")
+    assert "run.harvest = false needs reserved.workers >= 1" in refused(run)["run.toml"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ranks": 2}, {"engine_share": 0.2}, {"engine_gpus": 4, "engine_share": 0.2}, {"ranks": 16}]
+)
+def test_what_keeps_a_reserved_engine_from_fitting_is_never_mended_by_leaving_it_out(
+    changes: dict[str, Any],
+) -> None:
+    cause, remedy = memory.problem(BIG, replace(FITS, reserved=True, micro_tokens=512, **changes))
+    assert cause
+    assert "reserved.workers" not in remedy
 
 
 def test_a_model_too_big_for_the_job_s_gpus_is_refused(run: Path) -> None:
@@ -56,17 +98,24 @@ def test_what_a_draft_chooses_for_a_large_model_fits(own_model: Path, data: Path
     from trainer.prepare import draft as drafts
 
     large = replace(
-        model.look(own_model), parameters=BIG.parameters, vocabulary=BIG.vocabulary,
+        model.read_facts(own_model),
+        parameters=BIG.parameters,
+        vocabulary=BIG.vocabulary,
         config={"hidden_size": BIG.hidden, "num_hidden_layers": BIG.layers, "intermediate_size": BIG.inner},
-    )  # fmt: skip
-    wish = drafts.Wish("r", tmp_path, 8, 2, 80.0, "p", "", "", "vllm", "py", tmp_path, 100)
+    )
+    wish = drafts.RunOptions("r", tmp_path, 8, 2, 80.0, "p", "", "", "vllm", "py", tmp_path, 100)
     path = tmp_path / "run.toml"
-    path.write_text(drafts.run_toml(large, rows.look(data), wish))
+    path.write_text(drafts.run_toml(large, rows.read_facts(data), wish))
     config = read_run(path)
     job = replace(
-        FITS, ranks=16, micro_tokens=config.trainer.micro_batch_tokens, checkpointing=config.trainer.activation_checkpointing,
-        reserved=True, engine_share=config.engine.gpu_memory_share, engine_gpus=config.run.gpus_per_engine,
-    )  # fmt: skip
+        FITS,
+        ranks=16,
+        micro_tokens=config.trainer.micro_batch_tokens,
+        checkpointing=config.trainer.activation_checkpointing,
+        reserved=True,
+        engine_share=config.engine.gpu_memory_share,
+        engine_gpus=config.run.gpus_per_engine,
+    )
     assert memory.problem(drafts.shape_of(large), job) == ("", "")
 
 
@@ -79,28 +128,58 @@ def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("version", "gpus", "gb"),
-    [(Version(16 * 10**9, 0), 1, 56.8), (Version(16 * 10**9, 0), 0, 53.6), (Version(16 * 10**9, 16 * 10**9), 1, 40.8)],
+    [
+        (PublishedSize(16 * 10**9, 0), 1, 56.8),
+        (PublishedSize(16 * 10**9, 0), 0, 53.6),
+        (PublishedSize(16 * 10**9, 16 * 10**9), 1, 40.8),
+    ],
     ids=["8B", "8B without what GPUs add", "8B under adapters"],
 )
-def test_what_an_engine_s_host_must_hold_of_a_model_of_8_billion_weights(version: Version, gpus: int, gb: float) -> None:
+def test_what_an_engine_s_host_must_hold_of_a_model_of_8_billion_weights(
+    version: PublishedSize, gpus: int, gb: float
+) -> None:
     assert memory.engine_host_mb(version, "vllm", gpus) * 2**20 / 1e9 == pytest.approx(gb, abs=0.1)
 
 
-def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(run: Path, site: Path, tmp_path: Path) -> None:
+def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(
+    run: Path, site: Path, tmp_path: Path
+) -> None:
     toml = tmp_path / "site.toml"
 
-    def told(given: int, state: Path = site) -> str:
+    def report(given: int, state: Path = site) -> str:
         toml.write_text(f'[daemon]\nstate_dir = "{state}"\n[harvest]\nmemory_mb_per_engine = {given}\n')
         return weights_told(run, at_hand=toml)
 
-    least = memory.engine_host_mb(weights.version_of(read_run(run), model.look(read_run(run).model.path)), "reference", 0)
-    assert f"{toml}: harvest.memory_mb_per_engine = {least - 1}, and this run's jobs need {least} at least" in told(least - 1)
-    assert "remedy: set harvest.memory_mb_per_engine = 3072 there" in told(least - 1)
-    assert "LOOK whether that does" in told(least)
-    assert told(4096).endswith(f"{toml} gives it 4,096")
-    assert "it gets its GPUs' share of a node" in told(0)
-    assert "was not found from here" in told(1, tmp_path / "another"), "another site's says nothing of this run"
+    least = memory.engine_host_mb(
+        weights.version_of(read_run(run), model.read_facts(read_run(run).model.path)), "reference", 0
+    )
+    assert (
+        f"{toml}: harvest.memory_mb_per_engine = {least - 1}, and this run's jobs need {least} at least"
+        in report(least - 1)
+    )
+    assert "remedy: set harvest.memory_mb_per_engine = 3072 there" in report(least - 1)
+    assert "LOOK whether that does" in report(least)
+    assert report(4096).endswith(f"{toml} gives it 4,096")
+    assert "it gets its GPUs' share of a node" in report(0)
+    assert "was not found from here" in report(1, tmp_path / "another"), (
+        "another site's says nothing of this run"
+    )
     assert "was not found from here" in weights_told(run)
+
+
+def test_a_vllm_engine_s_job_with_too_few_cpus_is_pointed_at(run: Path, site: Path, tmp_path: Path) -> None:
+    toml = tmp_path / "site.toml"
+
+    def report(cpus: int, memory_mb: int) -> str:
+        cores = f"cpus_per_engine = {cpus}\nmemory_mb_per_engine = {memory_mb}\n"
+        toml.write_text(f'[daemon]\nstate_dir = "{site}"\n[harvest]\n{cores}')
+        return weights_told(run, at_hand=toml)
+
+    assert "LOOK" not in report(1, 0), "the reference engine computes in one process"
+    change(run, 'name = "reference"', 'name = "vllm"')
+    for memory_mb in (0, 8192):
+        assert report(3, memory_mb).endswith("LOOK: harvest.cpus_per_engine = 3, and a vLLM engine wants 4")
+        assert "LOOK" not in report(4, memory_mb)
 
 
 def test_the_daemon_s_configuration_is_this_shell_s_or_the_run_s_own(
@@ -120,7 +199,9 @@ def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
     assert "there is no folder" in refused(run)["daemon and keys"]
 
 
-def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(run: Path, site: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(
+    run: Path, site: Path, tmp_path: Path
+) -> None:
     (site / "rendezvous.json").unlink()
     assert refused(run).keys() == {"daemon and keys"}
     toml = tmp_path / "scavenger.toml"
@@ -128,8 +209,12 @@ def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(run: Path, s
     change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
     assert refused(run) == {}
     toml.write_text(f'[daemon]\nstate_dir = "{site}"\nlisten = "0.0.0.0"\nadvertise = "login1"\n')
-    assert "take daemon.advertise out" in refused(run)["daemon and keys"], "engines would look for it on a host that it is not on"
-    toml.write_text(f'[daemon]\nstate_dir = "{site}"\nadvertise = "login1"\n[cluster]\nlocal_dir = "{tmp_path}"\n')
+    assert "take daemon.advertise out" in refused(run)["daemon and keys"], (
+        "engines would look for it on a host that it is not on"
+    )
+    toml.write_text(
+        f'[daemon]\nstate_dir = "{site}"\nadvertise = "login1"\n[cluster]\nlocal_dir = "{tmp_path}"\n'
+    )
     assert refused(run) == {}
     toml.write_text('[daemon]\nstate_dir = "/another"\n')
     assert "name one directory in both" in refused(run)["daemon and keys"]
@@ -139,24 +224,34 @@ def test_a_wrong_key_in_the_file_ends_the_check(run: Path) -> None:
     change(run, "[optimizer]", "[optimizer]\nspeed = 1")
     (finding,) = check.check(run, NO_GPU)
     assert "unknown key 'optimizer.speed'" in finding.problem
-    assert check.told(run, [finding])[1] is False
-    assert check.told(run, [Finding("x")])[1] is True
+    assert check.report(run, [finding])[1] is False
+    assert check.report(run, [Finding("x")])[1] is True
 
 
-def test_an_out_dir_that_cannot_be_written_or_is_too_small_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_dir_that_cannot_be_written_or_is_too_small_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run.parent / "file").write_text("")
     change(run, 'out_dir = "out"', 'out_dir = "file/out"')
     assert "file: it is no folder" in refused(run)["out_dir and figures"]
     change(run, 'out_dir = "file/out"', 'out_dir = "new/out"')
     assert "out_dir and figures" not in refused(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    assert "0.0 GB are free\n  remedy: name a file system with more room" in refused(run)["out_dir and figures"]
+    assert (
+        "0.0 GB are free\n  remedy: name a file system with more room" in refused(run)["out_dir and figures"]
+    )
     assert not (run.parent / "new").exists(), "a check writes nothing"
 
 
 @pytest.mark.parametrize(("name", "value"), [("tensorboard", "true"), ("wandb", '"offline"')])
-def test_figures_for_a_package_that_is_not_there_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_figures_for_a_package_that_is_not_there_are_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked, package=None: None if asked == name else real(asked, package))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda asked, package=None: None if asked == name else real(asked, package),
+    )
     run.write_text(run.read_text() + f"[monitor]\n{name} = {value}\n")
     assert f'pip install ".[{name}]"' in refused(run)["out_dir and figures"]

@@ -23,19 +23,27 @@ def settled(run: Path, section: str, lines: str) -> None:
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("lm_head", "lm_head is the output head, whose weight many models share with the embeddings; set lora.rank = 0"),
+        (
+            "lm_head",
+            "lm_head is the output head, whose weight many models share with the embeddings; set lora.rank = 0",
+        ),
         ("embed_tokens", "embed_tokens is Embedding, no linear layer"),
         ("input_layernorm", "no linear layer"),
         ("c_attn", "no layer of 'c_attn' is in the model"),
         ("proj", "no layer of 'proj' is in the model"),
     ],
 )
-def test_an_adapter_that_no_layer_can_have_is_refused_before_the_job(run: Path, target: str, why: str) -> None:
+def test_an_adapter_that_no_layer_can_have_is_refused_before_the_job(
+    run: Path, target: str, why: str
+) -> None:
     change(run, "rank = 0  ", f'targets = ["q_proj", "{target}"]\nrank = 4')
     with pytest.raises(ConfigError, match=f"lora.targets: {target} cannot have an adapter: ") as found:
         weights.check_adapters(read_run(run))
     assert why in found.value.cause
-    assert found.value.remedy == "name linear layers inside the decoder: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert (
+        found.value.remedy
+        == "name linear layers inside the decoder: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
 
 
 def test_adapters_and_their_base_are_among_the_checks(run: Path) -> None:
@@ -48,7 +56,9 @@ def test_adapters_and_their_base_are_among_the_checks(run: Path) -> None:
     assert refused(run).keys() == {"adapters"}
 
 
-def test_a_spool_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spool_that_cannot_be_written_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = tmp_path / "spool"
     settled(run, "weights", f'spool_dir = "{spool}"')
     assert "REFUSED" not in weights_told(run)
@@ -67,7 +77,7 @@ def test_a_spool_without_room_for_three_versions_is_refused_with_both_figures(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(run, "weights", f'spool_dir = "{tmp_path}"')
-    parameters = model.look(read_run(run).model.path).parameters
+    parameters = model.read_facts(read_run(run).model.path).parameters
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=6 * parameters - 1))
     assert "REFUSED" in weights_told(run)

@@ -1,0 +1,1 @@
+"""vLLM behind `rollout.engines.base.Engine`. Read `engine.py` first."""

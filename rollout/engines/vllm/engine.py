@@ -1,0 +1,466 @@
+"""vLLM in the worker's process: its asynchronous engine behind `base.Engine`.
+
+Owns one `AsyncLLM` (whose core is a process of its own), one task a request, and the order of what happens to the weights. Knows no daemon.
+What of vLLM is set and why: `vllm_setup`; what runs in vLLM's own processes: `vllm_worker`. docs/engines.md tells an admin of it.
+
+vLLM is imported by `build`, in the engine's own thread, which lives as long as the engine.
+
+The seed of one lease, for engines that take a seed a request. Pure.
+
+An engine's own generator starts over with each request, so a seed named by the sample alone would draw a moved sample's tokens from the
+numbers that its first ones were drawn from; and without a seed every engine draws the same ones. A lease's seed is therefore a hash of the
+run's seed, the sample's key and how many tokens were accepted before: no two leases share a stream, whichever engines serve them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from rollout.engines import checksum, merging, published
+from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
+from rollout.engines.checksum import Sum
+from rollout.engines.vllm import setup
+from rollout.engines.vllm.setup import MemoryFile
+from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, told
+from scavenger.protocol.messages import EngineSpec, SampleKey
+from scavenger.protocol.worker.engine import Delta, Request
+
+_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
+
+
+def lease_seed(seed: int, key: SampleKey, accepted: int) -> int:
+    """In [0, 2^63 - 1): what `torch.Generator.manual_seed` and every engine that we know take."""
+    purpose = key.purpose.encode()
+    # Length-prefixed text and fixed-width integers: two different keys never encode to the same bytes.
+    data = (
+        struct.pack(">I", len(purpose))
+        + purpose
+        + struct.pack(">qqqqq", seed, key.step, key.prompt, key.index, accepted)
+    )
+    return int.from_bytes(blake2b(data, digest_size=8, person=_PERSON).digest(), "big") % (2**63 - 1)
+
+
+NAME = "vllm"
+CALL_S = 300.0  # what one call to all ranks may take
+_log = structlog.get_logger(__name__)
+
+
+async def build(spec: EngineSpec, host: Host) -> VllmEngine:
+    """Start vLLM with random weights; it serves after the first `load`. Raises `EngineError`."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+    try:
+        llm, layout, config, folder = await asyncio.get_running_loop().run_in_executor(
+            executor, _start, spec, host
+        )
+    except EngineError:
+        executor.shutdown(wait=False)
+        raise
+    except Exception as error:
+        executor.shutdown(wait=False)
+        raise EngineError(
+            f"vLLM did not start: {told(error)}",
+            "its own words are in the worker's log; docs/engines.md has the usual causes",
+            quoted=str(error),
+        ) from error
+    engine = VllmEngine(spec, host, llm, layout, config, folder, executor)
+    try:
+        await engine.prepare()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def _start(spec: EngineSpec, host: Host) -> tuple[Any, published.Layout, Any, Path]:
+    gpu = torch.cuda.is_available()
+    values, layout, config = setup.checked_config(spec)
+    folder = setup.prepare_environment(gpu)
+    try:
+        (folder / "config.json").write_text(json.dumps(values))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**setup.arguments(spec, host, folder, config, gpu)))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return llm, layout, config, folder
+
+
+class VllmEngine:
+    """`base.Engine` over an `AsyncLLM`."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        host: Host,
+        llm: Any,
+        layout: published.Layout,
+        config: Any,
+        folder: Path,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self._spec = spec
+        self._host = host
+        self._llm = llm
+        self._layout = layout
+        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        self._folder = folder
+        self._executor = executor
+        self._cores: dict[int, int] = {}  # a core process's pidfd -> its pid
+        self._streams: dict[int, asyncio.Task[None]] = {}
+        self._ready: list[Delta] = []
+        self._work = asyncio.Event()
+        self._fault: EngineError | None = None
+        self._faulted = asyncio.Event()
+        self._serial = 0
+        self._made = 0
+        self._version = -1
+        self._held: list[Any] = []  # what each rank held of it when it was verified
+        self._weights_lock = asyncio.Lock()
+        self._wipes = 0
+        self._usable = False
+        self._asleep = False
+        self._pending: tuple[int, list[Weight], dict[str, str], bytes] | None = None  # arrived while asleep
+
+    async def prepare(self) -> None:
+        """Watch the core, and put our hooks into it."""
+        loop = asyncio.get_running_loop()
+        for process in self._llm.engine_core.resources.engine_manager.processes:
+            # Of our own: vLLM closes the process's sentinel when it notices first, and would leave calls unanswered.
+            pidfd = os.pidfd_open(process.pid)
+            self._cores[pidfd] = process.pid
+            loop.add_reader(pidfd, self._core_died, pidfd)
+        await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
+
+    def info(self) -> EngineInfo:
+        spec, cache = self._spec, self._llm.vllm_config.cache_config
+        held = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)  # as vLLM found room for
+        return EngineInfo(
+            NAME,
+            spec.max_batch,
+            spec.context_length,
+            self._layout.vocab_size,
+            self._host.gpus,
+            cache_tokens=held,
+        )
+
+    # ------------------------------------------------------------ weights
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        await self._end_streams()
+        self._usable, self._pending = False, None
+        own = list(tensors)
+        views = published.checked(self._layout, own)
+        names = published.names(self._layout, own)
+        if (
+            self._asleep
+        ):  # the GPU is the trainer's: they are put in place by `wake`, which finds the same there or fails
+            found = await self._in_thread(merging.digest, views, names) if summed else b""
+            self._pending = (version, views, names, found)
+        else:
+            async with self._weights_lock:
+                found = await self._load_memory(version, views, names)
+                await self._go_on()
+        self._usable = True
+        return found if summed else b""
+
+    async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
+        """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`. Returns the digest of the new."""
+        llm = self._llm
+        await self._call(llm.pause_generation(mode="abort"))
+        with await self._in_thread(MemoryFile, views) as memory:
+            replies = await self._call(
+                llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table))
+            )
+        self._verify(version, replies)
+        self._version, self._held = version, [held for _, held, _, _ in replies]
+        return checksum.digest({names[name]: value for name, value in _sums(replies[0][3]).items()})
+
+    async def _go_on(self) -> None:
+        """With an empty, clean cache."""
+        await self._call(self._llm.collective_rpc("scavenger_wipe", CALL_S))
+        await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+        await self._call(self._llm.resume_generation())
+
+    async def _cleanse(self) -> None:
+        """After a request met NaN: whoever gets its cache blocks would meet it too. All others are computed again, nothing else of them
+        changes. One wipe serves all requests that ended before it began."""
+        ticket = self._wipes
+        async with self._weights_lock:
+            if self._wipes == ticket:
+                self._wipes += 1
+                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                await self._go_on()
+
+    def _verify(self, version: int, replies: Sequence[Any]) -> None:
+        """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
+        given, packed = _sums(replies[0][0]), replies[0][2]
+        tied = {name: names[0] for names in self._layout.tied for name in names}
+        wrong = checksum.faults(
+            given, [_sums(held) for _, held, _, _ in replies], packed, tied, self._kv_heads
+        )
+        if wrong:
+            cause = (
+                f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)"
+            )
+            raise WeightsDiffer(cause, f"it is loaded again; {SUSPECT_MEMORY}")
+        whole = checksum.total(given.values())
+        _log.info(
+            "engine.verified",
+            version=version,
+            checksum=f"{whole.value:016x}",
+            elements=whole.numel,
+            parameters=len(replies[0][1]),
+        )
+
+    # ------------------------------------------------------------ requests
+
+    async def add(self, request: Request) -> None:
+        if not self._usable or self._asleep:
+            raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
+        refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
+        stream = asyncio.create_task(self._stream(request))
+        self._streams[request.handle] = stream
+        stream.add_done_callback(lambda task: self._ended(request.handle, task))
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        gone = set(handles)
+        for handle in gone & self._streams.keys():
+            self._streams.pop(handle).cancel()
+        self._ready = [delta for delta in self._ready if delta.handle not in gone]
+        if not self._ready and self._fault is None:
+            self._work.clear()
+
+    async def next(self) -> list[Delta]:
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            if self._ready:
+                ready, self._ready = self._ready, []
+                self._work.clear()
+                return ready
+            await self._work.wait()
+
+    async def _stream(self, request: Request) -> None:
+        """One request from its first token to its end. Cancelling it aborts the request in vLLM."""
+        from vllm import TokensPrompt
+
+        how = request.sampling
+        params = _params(request)
+        # Entries of the prefix cache are of one run's one version; a cached prompt of another is never found.
+        prompt = TokensPrompt(
+            prompt_token_ids=[*request.prompt, *request.accepted],
+            cache_salt=f"{self._host.run}/{self._version}",
+        )
+        self._serial += 1
+        position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
+        # Whoever was moved goes first, and of several the one that has the most to lose.
+        name = str(self._serial)
+        async for output in self._llm.generate(prompt, params, name, priority=-position):
+            delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
+            if delta is None:
+                continue
+            if delta.error is not None:
+                await self._llm.abort(name)
+                await asyncio.shield(self._cleanse())
+            position += len(delta.token_ids)
+            self._made += 1
+            self._ready.append(delta)
+            self._work.set()
+            if delta.error or delta.finish:
+                return
+
+    def _ended(self, handle: int, task: asyncio.Task[None]) -> None:
+        if self._streams.get(handle) is task:
+            del self._streams[handle]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(_died(error))
+
+    async def _end_streams(self) -> None:
+        streams = list(self._streams.values())
+        await self.abort(list(self._streams))
+        await asyncio.gather(*streams, return_exceptions=True)
+        self._ready.clear()
+
+    # ------------------------------------------------------------ sleep, life and death
+
+    async def sleep(self) -> None:
+        await self._end_streams()
+        self._asleep = True
+        async with self._weights_lock:
+            await self._call(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            await self._call(self._llm.wake_up())
+            await self._find_again()
+        else:
+            # First the weights alone: the cache's memory is not needed while they are replaced.
+            await self._call(self._llm.wake_up(["weights"]))
+            version, views, names, due = pending
+            if await self._load_memory(version, views, names) != due and due:
+                raise EngineError(
+                    f"version {version} was merged once more, and came out otherwise",
+                    "suspect the node's memory",
+                )
+            await self._call(self._llm.wake_up(["kv_cache"]))
+        await self._go_on()  # what the trainer left in that memory is in the cache's now
+        self._asleep = False
+
+    async def _find_again(self) -> None:
+        """Raises `WeightsDiffer` unless each rank holds what it did when its version was verified: it was elsewhere meanwhile."""
+        if not self._held:
+            return  # nothing was loaded, and nothing is generated
+        found = await self._call(self._llm.collective_rpc("scavenger_held", CALL_S))
+        if not all(
+            checksum.same(_sums(now), _sums(then)) for now, then in zip(found, self._held, strict=True)
+        ):
+            cause = f"version {self._version} did not come out of sleep as it went into it"
+            raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
+
+    async def bytes_held(self) -> int:
+        return sum(await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S)))
+
+    def progress(self) -> int:
+        return self._made
+
+    async def close(self) -> None:
+        self._fail(EngineError("the engine is closed"))
+        loop = asyncio.get_running_loop()
+        for pidfd, pid in self._cores.items():
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._cores.clear()
+        for stream in self._streams.values():
+            stream.cancel()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(RuntimeError):  # closed twice
+            await loop.run_in_executor(self._executor, self._shut_down)
+        self._executor.shutdown(wait=False)
+
+    def _shut_down(self) -> None:
+        """vLLM's own tidying up, of processes that are dead already."""
+        self._llm.shutdown(timeout=0)
+
+    def _core_died(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        pid = self._cores.pop(pidfd)
+        self._fail(
+            EngineError(
+                f"vLLM's core (process {pid}) ended by itself", "its last words are in the worker's log"
+            )
+        )
+
+    def _fail(self, error: EngineError) -> None:
+        if self._fault is None:
+            self._fault = error
+        self._faulted.set()
+        self._work.set()
+
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """A call to the core. What it raises means that the engine cannot go on; so does the core's death, after which none is answered."""
+        answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self._faulted.wait())
+        try:
+            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
+            if self._fault is not None:
+                raise self._fault
+            return await answer
+        except EngineError:
+            raise
+        except Exception as error:
+            raise _died(error) from error
+        finally:
+            answer.cancel()
+            death.cancel()
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+def _died(error: BaseException) -> EngineError:
+    return (
+        error
+        if isinstance(error, EngineError)
+        else EngineError(f"vLLM failed: {told(error)}", quoted=str(error))
+    )
+
+
+def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
+    return {name: Sum(int(value, 16), numel, finite) for name, (value, numel, finite) in answer.items()}
+
+
+def _params(request: Request) -> Any:
+    """vLLM's sampling parameters of what is left of a sample. Budgets are less what is accepted; the seed is the lease's own."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    how, accepted = request.sampling, len(request.accepted)
+    least = max(0, how.min_tokens - accepted)
+    # Where nothing is scaled, cut or forbidden the sampling distribution is the model's, and one logprob is both.
+    plain = how.top_p == 1 and how.top_k == 0 and least == 0 and how.temperature in (0, 1)
+    return SamplingParams(
+        n=1,
+        temperature=how.temperature,
+        top_p=how.top_p if how.temperature > 0 else 1.0,
+        top_k=how.top_k if how.temperature > 0 else 0,
+        seed=lease_seed(request.seed, request.key, accepted),
+        max_tokens=request.max_new_tokens,
+        min_tokens=min(least, request.max_new_tokens),
+        stop_token_ids=list(how.stop_token_ids),
+        ignore_eos=True,  # what ends a sample is the run's list, not the config's
+        logprobs=0 if plain else 1,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _delta(handle: int, answer: Any, position: int, *, greedy: bool, raw_column: bool) -> Delta | None:
+    """What a chunk of vLLM's output says; None when nothing. A logprob that is not finite ends the request there."""
+    ids, found = answer.token_ids, answer.logprobs
+    finish = answer.finish_reason
+    if finish == "abort":
+        return None  # by us: nobody listens any more
+    if finish is not None and finish not in ("stop", "length"):
+        return Delta(handle, (), (), (), error=f"vLLM ended the request: {finish}")
+    if not ids:
+        return Delta(handle, (), (), (), finish) if finish else None
+    width = 2 if raw_column else 1
+    used = found.logprobs[::width]
+    raw = found.logprobs[1::2] if raw_column else used
+    bad = next(
+        (
+            i
+            for i, (x, y) in enumerate(zip(used, raw, strict=True))
+            if not (math.isfinite(x) and math.isfinite(y))
+        ),
+        None,
+    )
+    if bad is not None:
+        return Delta(
+            handle, (), (), (), error=f"the logits at answer position {position + bad} are not finite"
+        )
+    if greedy:
+        used = [0.0] * len(ids)  # certain of the arg max
+    return Delta(handle, tuple(ids), tuple(used), tuple(raw), finish)

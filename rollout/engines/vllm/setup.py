@@ -1,0 +1,170 @@
+"""Tensors of this process where its children can read them: a file that has no name and no place on any disk.
+
+Owns the file and its layout. It is gone when its last user is, however that ends. Knows no torch and no engine.
+
+How a vLLM engine is started: its arguments from the run's engine spec, its environment, its private folder.
+
+Owns what of vLLM's many settings we set, and why. Must not start anything: `vllm` does. The arguments are pure; vLLM itself is imported
+by the caller, after `prepare_environment`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rollout.engines.base import Host, Weight
+from rollout.engines.published import Layout, layout, parse_config
+from rollout.engines.vllm.worker import FOLDER, PARENT
+from scavenger.errors import EngineError
+from scavenger.protocol.messages import EngineSpec
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+START_S = 300  # compiling a large model for the first time takes minutes
+CPU_BLOCK = 32  # tokens; the smallest that vLLM's CPU kernels take
+CPU_CACHE_NBYTES = 1 << 30
+EXTENSION = "rollout.engines.vllm.worker.Extension"
+MAX_SOCKET_PATH = 60  # vLLM appends a name to it, and a Unix socket's whole path has 107 characters
+
+#: Set before vLLM is imported, unless the site's environment has them.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENGINE_READY_TIMEOUT_S": str(START_S),
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # The second logprob column is written into this runner's sampler.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+#: On a machine without a GPU: no compiler at the first token, no thread pinned to a core that other processes are pinned to as well.
+CPU_ENVIRONMENT = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # The core stays a process of its own; this only lets it compute itself, without another one below it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def prepare_environment(gpu: bool) -> Path:
+    """Set what vLLM reads when it is imported, in this process and hence in its children; returns the engine's private folder."""
+    for name, value in (ENVIRONMENT | ({} if gpu else CPU_ENVIRONMENT)).items():
+        os.environ.setdefault(name, value)
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base if len(base) < MAX_SOCKET_PATH else "/tmp"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    os.environ[PARENT] = str(os.getpid())
+    return folder
+
+
+def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], Layout, Any]:
+    """The config.json for vLLM, the weights that it needs, and the config. Raises `EngineError`."""
+    if spec.dtype not in ITEMSIZE:
+        raise EngineError(
+            f"dtype {spec.dtype!r} is none of {sorted(ITEMSIZE)}, which vLLM computes in",
+            "set another one for the engine",
+        )
+    config = parse_config(spec.model_config)
+    of = layout(config)
+    values = json.loads(spec.model_config)
+    # vLLM chooses its model by the class's name, which a config that was made by hand may lack; ours is transformers' choice.
+    values["architectures"] = values.get("architectures") or [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    ]
+    return values, of, config
+
+
+def cache_nbytes(config: Any, spec: EngineSpec) -> int:
+    """KV cache for a full batch of full contexts on a machine without a GPU, within bounds."""
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    token = 2 * int(config.num_hidden_layers) * heads * width * ITEMSIZE[spec.dtype]
+    one = -(-spec.context_length // CPU_BLOCK) * CPU_BLOCK * token
+    # One block is vLLM's own, and it wants room for one whole context.
+    return 2 * CPU_BLOCK * token + max(one, min(spec.max_batch * one, CPU_CACHE_NBYTES))
+
+
+def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool) -> dict[str, Any]:
+    """Pure: vLLM's engine arguments. `folder` holds the config.json and nothing else: weights come from the trainer."""
+    chosen: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the folder's: sampling is the run's
+        "trust_remote_code": False,
+        "dtype": spec.dtype,
+        "max_model_len": spec.context_length,
+        "max_num_seqs": spec.max_batch,
+        "tensor_parallel_size": host.gpus,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "worker_extension_cls": EXTENSION,
+        "enable_log_requests": False,
+        "disable_log_stats": True,
+        "enable_sleep_mode": host.sleeps and gpu,
+    }
+    if gpu:
+        return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager}
+    chosen["distributed_executor_backend"] = (
+        "uni" if host.gpus == 1 else "mp"
+    )  # "uni": one process less than vLLM's choice
+    return chosen | {
+        "enforce_eager": True,
+        "block_size": CPU_BLOCK,
+        "kv_cache_memory_bytes": cache_nbytes(config, spec),
+    }
+
+
+ALIGN = 64
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class MemoryFile:
+    """A copy of tensors. `path` opens it in any process of the same user while this object lives; nobody can change it any more."""
+
+    def __init__(self, views: Sequence[Weight]) -> None:
+        self.table: list[tuple[str, str, list[int], int, int]] = []
+        offset = 0
+        for view in views:
+            self.table.append((view.name, view.dtype, list(view.shape), offset, view.nbytes))
+            offset += -(-view.nbytes // ALIGN) * ALIGN
+        self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        try:
+            os.ftruncate(self._fd, max(offset, 1))
+            for view, (*_, start, _nbytes) in zip(views, self.table, strict=True):
+                _write(self._fd, view.data, start)
+            fcntl.fcntl(
+                self._fd, fcntl.F_ADD_SEALS, _SEALS
+            )  # what was verified stays so, whoever opens the path to write
+        except OSError as error:
+            os.close(self._fd)
+            raise EngineError(
+                f"no memory for a version of {offset} bytes: {error.strerror}", "ask for more memory a job"
+            ) from error
+
+    def __enter__(self) -> MemoryFile:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    raw = data.cast("B") if data.nbytes else data
+    done = 0
+    while done < raw.nbytes:
+        done += os.pwrite(fd, raw[done:], offset + done)

@@ -1,0 +1,231 @@
+"""What we add to vLLM's own worker (`worker_extension_cls`): weights from memory, their checksum, and the raw logprobs.
+
+Runs in vLLM's processes, one object a tensor-parallel rank, called by name through `collective_rpc`. Owns nothing that outlives a call but
+the hooks. Must not know the daemon, the network or a file: weights come in a memory file of the worker process, verified by it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollout.engines.checksum import Sum, checksum, sources
+from rollout.engines.published import STORED
+
+PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
+FOLDER = "scv-"  # how the engine's private folder is called
+PROBE_ROWS = 512
+
+TensorRow = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
+EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
+Sums = dict[str, EncodedSum]  # by name
+
+
+def live_and_die_with(parent: int) -> None:
+    """End this process, and vLLM's core above it, when the worker `parent` is gone; leave signals to the worker.
+
+    A worker that is killed cannot end its engine, which would hold the GPU. Slurm sends SIGTERM to every process of a step, and the engine
+    goes on until the worker has flushed.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    core = os.getppid()
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(watched, select.POLLIN)
+        poller.poll()
+        folder = os.environ.get("VLLM_RPC_BASE_PATH", "")
+        if os.path.basename(folder).startswith(
+            FOLDER
+        ):  # the worker's own for this engine: nobody else removes it now
+            shutil.rmtree(folder, ignore_errors=True)
+        if core not in (1, parent) and os.getppid() == core:
+            os.kill(core, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+# On import, because that is the first thing of ours that happens in the process: before devices and memory are taken. Not in the worker
+# itself, which imports this module too.
+if PARENT in os.environ and multiprocessing.parent_process() is not None:
+    live_and_die_with(int(os.environ[PARENT]))
+
+
+class Extension:
+    """Mixed into vLLM's worker; the names must not be any of its own. `self.model_runner` is vLLM's."""
+
+    model_runner: Any
+    execute_model: Callable[..., Any]
+
+    def scavenger_load(
+        self, path: str, table: Sequence[TensorRow]
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums]:
+        """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
+
+        Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
+        and the checksums of what was published as it was.
+        """
+        model: nn.Module = self.model_runner.get_model()
+        packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+        dtypes = _dtypes(model, [row[0] for row in table], packed)
+        published: Sums = {}
+        given: Sums = {}
+        with open(path, "rb") as file:
+            # A private mapping is writable, which torch wants of a buffer; nobody writes.
+            memory = mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, dtype, shape, offset, nbytes in table:
+                flat = torch.frombuffer(
+                    memory, dtype=STORED[dtype], count=nbytes // STORED[dtype].itemsize, offset=offset
+                )
+                whole = flat.reshape(list(shape)).to(self.model_runner.device)
+                tensor = whole.to(dtypes[name])
+                given[name] = _encoded(checksum(whole))
+                published[name] = given[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))
+                yield name, tensor
+
+        self.model_runner.reload_weights(weights_iterator=tensors())
+        _repack_embeddings(model)
+        return published, held(model), packed, given
+
+    def scavenger_held(self) -> Sums:
+        """The checksums of what this rank holds now."""
+        return held(self.model_runner.get_model())
+
+    def scavenger_bytes_held(self) -> int:
+        """Of this rank's GPU, what torch keeps for reuse counted in, less what is unmapped while the engine sleeps; 0 on a CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        pool = CuMemAllocator.instance
+        unmapped = (
+            sum(data.handle[1] for data in pool.pointer_to_data.values() if data.is_asleep)
+            if pool is not None
+            else 0
+        )
+        return max(0, torch.cuda.memory_reserved() - unmapped)
+
+    def scavenger_wipe(self) -> None:
+        """Zero the cache. Entries beyond a sample's end are masked, and a masked NaN still poisons attention (0 * NaN)."""
+        for cache in self.model_runner.kv_caches:
+            for tensor in [cache] if isinstance(cache, Tensor) else cache:
+                tensor.zero_()
+
+    def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
+        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second."""
+        if raw_logprobs:
+            sampler = self.model_runner.sampler
+            sampler.forward = _with_raw_logprobs(sampler.forward)
+        if pace > 0:
+            self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+
+def _dtypes(
+    model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]
+) -> dict[str, torch.dtype]:
+    """What dtype each published tensor has in the engine."""
+    found = {}
+    for parameter, value in model.named_parameters():
+        for name in sources(parameter, published, packed):
+            found[name] = value.dtype
+    lacking = sorted(set(published) - found.keys())
+    if lacking:
+        raise ValueError(
+            f"vLLM's model has no parameter for {len(lacking)} weights, the first is {lacking[0]!r}"
+        )
+    return found
+
+
+def _repack_embeddings(model: nn.Module) -> None:
+    """vLLM's CPU kernels compute logits from a packed copy of the embeddings; of a tied one, reloading leaves that of the old weights."""
+    modules: list[Any] = [
+        module for module in model.modules() if getattr(module, "cpu_linear", None) is not None
+    ]
+    for module in modules:
+        if module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def held(model: nn.Module) -> Sums:
+    """The checksum of every parameter, read back from where the forward pass reads it."""
+    found = {name: checksum(value) for name, value in model.named_parameters() if value.numel()}
+    for name, module in model.named_modules():
+        packed = getattr(module, "cpu_linear", None)
+        if packed is None:
+            continue
+        read, kept = _read_back(packed, module), found.get(f"{name}.weight")
+        if kept is not None and not kept.agrees(read):
+            read = Sum(0, 0)  # the copy that computes is not the one that was loaded
+        found[f"{name}.weight"] = read
+    return {name: _encoded(value) for name, value in found.items()}
+
+
+def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
+    """vLLM's CPU kernels keep a weight in a layout of their own: its rows are what a linear layer answers to unit vectors, exactly."""
+    width = int(getattr(module, "input_size_per_partition", 0) or module.weight.shape[1])
+    whole = Sum(0, 0)
+    for start in range(0, width, PROBE_ROWS):
+        rows = min(PROBE_ROWS, width - start)
+        units = torch.zeros(rows, width, dtype=module.weight.dtype)
+        units[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
+        whole += checksum(linear(units, module.weight, None))
+    return whole
+
+
+def _encoded(found: Sum) -> EncodedSum:
+    return f"{found.value:x}", found.numel, found.finite
+
+
+def _with_raw_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM computes logprobs before or after temperature and truncation, never both. Where a request asks for a second column, it gets
+    the sampled token's raw logprob there instead of the likeliest token's."""
+
+    def both(logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = (sampling_metadata.max_num_logprobs or 0) > 0
+        raw = (
+            logits.log_softmax(-1, dtype=torch.float32) if wanted else None
+        )  # before the sampler changes them in place
+        output = forward(logits, sampling_metadata, *args, **kwargs)
+        if raw is not None and output.logprobs_tensors is not None:
+            sampled = output.sampled_token_ids.long()
+            output.logprobs_tensors.logprobs[:, 1:2] = raw.gather(-1, sampled)
+            # Under an id of its own: where vLLM joins outputs that nobody fetched in time, one id keeps one logprob.
+            other = torch.where(sampled > 0, sampled - 1, sampled + 1)
+            output.logprobs_tensors.logprob_token_ids[:, 1:2] = other.to(output.sampled_token_ids.dtype)
+        return output
+
+    return both
+
+
+def _paced(execute: Callable[..., Any], beat_s: float) -> Callable[..., Any]:
+    """A step begins `beat_s` after the last one at the earliest: a toy model that can be preempted like a large one."""
+    due = 0.0
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal due
+        time.sleep(max(0.0, due - time.monotonic()))
+        due = time.monotonic() + beat_s
+        return execute(*args, **kwargs)
+
+    return step

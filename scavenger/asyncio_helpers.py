@@ -1,0 +1,63 @@
+"""Waiting for whichever comes first of several events and a time, and for how long at most. Knows nothing of what the events mean.
+
+Waits for an event in asyncio, and no longer than so long.
+
+In place of `asyncio.wait_for`, which ruff forbids here: until Python 3.12 a cancellation that comes in the turn of the loop in which the
+event does is lost in it, and with it the deadline, or the end of the program, that it was to bring.
+
+One thread for calls that block: on Slurm's commands, and on files beside them. They run one after the other, in the order asked for.
+
+Owns the thread. Knows nothing of what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event is set, as soon as it is and after `seconds` at the latest."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OneThread:
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a blocking call in the thread. Raises what it raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Take no more calls. The one under way is not waited for: a command may hang."""
+        self._pool.shutdown(wait=False)
+
+
+#: A disk or a file server that is busy is not one that hangs, however quick the looks.
+LEAST_S = 5.0
+
+
+def patience_s(fast_poll_interval_s: float) -> float:
+    """How long a cycle waits for the ledger, or for the stop files, before it goes on without."""
+    return max(LEAST_S, fast_poll_interval_s)
+
+
+async def first(*events: asyncio.Event, timeout_s: float) -> None:
+    """Wait until one of the events is set, for `timeout_s` at most."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

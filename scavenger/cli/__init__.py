@@ -1,0 +1,5 @@
+"""The `scavenger` command, one file a command group. Owns arguments and printing; decides nothing.
+
+Each command calls one function of the part that does the work. `main` assembles the groups; `options` holds what they share.
+Read `main.py` first.
+"""

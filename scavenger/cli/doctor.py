@@ -1,0 +1,108 @@
+"""`scavenger doctor`: what a site's Slurm means for harvesting, line by line. Arguments and printing; `scavenger.doctor` does the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import getpass
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scavenger import config
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.config import DaemonConfig
+from scavenger.doctor.facts import Wanted
+from scavenger.doctor.findings import Finding
+from scavenger.errors import ConfigError
+
+
+def wanted_of(settings: DaemonConfig) -> Wanted:
+    """What the rules need of the daemon's configuration."""
+    h, c = settings.harvest, settings.cluster
+    return Wanted(
+        h.partition,
+        h.qos,
+        h.account,
+        h.gpu_type,
+        h.cpus_per_engine,
+        h.memory_mb_per_engine,
+        h.time_limit_s,
+        c.poll_interval_s,
+        c.fast_poll_interval_s,
+        c.absent_s,
+        getpass.getuser(),
+    )
+
+
+def doctor(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    partition: Annotated[
+        str, typer.Option(help="the partition to harvest; needed where there is no scavenger.toml yet")
+    ] = "",
+    qos: Annotated[str, typer.Option(help="the QOS of the harvesting jobs, instead of harvest.qos")] = "",
+    submit: Annotated[
+        bool,
+        typer.Option(
+            "--submit", help="also run a 1-minute test job: ports, state directory, Python, requeue"
+        ),
+    ] = False,
+    layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
+) -> None:
+    """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
+    from scavenger.cluster import choose
+    from scavenger.doctor import findings
+
+    if layout not in ("text", "json"):
+        raise typer.BadParameter(f"{layout!r}: one of text, json")
+    settings = _settings(config_path, partition)
+    wanted = wanted_of(settings)
+    wanted = dataclasses.replace(wanted, partition=partition or wanted.partition, qos=qos or wanted.qos)
+    found = (
+        _local(settings, wanted, submit) if choose.is_local(settings) else _slurm(settings, wanted, submit)
+    )
+    print(findings.as_json(found).decode() if layout == "json" else "\n".join(findings.lines(found)))
+    raise typer.Exit(findings.exit_code(found))
+
+
+def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+    from scavenger.doctor import collect, probe
+    from scavenger.doctor.rules import limits, run
+
+    facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
+    if submit and not facts.answers["config"].error:  # else there is nobody to submit to
+        changed = {
+            "partition": wanted.partition,
+            "qos": wanted.qos,
+            "memory_mb_per_engine": limits.probe_memory_mb(facts, wanted),
+        }
+        asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=changed)})
+        facts = dataclasses.replace(
+            facts, probe=probe.run(asked, say=functools.partial(typer.echo, err=True))
+        )
+    return run.judge(facts, wanted)
+
+
+def _local(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+    from scavenger.cluster import choose
+    from scavenger.doctor import local
+
+    if submit:
+        raise ConfigError(
+            "--submit needs Slurm, and the configuration's cluster is the local backend", "leave --submit out"
+        )
+    return local.look(choose.local(settings), wanted)
+
+
+def _settings(path: Path, partition: str) -> DaemonConfig:
+    if path.exists():
+        return config.read_daemon(path)
+    if not partition:
+        remedy = "name the partition to harvest (--partition NAME), or the daemon's configuration (--config, SCAVENGER_CONFIG)"
+        raise ConfigError(f"{path} does not exist, and no partition is named", remedy)
+    # A site's daemon listens where compute nodes reach it, as `scavenger init` writes it: the test job tries that.
+    return DaemonConfig.model_validate(
+        {"daemon": {"state_dir": Path.home() / ".scavenger", "listen": "0.0.0.0"}}
+    )

@@ -1,0 +1,73 @@
+"""`scavenger drain`: give every harvested GPU back, and take none until told otherwise. Argument parsing and printing."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scavenger import config
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.errors import ConfigError, DaemonUnavailable
+
+
+def drain(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    now: Annotated[bool, typer.Option("--now", help="cancel engines without letting them drain")] = False,
+    off: Annotated[bool, typer.Option("--off", help="harvest again")] = False,
+    reason: Annotated[str, typer.Option(help="why, for the ledger")] = "",
+) -> None:
+    """Give every harvested GPU back, and take none until `drain --off`. The daemon sees it within seconds, also one that starts later.
+
+    Exit code 1: it is noted, and no daemon serves that would act on it now.
+    """
+    from scavenger.harvest import stop_state
+    from scavenger.observe import status
+
+    if now and off:
+        raise ConfigError("drain --now and --off contradict each other", "give one of them")
+    settings = config.read_daemon(config_path)
+    state_dir = settings.daemon.state_dir
+    if not state_dir.is_dir():
+        raise ConfigError(
+            f"the state directory {state_dir} does not exist", "name the daemon's configuration with --config"
+        )
+    gone = _gone(state_dir)
+    if off:
+        was, stop_file = stop_state.resume(state_dir), settings.harvest.stop_file
+        still = stop_state.read_stop(stop_file, "the stop file")
+        does = (
+            ("a daemon harvests again once one serves" if gone else "harvests again")
+            if was
+            else "was not drained"
+        )
+        print(f"{does}; but {stop_file} is there, and stops it all the same" if still is not None else does)
+        return
+    stop_state.drain(state_dir, f"{getpass.getuser()}{f': {reason}' if reason else ''}", at_once=now)
+    if not gone:
+        print(
+            f"{'cancels' if now else 'drains'} all engines; none is submitted until `scavenger drain --off`"
+        )
+        print("`scavenger status` tells what is still held")
+        return
+    print(f"NOTHING IS {'CANCELLED' if now else 'DRAINED'} NOW, because no daemon serves: {gone}")
+    print(
+        "it is noted: a daemon that starts gives everything back and submits nothing until `scavenger drain --off`"
+    )
+    print(status.left_behind(settings.harvest.partition))
+    raise typer.Exit(1)
+
+
+def _gone(state_dir: Path) -> str:
+    """Why no daemon serves; "" when one does."""
+    from scavenger.daemon.ownership import process_there
+    from scavenger.observe import status
+
+    try:
+        seen = status.read(state_dir)
+    except DaemonUnavailable as error:
+        return error.cause
+    return status.absent(seen, time.time(), process_there(seen.host, seen.pid))

@@ -1,0 +1,335 @@
+"""`scavenger init`: a site's scavenger.toml and keys, or a run's run.toml and train.sbatch. Owns the arguments and what is printed.
+
+A run's files are looked at and written by `trainer.prepare`, in a process of its own: this package never imports the trainer.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scavenger import config, toml
+from scavenger.cli.options import DEFAULT_CONFIG
+from scavenger.config import DaemonConfig
+from scavenger.errors import ConfigError, ScavengerError
+from scavenger.protocol import keys
+
+RUN = "Of a run"
+#: Options that say something of a site's files only, and of a run's only. Elsewhere they would be dropped without a word.
+OF_SITE = frozenset({"listen", "ledger"})
+OF_DRAFT = frozenset(
+    {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
+)
+
+
+def init(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Argument(help="where the files go; its name is the run's")] = Path(),
+    model: Annotated[
+        Path | None, typer.Option(help="make a run of this model, a Hugging Face folder", rich_help_panel=RUN)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="on these problems: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="overwrite run.toml and train.sbatch", rich_help_panel=RUN)
+    ] = False,
+    reward: Annotated[
+        str,
+        typer.Option(help="module:function; default: a verifier that fits the answers", rich_help_panel=RUN),
+    ] = "",
+    prompt_field: Annotated[str, typer.Option(help="column of the prompts", rich_help_panel=RUN)] = "",
+    answer_field: Annotated[str, typer.Option(help="column of the answers", rich_help_panel=RUN)] = "",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="vllm or reference; the latter for a tiny model without a GPU", rich_help_panel=RUN
+        ),
+    ] = "",
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each training node", rich_help_panel=RUN)] = 8,
+    nodes: Annotated[int, typer.Option(min=1, help="training nodes", rich_help_panel=RUN)] = 1,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help="type of the GPUs, such as h100; default: as Slurm names them", rich_help_panel=RUN
+        ),
+    ] = "",
+    gpu_memory_gb: Annotated[
+        float, typer.Option(min=0, help="of one GPU; 0: by its type, else 80", rich_help_panel=RUN)
+    ] = 0,
+    state_dir: Annotated[
+        str, typer.Option(help="the daemon's; default: as ./scavenger.toml says", rich_help_panel=RUN)
+    ] = "",
+    partition: Annotated[
+        str, typer.Option(help="a run: where it trains (reserved); a site: what is harvested (scavenge)")
+    ] = "",
+    listen: Annotated[str, typer.Option(help="a site: interface that workers reach")] = "0.0.0.0",
+    ledger: Annotated[
+        str,
+        typer.Option(help="a site: SQLAlchemy URL; default: SQLite in the state directory, on a local disk"),
+    ] = "",
+) -> None:
+    """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
+
+    Existing files are left as they are; a run's only with --force are overwritten. What was assumed is told.
+    """
+    if (model is None) != (data is None):
+        raise typer.BadParameter("a run needs both --model and --data")
+    said = frozenset(
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    )
+    _refuse_foreign(said, drafting=model is not None, check=check)
+    memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
+    if model is not None and data is not None:
+        told = {
+            "--model": str(model),
+            "--data": str(data),
+            "--reward": reward,
+            "--prompt-field": prompt_field,
+            "--answer-field": answer_field,
+            "--engine": engine,
+            "--gpus": str(gpus) if "gpus" in said else "",
+            "--nodes": str(nodes) if "nodes" in said else "",
+            "--state-dir": state_dir or _known_state_dir(),
+            "--partition": partition,
+            "--gpu": gpu,
+            "--slurm-gpu": _slurm_gpu(partition or "reserved")
+            if gpus and not gpu and not gpu_memory_gb
+            else "",
+        }
+        words = [f"{name}={value}" for name, value in told.items() if value]
+        _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
+    elif not check:
+        _site(directory, {"partition": partition or "scavenge", "listen": listen, "ledger": ledger}, said)
+    if check:
+        folder = directory.resolve()
+        if not (folder / "run.toml").is_file():
+            raise ConfigError(
+                f"{folder} holds no run.toml",
+                f"`scavenger init {directory} --model PATH --data PATH` writes one",
+            )
+        fine = _checked(folder, memory)
+        if not _fits_site(folder) or not fine:
+            raise typer.Exit(ConfigError.exit_code)
+
+
+def _slurm_gpu(partition: str) -> str:
+    """Types of the partition's GPUs, separated by commas; "" where Slurm does not say."""
+    from scavenger.doctor import train_script
+
+    return "" if _is_local(None) else ",".join(train_script.gpu_types(partition))
+
+
+def _known_state_dir() -> str:
+    """Of the daemon whose configuration is at hand; "" where none is, and the run's file says that it must be set."""
+    path = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
+    return str(config.read_daemon(path).daemon.state_dir.resolve()) if path.is_file() else ""
+
+
+def _checked(folder: Path, memory: Sequence[str]) -> bool:
+    """Whether nothing was refused."""
+    try:
+        _prepare(
+            ["check", str(folder), *memory], folder
+        )  # the job starts there, too: a reward function may lie beside
+    except typer.Exit as refused:
+        if refused.exit_code != ConfigError.exit_code:
+            raise
+        return False
+    return True
+
+
+def _fits_site(folder: Path) -> bool:
+    """Whether the site's Slurm has what train.sbatch asks for, as far as it can be asked. An unreadable run.toml was told before."""
+    from scavenger.doctor import train_script
+
+    try:
+        run = config.read_run(folder / "run.toml")
+    except ConfigError:
+        return True
+    if _is_local(run.daemon.config):
+        print("  skipped  train.sbatch: the cluster is the local backend, which Slurm knows nothing of")
+        return True
+    fine = True
+    for found in train_script.look(
+        folder / "train.sbatch", run.reserved.workers, run.reserved.gpus_per_engine
+    ):
+        fine = fine and not found.problem
+        word = "REFUSED" if found.problem else "skipped" if found.skipped else "ok     "
+        print(f"  {word}  {found.what}{f': {found.note}' if found.note else ''}")
+        for line in found.problem.splitlines():
+            print(f"           {line}")
+    return fine
+
+
+def _is_local(beside: Path | None) -> bool:
+    """Whether train.sbatch is for the local backend: as its own variable says, or the daemon's configuration at hand."""
+    from scavenger.cluster import choose
+
+    paths = (beside, Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG))
+    found = next((path for path in paths if path is not None and path.is_file()), None)
+    return os.environ.get("SCAVENGER_BACKEND") == "local" or (
+        found is not None and choose.is_local(config.read_daemon(found))
+    )
+
+
+def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
+    """Run `python -m trainer.prepare` and end with its status where it refuses. `quiet`: what it printed is returned, and not shown."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this Python ({sys.executable}) has no {' and no '.join(missing)}",
+            'pip install ".[trainer]" in a clone',
+        )
+    at_hand = Path(
+        os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG
+    ).resolve()  # it runs in another folder
+    environ = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "SCAVENGER_CONFIG": str(at_hand),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.prepare", *words],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        stdout=subprocess.PIPE if quiet else None,
+        encoding="utf-8",
+    )
+    if done.returncode < 0:
+        raise ScavengerError(f"trainer.prepare was ended by signal {-done.returncode}", "try again")
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return done.stdout or ""
+
+
+def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> None:
+    """Raises `BadParameter` for options that this call would not look at."""
+    if drafting:
+        foreign, why = (
+            said & OF_SITE,
+            "is of a site's scavenger.toml: leave it out, or leave --model and --data out",
+        )
+    elif check:
+        foreign = said & (OF_SITE | OF_DRAFT | {"partition"})
+        why = "changes nothing of a run that is checked: change it in its run.toml or train.sbatch"
+    else:
+        foreign, why = said & (OF_DRAFT | {"gpu_memory_gb"}), "is of a run, which needs --model and --data"
+    if foreign:
+        raise typer.BadParameter(
+            f"{', '.join('--' + name.replace('_', '-') for name in sorted(foreign))} {why}"
+        )
+
+
+def _site(directory: Path, wanted: Mapping[str, str], said: frozenset[str]) -> None:
+    path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()
+    if path.exists():
+        _refuse_unapplied(path, {name: value for name, value in wanted.items() if name in said})
+    directory.mkdir(parents=True, exist_ok=True)
+    beside = (
+        directory.resolve() / "run.toml"
+    )  # a run that brings its own daemon: its engines' jobs are of a known size
+    host: dict[str, object] = {}
+    if beside.is_file() and not path.exists():
+        host = json.loads(_prepare(["host", str(beside.parent)], Path(), quiet=True))
+    for written in keys.init_state(state_dir, getpass.getuser()):
+        print(f"wrote {written}")
+    if path.exists():
+        print(f"left {path} as it is")
+        return
+    # at 0.0.0.0 the name of the host on which the daemon runs is announced: a name that is written here would be of this one for ever
+    reached = {"listen": wanted["listen"]} | (
+        {} if wanted["listen"] == "0.0.0.0" else {"advertise": os.uname().nodename}
+    )
+    document: dict[str, dict[str, object]] = {
+        "daemon": {"state_dir": state_dir, **reached}
+        | ({"ledger": wanted["ledger"]} if wanted["ledger"] else {}),
+        "harvest": {"partition": wanted["partition"], **host},
+    }
+    keys.write_private(path, toml.dumps(document).encode())  # a ledger's URL may hold a password
+    print(f"wrote {path}")
+    print("\n".join(_assumed(config.read_daemon(path), said)))
+    print(f"next: scavenger check-config {path}, then scavenger daemon --config {path}")
+
+
+def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:
+    """Raises `ConfigError` where the file that is there says otherwise than the options."""
+    settings = config.read_daemon(path) if wanted else None
+    if settings is None:
+        return
+    has = {
+        "partition": settings.harvest.partition,
+        "listen": settings.daemon.listen,
+        "ledger": settings.daemon.ledger,
+    }
+    names = {"partition": "harvest.partition", "listen": "daemon.listen", "ledger": "daemon.ledger"}
+    differing = [name for name, value in wanted.items() if value != has[name]]
+    if differing:
+        # what a ledger's URL is stays untold: it may hold a password
+        told = "; ".join(
+            f"--{n} was not applied" + (f" ({names[n]} = {has[n]!r} there)" if n != "ledger" else "")
+            for n in differing
+        )
+        which = ", ".join(names[name] for name in differing)
+        raise ConfigError(
+            f"{path} exists already and is left as it is: {told}",
+            f"change {which} in it, or name another directory",
+        )
+
+
+def _assumed(settings: DaemonConfig, said: frozenset[str]) -> list[str]:
+    """What a new site's file takes for granted, each with the key that says otherwise. Pure."""
+    d, h = settings.daemon, settings.harvest
+    rows = [
+        (
+            "partition",
+            f"harvest.partition = {h.partition!r}",
+            "what is harvested; others must be able to preempt its jobs",
+        ),
+        (
+            "listen",
+            f"daemon.listen = {d.listen!r}",
+            "the daemon's host is announced by its own name; daemon.advertise names another",
+        ),
+        (
+            "ledger",
+            "daemon.ledger = ''",
+            f"SQLite at {d.state_dir / 'ledger.sqlite3'}, which must be a local disk",
+        ),
+        ("", f"harvest.account = {h.account!r}, .qos = {h.qos!r}", "Slurm's defaults for this user"),
+        ("", f"harvest.gpu_type = {h.gpu_type!r}", "GPUs of any type"),
+        (
+            "",
+            f"harvest.max_engines = {h.max_engines}",
+            f"at most; with {h.cpus_per_engine} CPU each (.cpus_per_engine)",
+        ),
+        ("", f"harvest.time_limit_s = {h.time_limit_s:g}", "of an engine's job"),
+        (
+            "",
+            f"cluster.backend = {settings.cluster.backend!r}",
+            "Slurm, by pyslurm where one matches, else by its commands",
+        ),
+    ]
+    shown = [(key, why) for name, key, why in rows if name not in said]
+    pad = max(len(key) for key, _ in shown) + 2
+    return [
+        "assumed, as nothing was said (change it in the file; docs/config.md):",
+        *(f"  {key:<{pad}}{why}" for key, why in shown),
+    ]

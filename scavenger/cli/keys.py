@@ -1,0 +1,59 @@
+"""The `scavenger keys` commands: changing keys while jobs run (docs/recovery.md). Each calls one function of `scavenger.protocol.keys`."""
+
+from __future__ import annotations
+
+import getpass
+from typing import Annotated
+
+import typer
+
+from scavenger import config
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.protocol import keys
+
+app = typer.Typer(no_args_is_help=True, help="Change keys while jobs run.")
+
+Name = Annotated[str, typer.Argument(help="the owner, as its file in keys/owners is called")]
+
+
+@app.command("list")
+def list_keys(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Who may connect, in which role, since when, and whose keys were retired. Public keys only."""
+    for line in keys.shown(keys.listed(config.read_daemon(config_path).daemon.state_dir)):
+        print(line)
+
+
+@app.command("rotate-server")
+def rotate_server(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Give the daemon a new key pair; it is in use from the daemon's next start, and whoever reconnects finds it."""
+    print(
+        f"wrote {keys.rotate_server(config.read_daemon(config_path).daemon.state_dir)}; next: restart the daemon"
+    )
+
+
+@app.command("rotate-owner")
+def rotate_owner(
+    name: Annotated[str, typer.Argument(help="the owner, as its file in keys/owners is called")] = "",
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Give the owner of this state directory a new key pair; the old one is accepted until `retire`."""
+    owner = name or getpass.getuser()
+    written = keys.rotate_owner(config.read_daemon(config_path).daemon.state_dir, owner)
+    print(f"wrote {written}; when no job uses the old key any more: scavenger keys retire {owner}")
+
+
+@app.command("add")
+def add(
+    name: Name,
+    public: Annotated[str, typer.Option("--public", help="the public half of the owner's new key")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Accept a further key of an enrolled owner, who keeps the key file elsewhere."""
+    print(f"wrote {keys.add_owner_key(config.read_daemon(config_path).daemon.state_dir, name, public)}")
+
+
+@app.command("retire")
+def retire(name: Name, config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Accept only the owner's newest key; sessions under older ones end within seconds. The runs stay the owner's."""
+    retired = keys.retire_owner_keys(config.read_daemon(config_path).daemon.state_dir, name)
+    print(f"{retired} {'key' if retired == 1 else 'keys'} retired")

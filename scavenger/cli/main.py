@@ -1,0 +1,251 @@
+"""The `scavenger` command: argument parsing and printing. Each command calls one function of the part that does the work."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from scavenger import __version__, config
+from scavenger.cli import checkpoint, doctor, drain, init, ledger, simulate, weights
+from scavenger.cli import keys as cli_keys
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.errors import ConfigError, ScavengerError
+from scavenger.protocol import keys
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Idle GPUs of a Slurm cluster for LLM rollouts.",
+)
+app.add_typer(ledger.app, name="ledger")
+app.add_typer(cli_keys.app, name="keys")
+app.add_typer(simulate.app, name="simulate")
+app.add_typer(weights.app, name="weights")
+app.command()(doctor.doctor)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command()(init.init)
+app.command()(drain.drain)
+
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are printed without a traceback."""
+    try:
+        app()
+    except ScavengerError as error:
+        err.print(f"scavenger: {error}", markup=False)
+        sys.exit(error.exit_code)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the results")] = Path("demo-out"),
+    backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step"),
+    ] = False,
+    preempt_every_s: Annotated[
+        float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="router.policy: predictive or standard")] = "predictive",
+) -> None:
+    """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
+    import dataclasses
+
+    from scavenger.demo import compare as comparison
+    from scavenger.demo import session
+
+    options = session.DemoOptions(out)
+    chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
+    every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
+    options = dataclasses.replace(
+        options,
+        backend=_one_of(backend, ("auto", "slurm", "local")),
+        policy=_one_of(policy, ("predictive", "standard")),
+        settings=chosen,
+        preempt_every_s=every,
+    )
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a batch system's SIGTERM is a Ctrl-C, also where SIGINT was inherited as ignored
+        signal.signal(number, signal.default_int_handler)
+    try:
+        play = comparison.run if compare else session.run
+        sys.exit(play(options, Console(highlight=False)))
+    except KeyboardInterrupt:
+        err.print("stopped; nothing is left running")
+        sys.exit(130)
+
+
+def _one_of(value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(f"{value!r}: one of {', '.join(allowed)}")
+    return value
+
+
+@app.command()
+def enroll(
+    name: Annotated[str, typer.Argument(help="who this is")],
+    public: Annotated[str, typer.Option("--public", help="the public half of the owner's key")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Allow a public key to own runs; takes effect within seconds. Remove the file it names to revoke."""
+    print(f"wrote {keys.enroll(config.read_daemon(config_path).daemon.state_dir, name, public)}")
+
+
+@app.command()
+def daemon(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="fence a daemon that is at work, and go on in its place")
+    ] = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="wait until the daemon that is at work ends or falls silent")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what it would decide; submit and write nothing")
+    ] = False,
+    polls: Annotated[
+        int, typer.Option(min=0, help="with --dry-run: end after so many looks; 0 = when stopped")
+    ] = 0,
+    carry: Annotated[
+        bool,
+        typer.Option("--carry", help="take up the ledger that the last daemon left in the state directory"),
+    ] = False,
+    for_run: Annotated[
+        bool, typer.Option("--for-run", help="of one run: at the end its jobs are cancelled; implies --carry")
+    ] = False,
+    new_ledger: Annotated[
+        bool,
+        typer.Option(
+            "--new-ledger",
+            help="the state directory takes the ledger that is named now, and leaves the one it had",
+        ),
+    ] = False,
+    die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
+    from scavenger.cluster import choose
+    from scavenger.daemon import ledger_handoff
+    from scavenger.daemon import main as daemons
+    from scavenger.daemon.systemd import Notifier
+    from scavenger.daemon.takeover import Manner
+    from scavenger.host import descriptors
+    from scavenger.observe import logs
+
+    if take_over and standby:
+        raise typer.BadParameter("--take-over and --standby contradict each other")
+    manner = Manner.TAKE_OVER if take_over else Manner.STAND_BY if standby else Manner.ASK
+
+    logs.configure(os.environ)
+    settings = config.read_daemon(config_path)
+    descriptors.raise_limit()
+    notifier = Notifier(os.environ, os.getpid())
+    for name in (
+        "NOTIFY_SOCKET",
+        "WATCHDOG_USEC",
+        "WATCHDOG_PID",
+    ):  # ours: no command that we run speaks for the daemon
+        os.environ.pop(name, None)
+    # At a terminal a hang-up ends the daemon, as it does every program there.
+    reread = None if os.isatty(0) else functools.partial(config.read_daemon, config_path)
+    if die_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
+    cluster = choose.backend(settings)
+    choose.preflight(settings, cluster)
+    if dry_run:
+        from scavenger.daemon import dry_run as dry
+
+        dry.run(settings, cluster, functools.partial(print, flush=True), polls=polls)
+        return
+    carried = carry or for_run
+    if carried:
+        ledger_handoff.take_up(settings)
+    try:
+        granted = daemons.run(
+            settings,
+            cluster,
+            manner,
+            reread=reread,
+            notifier=notifier,
+            cancel_at_end=for_run,
+            new_ledger=new_ledger,
+        )
+    finally:
+        cluster.close()
+    if carried and granted is not None:
+        ledger_handoff.put_down(settings, granted)
+
+
+@app.command()
+def check_config(
+    config_path: Annotated[
+        Path, typer.Argument(help="the scavenger.toml", envvar="SCAVENGER_CONFIG")
+    ] = DEFAULT_CONFIG,
+) -> None:
+    """Say what a scavenger.toml means and whether a daemon could start with it. Writes nothing, submits nothing."""
+    from scavenger.daemon import check_config as dry_check
+
+    said, fine = dry_check.report(config_path, config.read_daemon(config_path))
+    print("\n".join(said))
+    if not fine:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+@app.command("status")
+def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """What the daemon last said of itself: GPUs held, who stopped harvesting, ledger, memory. Exit code 1 when none serves."""
+    from scavenger.daemon.ownership import process_there
+    from scavenger.observe import status
+
+    seen, now = status.read(config.read_daemon(config_path).daemon.state_dir), time.time()
+    runs = process_there(seen.host, seen.pid)
+    for line in status.lines(seen, now, runs):
+        print(line)
+    if status.absent(seen, now, runs):
+        raise typer.Exit(1)
+
+
+def _end_with_stdin() -> None:
+    """The process that started us is gone when our stdin ends: leave as on SIGTERM."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@app.command()
+def samples(
+    run: Annotated[str, typer.Argument(help="the run's name")],
+    step: Annotated[int, typer.Option(min=0)],
+    group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
+    purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Show a step's samples: prompt, answer, reward, advantage, finish reason, moves and engines."""
+    from scavenger.cli import samples as shown
+
+    url = config.read_daemon(config_path).ledger_url
+    for line in shown.lines(url, run, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl):
+        print(line)

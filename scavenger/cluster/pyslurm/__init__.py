@@ -1,0 +1,4 @@
+"""Slurm through pyslurm, which runs in a process of its own: it freezes and exits its interpreter.
+
+`client` is the daemon's side, `process` the only module that imports pyslurm. Read `client.py` first.
+"""

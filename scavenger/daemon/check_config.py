@@ -1,0 +1,153 @@
+"""What a scavenger.toml means and whether a daemon could start with it: `scavenger check-config`. Changes and submits nothing.
+
+Owns the order of the checks and their words; each asks the part that the daemon itself would ask. One that fails does not hide the next.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from scavenger.cluster import choose
+from scavenger.config import DaemonConfig
+from scavenger.errors import Finding, LedgerError, ScavengerError
+from scavenger.harvest.decide.decide import Submit
+from scavenger.harvest.execute.job_script import job_spec, read_template
+from scavenger.ledger import queries, schema, store
+from scavenger.ledger.read import reader
+from scavenger.protocol import keys
+
+
+def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
+    """The configuration in sentences. Pure."""
+    d, h, c, keep = config.daemon, config.harvest, config.cluster, config.ledger
+    reached = d.advertise or (host if d.listen == "0.0.0.0" else d.listen)
+    kept = {
+        "keep": "tokens of every sample are kept",
+        "compact": f"a sample's chunks are compacted, {keep.retention_steps} steps after no kept checkpoint needs them",
+        "drop": f"a sample's tokens are dropped, {keep.retention_steps} steps after no kept checkpoint needs them",
+    }[keep.retention]
+    said = [
+        f"state     {d.state_dir}: keys and the rendezvous file; daemon, engines and trainers read it, all as one user (you are {user})",
+        f"ledger    {store.parse(config.ledger_url).render_as_string()}; {kept}",
+        f"address   listens on {d.listen}, port {d.port or 'given by the system'}; engines and trainers connect to {reached}",
+    ]
+    decides = {
+        "predictive": "predicts the step's end from what it has seen, and places, moves, sizes and closes the window by that",
+        "standard": "fills engines evenly, moves nothing, and leaves the window to reserved.window",
+    }[config.router.policy]
+    said.append(f"policy    {config.router.policy}: {decides}")
+    if config.prometheus.listen:
+        said.append(f"metrics   for Prometheus at {config.prometheus.listen}; whoever reaches it may read it")
+    if not h.enabled:
+        return [*said, "harvest   disabled: no jobs are submitted"]
+    memory = (
+        f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "its GPUs' share of a node's memory"
+    )
+    asks = [f"{h.cpus_per_engine} CPUs", memory]
+    asks += [f"GPUs of type {h.gpu_type}"] if h.gpu_type else []
+    asks += [
+        f"{name} {value}"
+        for name, value in (("account", h.account), ("QOS", h.qos), ("constraint", h.constraint))
+        if value
+    ]
+    return [
+        *said,
+        f"harvest   partition {h.partition}, backend {c.backend}; at most {h.max_engines} engines, {h.max_pending} of them pending; "
+        f"{h.headroom_gpus} idle GPUs are always left alone",
+        f"job       run.gpus_per_engine GPUs, {', '.join(asks)}; {h.time_limit_s / 3600:g} h at most; "
+        f"runs {h.python or 'the Python of the daemon'}",
+        f"polls     every {c.poll_interval_s:g} s, every {c.fast_poll_interval_s:g} s while something "
+        f"is expected, never closer than {c.min_poll_interval_s:g} s; "
+        f"{c.max_rpc_per_min:g} requests to slurmctld a minute on average",
+    ]
+
+
+def check(config: DaemonConfig) -> Iterator[Finding]:
+    """Ask everything that the daemon asks when it starts, without doing it."""
+    yield _ask("state and keys", lambda: keys.read_keypair(keys.server_key_path(config.daemon.state_dir)))
+    yield _ask("ledger", lambda: _ledger(config))
+    if config.harvest.enabled:
+        yield _ask("job template", lambda: _template(config))
+        yield _ask("cluster and partition", lambda: _cluster(config))
+
+
+def _ask(what: str, function: Callable[[], object]) -> Finding:
+    try:
+        note = function()
+    except ScavengerError as error:
+        return Finding(what, str(error))
+    return Finding(what, "", note if isinstance(note, str) else "")
+
+
+def _ledger(config: DaemonConfig) -> str:
+    path = store.sqlite_file(config.ledger_url)
+    if path is None:
+        return _postgres(config.ledger_url)
+    store.refuse_network_file_system(path.parent)
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    for place in (path, folder) if path.exists() else (folder,):  # its log and index lie beside it
+        if not os.access(place, os.W_OK):
+            raise LedgerError(
+                f"the ledger {path} cannot be written: {getpass.getuser()} may not write {place}",
+                "check its owner and mode",
+            )
+    if why := store.volatile(config.ledger_url):
+        return f"WARNING: {why}"
+    if path.exists():
+        return ""
+    return (
+        "its file is not there yet"
+        if folder == path.absolute().parent
+        else f"the folder {path.parent} is not there yet; it is made"
+    )
+
+
+def _postgres(url: str) -> str:
+    engine = store.open_readonly(url)
+    try:
+        tables = [*schema.metadata.tables, "alembic_version"]
+        ((problem,),) = reader.rows(engine, queries.load("may_write"), {"tables": tables}).rows
+        if problem:
+            remedy = "name the daemon's own role in daemon.ledger, which owns the tables"
+            raise LedgerError(f"the ledger cannot be written: {problem}", remedy)
+        (there,) = reader.rows(engine, "SELECT to_regclass('alembic_version') IS NOT NULL").rows[0]
+    finally:
+        engine.dispose()
+    return "" if there else "its tables are not there yet; they are made"
+
+
+def _template(config: DaemonConfig) -> None:
+    probe = Submit(0, "probe", config.harvest.partition, 1, "")
+    job_spec(
+        config, read_template(config.harvest.job_template), config.cluster.backend, "probe", "probe", probe
+    )
+
+
+def _cluster(config: DaemonConfig) -> None:
+    cluster = choose.backend(config)
+    try:
+        choose.preflight(config, cluster)
+    finally:
+        cluster.close()
+
+
+def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
+    """Lines for a terminal, and whether a daemon could start."""
+    findings = list(check(config))
+    refused = [finding.what for finding in findings if finding.problem]
+    verdict = (
+        f", and a daemon would not start with it: see REFUSED below ({', '.join(refused)})" if refused else ""
+    )
+    said = [f"{path} is well-formed{verdict}. It means:"]
+    said += [f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname())]
+    said.append("A daemon that starts with it now:")
+    for finding in findings:
+        said += [
+            f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}{f' ({finding.note})' if finding.note else ''}"
+        ]
+        said += [f"           {line}" for line in finding.problem.splitlines()]
+    return said, not refused

@@ -1,0 +1,87 @@
+"""`scavenger daemon --dry-run`: looks at the cluster as the daemon does, and prints what it would decide. Submits and writes nothing.
+
+There are no runs without a daemon that serves them, so a run is supposed that could use every engine that the limits allow: what is printed
+is the most that harvesting would take now. Each look is decided from scratch, without the jobs that earlier ones would have submitted.
+Owns the rhythm and the words; `harvest.policy` decides. Nothing here can submit: the cluster's `info` and `view` alone are called.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from scavenger.cluster.model import ClusterView
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.errors import ClusterUnavailable
+from scavenger.harvest.decide import decide as policy
+from scavenger.harvest.decide.decide import Decision, Limits, Submit
+from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.driver import DRAIN_NOTICE_S
+from scavenger.harvest.limits import rules_of
+from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.track.tracker import Tracker
+from scavenger.policy.demand import Demand
+
+
+def supposed(most: int, gpus_per_engine: int) -> Demand:
+    return Demand(1, "dry-run", most, gpus_per_engine, f"supposed: a run that could use {most} engines")
+
+
+def decide(view: ClusterView, limits: Limits, gpus_per_engine: int, now: float) -> Decision:
+    """What the daemon would do about this view, had it no job yet. Pure."""
+    return policy.decide(view, [supposed(limits.max_engines, gpus_per_engine)], (), limits, now)
+
+
+def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: float) -> Iterator[str]:
+    have = owners(view, config.harvest.partition, frozenset(), now)
+    at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield (
+        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, {have.others} with others, {have.unusable} unusable; "
+        f"{have.jobs_pending_other_users} jobs of others pending; {have.reserved} GPUs on other nodes"
+    )
+    yield f"  {decision.reason}"
+    for action in decision.actions:
+        if isinstance(action, Submit) and action.standby:
+            yield f"  would submit a job of {action.gpus} GPUs to {action.partition} that waits: {action.reason}"
+        elif isinstance(action, Submit):
+            where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
+            yield f"  would submit a job of {action.gpus} GPU{'s' if action.gpus > 1 else ''} to {action.partition}{where}: {action.reason}"
+
+
+def run(
+    config: DaemonConfig,
+    cluster: Cluster,
+    say: Callable[[str], None],
+    *,
+    polls: int = 0,
+    gpus_per_engine: int = 1,
+    clock: Callable[[], float] = time.time,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Print decisions, one look every `cluster.poll_interval_s`; `polls` of them, 0 = until it is stopped."""
+    say("dry run: nothing is submitted, and no ledger and no key is written")
+    stop_state, info, done = StopState(lambda: config), None, 0
+    tracker = Tracker(
+        rules_of(config, "dry-run", pwd.getpwuid(os.getuid()).pw_name)
+    )  # of a daemon without jobs
+    while True:
+        try:
+            info = info or cluster.info()
+            view = cluster.view()
+        except ClusterUnavailable as error:
+            say(f"  nothing is decided: {error.cause}")
+        else:
+            now = clock()
+            stop_state.poll()
+            limits = stop_state.limits(view, info, tracker, DRAIN_NOTICE_S, now)
+            for line in lines(config, view, decide(view, limits, gpus_per_engine, now), now):
+                say(line)
+        done += 1
+        if done == polls:
+            return
+        say(f"  the next look is in {config.cluster.poll_interval_s:g} s")
+        wait(config.cluster.poll_interval_s)

@@ -1,0 +1,97 @@
+"""Who may own runs, as the files under `keys/` say now: told to the key ring, and each change to the ledger.
+
+Owns what is told when: a key that comes into force is an event `key_added`, one that goes out of it `key_revoked`, each once, whether the
+files changed while a daemon ran or between two. The daemon's own key is among them; those of workers are in the ledger's `jobs`. Only
+public keys are told. Knows no socket and no database: the ledger's past is handed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from scavenger.ledger.records import Event, Record
+from scavenger.protocol import keys
+from scavenger.router.core.events import Identity
+from scavenger.router.edge.keyring import KeyRing
+
+Owner = tuple[str, str]  # role ("daemon" | "owner"), name
+
+
+class Enrolment:
+    """`in_force`: public key -> whose it is, as the ledger was told last."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        server_public: str,
+        keyring: KeyRing,
+        write: Callable[[Sequence[Record]], object],
+        clock: Callable[[], float],
+        in_force: Mapping[str, Owner],
+    ) -> None:
+        self._state_dir, self._server_public = state_dir, server_public
+        self._keyring, self._write, self._clock = keyring, write, clock
+        self._told = dict(in_force)
+        self._owners: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Read the files; a removed file or a retired key revokes at once. Raises `AuthError`, `OSError`: then all stays as it was."""
+        enrolled, owners = keys.owner_keys(self._state_dir), keys.enrolled_owners(self._state_dir)
+        for gone in set(self._owners) - set(owners):
+            self._keyring.revoke(gone)
+        for public, recorded in owners.items():
+            self._keyring.allow(public, Identity("owner", recorded))
+        self._owners = owners
+        # The ledger's runs name their owner's first key; its reports find the name here.
+        names = {its[-1].public: name for name, its in enrolled.items()}
+        now = self._clock()
+        fresh = {key: name for key, name in names.items() if self._names.get(key) != name}
+        events: list[Record] = [
+            Event("owner_enrolled", 0, key, name, "{}", now) for key, name in fresh.items()
+        ]
+        self._names = names
+        in_force: dict[str, Owner] = {self._server_public: ("daemon", "")}
+        in_force |= {
+            key.public: ("owner", name) for name, its in enrolled.items() for key in its if key.allowed
+        }
+        events += changes(
+            self._told,
+            in_force,
+            {key.public for its in enrolled.values() for key in its if not key.allowed},
+            now,
+        )
+        self._told = in_force
+        if events:
+            self._write(events)
+
+
+def changes(
+    before: Mapping[str, Owner], after: Mapping[str, Owner], retired: set[str], at: float
+) -> list[Record]:
+    """The events of a change of the keys in force. `retired`: keys that their owner's file still names, as not accepted. Pure."""
+    told: list[Record] = []
+    for public in sorted(set(before) - set(after)):
+        role, name = before[public]
+        why = (
+            "another key took its place"
+            if role == "daemon"
+            else "retired"
+            if public in retired
+            else "removed from the owner's file"
+        )
+        told.append(_event("key_revoked", public, role, name, why, at))
+    for public in sorted(public for public in after if before.get(public) != after[public]):
+        role, name = after[public]
+        others = sum(owner == (role, name) for key, owner in after.items() if key != public)
+        why = f"accepted beside {others} earlier {'key' if others == 1 else 'keys'}" if others else "accepted"
+        told.append(_event("key_added", public, role, name, why, at))
+    return told
+
+
+def _event(kind: str, public: str, role: str, name: str, why: str, at: float) -> Event:
+    return Event(
+        kind, 0, public, f"{f'{role} {name}'.strip()}: {why}", json.dumps({"role": role, "name": name}), at
+    )

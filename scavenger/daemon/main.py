@@ -1,0 +1,594 @@
+"""The daemon: wires ledger, router, server and harvester together, and runs them until it is told to stop.
+
+Owns the order of starting and stopping, signals, and the bridge between threads and the event loop. Decides nothing by itself.
+A daemon that loses its generation (another one took the ledger) stops at once; one that finds another at work does not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+import structlog
+
+from scavenger import __version__
+from scavenger.asyncio_helpers import within
+from scavenger.cluster.model import ClusterView
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.daemon import ownership, process
+from scavenger.daemon.enrolment import Enrolment
+from scavenger.daemon.ownership import Announcement
+from scavenger.daemon.process import Clock
+from scavenger.daemon.service_manager import ServiceManager
+from scavenger.daemon.systemd import Notifier
+from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
+from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
+from scavenger.harvest.driver import Harvester
+from scavenger.host import descriptors, listening, storage
+from scavenger.ledger import identity, retention, store
+from scavenger.ledger.faults import REMEDIES, explain
+from scavenger.ledger.maintain.keeper import Keeper
+from scavenger.ledger.read import history, reader
+from scavenger.ledger.records import Event, GroupState, Heartbeat
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.transaction import Generation
+from scavenger.ledger.write.writer import Writer, WriterState
+from scavenger.observe import status
+from scavenger.observe import status as guest
+from scavenger.observe.training import OpenRun, TrainingJobs
+from scavenger.policy import registry, warm_start
+from scavenger.policy.fallback import with_fallback
+from scavenger.policy.interface import Fact
+from scavenger.protocol import keys
+from scavenger.router.core import workers
+from scavenger.router.core.events import PastRead, TopologyRead
+from scavenger.router.core.limits import limits_of
+from scavenger.router.core.machine import Router
+from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.edge.server import KeyRing, Server
+
+log = structlog.get_logger()
+
+#: Between two looks at a ledger that another daemon holds.
+CHECK_INTERVAL_S = 1.0
+#: How long a daemon that was fenced on this host may take to give up its ports: it sees it at its next heartbeat.
+PORT_WAIT_S = 6 * BEAT_S
+
+T = TypeVar("T")
+
+
+class Daemon:
+    """One generation of the daemon. `run` reads top-down."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        cluster: Cluster | None,
+        manner: Manner = Manner.ASK,
+        service_manager: ServiceManager | None = None,
+    ) -> None:
+        self.config = config
+        self.service_manager = service_manager or ServiceManager(config)
+        self.manner = manner
+        self.new_ledger = False  # take the ledger that is named, whatever the state directory's was
+        self.cancel_at_end = False  # of a daemon that ends with its one run: nobody would adopt its jobs
+        self.cluster = cluster
+        self.state_dir: Path = config.daemon.state_dir
+        self.clock = Clock()
+        self.keyring = KeyRing()
+        self.stop = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.training = TrainingJobs()
+        self.harvester: Harvester | None = None
+        self._announcement = Announcement(self.state_dir, config.daemon)
+        self._succeeds = False  # a daemon of this host that lives, and may still hold its ports
+
+    async def run(self) -> int | None:
+        """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was told to stop before it had one.
+
+        Raises `LedgerHeld` when another daemon is at work, `Fenced` when another one took over, `LedgerError` when writing ended.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        self.service_manager.open(loop)
+        loop.set_exception_handler(self._broken)
+        storage.require_state_dir(self.state_dir)
+        pair = keys.read_keypair(keys.server_key_path(self.state_dir))
+        storage.require_writable(self.state_dir, "daemon.state_dir")
+        if not await self._entitled():
+            return None
+        writer = self._take_ledger(loop)
+        generation, self._engine = writer.granted, writer.engine
+        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
+        decides = with_fallback(
+            registry.named(self.config.router.policy, self.config.router.harvested_gpu_price),
+            self._policy_failed,
+        )
+        router = Router(
+            limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides
+        )
+        counted = self.service_manager.counted(writer, self.clock)
+        self.server = server = Server(
+            router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads
+        )
+        look = functools.partial(self._status, server, writer, payloads, self.clock())
+        try:
+            snapshot = reader.read_snapshot(writer.engine)
+            identity.record(self.state_dir, self.config.ledger_url, self.clock())
+            self.service_manager.restore(snapshot)
+            self._enrolment = Enrolment(
+                self.state_dir,
+                pair.public,
+                self.keyring,
+                server.write,
+                self.clock,
+                reader.keys_in_force(writer.engine),
+            )
+            self._enrolment.look()
+            harvester = self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
+            if harvester is not None:
+                harvester.restore(snapshot.jobs)
+            if self._succeeds:
+                await self._bound(self.service_manager.serve_metrics)
+            port = await self._bound(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
+            server.perform(router.restore(snapshot, self.clock()))
+            self._warm_start(server, writer)
+            process.tune()
+            self._tell_history(server, generation)
+            await self._announce(server, pair.public, port, generation)
+            await self._serve(server, harvester, self._keeper(server, writer), look)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            await self._shut(server, writer, generation, look)
+        if self.failure is not None:
+            raise self.failure
+        return int(generation)
+
+    async def _serve(
+        self,
+        server: Server,
+        harvester: Harvester | None,
+        keeper: Keeper | None,
+        look: Callable[[], status.Status],
+    ) -> None:
+        tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
+        tasks.append(asyncio.create_task(status.tell(self.state_dir, look, self.stop)))
+        tasks.append(asyncio.create_task(self._beat(server)))
+        # None of these ends before the daemon does; one that fails ends it.
+        tasks += [
+            asyncio.create_task(self._lasting(work))
+            for work in self.service_manager.work(server, harvester, look, self.clock, self.stop)
+        ]
+        if harvester is not None:
+            tasks.append(asyncio.create_task(harvester.run(self.stop)))
+        if keeper is not None:
+            tasks.append(asyncio.create_task(keeper.run(self.stop)))
+        try:
+            done, _ = await asyncio.wait(
+                [*tasks, asyncio.create_task(self.stop.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+        finally:
+            self.stop.set()
+            if harvester is not None:
+                await harvester.shutdown(cancel=self.cancel_at_end and self.failure is None)
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    async def _shut(
+        self, server: Server, writer: Writer, generation: Generation, look: Callable[[], status.Status]
+    ) -> None:
+        """What was received is committed first; then a successor is told, and everything is closed."""
+        self.service_manager.notifier.stopping("committing what was received")
+        durable = await asyncio.to_thread(writer.close)
+        if durable and self.failure is None:
+            await asyncio.to_thread(self._release, generation)
+        await asyncio.to_thread(self._tell_end, look())
+        server.close()
+        self._ownership.close()
+        self.service_manager.close()
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. Going on with half an event would corrupt the core, so the daemon ends; a restart rebuilds it."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not self.stop.is_set():
+            self.failure = error
+            self.stop.set()
+        loop.default_exception_handler(context)
+
+    # ---------------------------------------------------------------- parts
+
+    async def _entitled(self) -> bool:
+        """Claim the state directory, and wait for whoever holds it or its ledger as `manner` says. False: told to stop meanwhile."""
+        me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
+        self._ownership = mine = ownership.Ownership(self.state_dir, me)
+        watch, told = Watch(self.manner), ""
+        try:
+            while not self.stop.is_set():
+                try:
+                    there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
+                except LedgerError as error:  # a look that failed tells nothing of who is there
+                    if self.manner is not Manner.STAND_BY:
+                        raise
+                    log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
+                    await self._look_pause()
+                    continue
+                verdict, why, sign = watch.look(there, time.time(), time.monotonic())
+                if sign is not None and verdict is Verdict.REFUSE:
+                    raise ownership.refused(there[sign], why)
+                if verdict is Verdict.TAKE:
+                    for holder in there.values():
+                        log.warning("taking over", held_by=str(holder), why=why)
+                        self._succeeds = self._succeeds or (holder.here and not holder.gone)
+                    return True
+                self.service_manager.waiting(f"waiting for another daemon: {why}")
+                if sign is not None and told != (told := sign.who):
+                    log.warning("waiting", held_by=str(there[sign]), why=why)
+                await self._look_pause()
+        except BaseException:
+            mine.close()
+            raise
+        mine.close()
+        return False
+
+    async def _lasting(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        await self.stop.wait()
+
+    async def _look_pause(self) -> None:
+        await within(self.stop, CHECK_INTERVAL_S)
+
+    async def _bound(self, bind: Callable[[], T]) -> T:
+        """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""
+        deadline = time.monotonic() + (PORT_WAIT_S if self._succeeds else 0.0)
+        while True:
+            try:
+                return bind()
+            except listening.PortInUse:
+                if time.monotonic() >= deadline or self.stop.is_set():
+                    raise
+            await self._look_pause()
+
+    def _release(self, generation: Generation) -> None:
+        """A successor, on whatever host, need not wait for our silence."""
+        try:
+            transaction.release(self._engine, generation, self.clock())
+        except sa.exc.DBAPIError as error:
+            log.warning(
+                "the ledger was not given back; a successor on another host waits for our silence",
+                reason=explain(error),
+            )
+        finally:
+            self._engine.dispose()
+
+    def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
+        """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
+        try:
+            if not self._succeeds:  # nothing is written before it is known that this daemon can serve
+                listening.require_free(listening.ROUTER, self.config.daemon.listen, self.config.daemon.port)
+                self.service_manager.serve_metrics()
+            self._require_ledger()
+            store.upgrade(self.config.ledger_url)
+            return self._start_writer(loop)
+        except LedgerError as error:
+            self._ownership.close()
+            raise ownership.explained(error, self.state_dir, self.config.ledger_url) from error
+        except ScavengerError:
+            self._ownership.close()
+            raise
+
+    def _require_ledger(self) -> None:
+        """Before anything is written to it: it is the one of this state directory, and its disk takes what is written."""
+        url, path = self.config.ledger_url, store.sqlite_file(self.config.ledger_url)
+        if not self.new_ledger:
+            identity.check(self.state_dir, url, ownership.announced(self.state_dir).generation)
+        if path is not None and path.parent.is_dir() and path.parent != self.state_dir:
+            storage.require_writable(path.parent, "daemon.ledger")
+        if why := store.volatile(url):
+            log.warning(
+                "the ledger does not outlive a boot",
+                reason=why,
+                remedy="name a disk in daemon.ledger, or PostgreSQL",
+            )
+
+    def _start_writer(self, loop: asyncio.AbstractEventLoop) -> Writer:
+        def committed(ticket: int) -> None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed: the last commits have nobody to tell
+                loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
+
+        def changed(state: WriterState, reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._writer_changed, state, reason)
+
+        writer = Writer(
+            self.config.ledger_url,
+            socket.gethostname(),
+            os.getpid(),
+            __version__,
+            self.clock,
+            on_commit=committed,
+            on_state=changed,
+            announced=ownership.announced(self.state_dir),
+        )
+        writer.start()
+        return writer
+
+    def _writer_changed(self, state: WriterState, reason: str) -> None:
+        if state in (WriterState.OK, WriterState.CLOSED):
+            log.info("ledger", state=str(state), reason=reason)
+        else:
+            log.warning("ledger", state=str(state), reason=reason, remedy=REMEDIES.get(state, ""))
+        if state is WriterState.FENCED:
+            self.failure = Fenced(f"this daemon may write no more: {reason}", REMEDIES[state])
+            self.stop.set()
+        elif state is WriterState.FAILED:
+            self.failure = LedgerError(
+                f"the ledger's writer failed: {reason}", "mend the cause, then start the daemon again"
+            )
+            self.stop.set()
+
+    def _harvester(self, server: Server, uid: str) -> Harvester | None:
+        if self.cluster is None or not self.config.harvest.enabled:
+            return None
+        router = server.router
+        return Harvester(
+            self.config,
+            self.cluster,
+            uid,
+            commit=server.commit,
+            write=server.write,
+            post=server.post,
+            demand=lambda: router.demand(self.clock()),
+            leases=lambda: {
+                w.intent_id: (len(w.leases), w.idle_since)
+                for w in router.core.workers.values()
+                if w.intent_id
+            },
+            register=self.keyring.allow,
+            unregister=self.keyring.revoke,
+            clock=self.clock,
+            learned=lambda info: server.post(TopologyRead(info.switches)),
+            lives=lambda: workers.lives(router.core),
+            observed=self._follow_training,
+        )
+
+    def _follow_training(self, view: ClusterView) -> None:
+        """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
+        runs = self.server.router.core.runs.values()
+        opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
+            OpenRun(run.name, run.job_id, run.trainer_seen if run.conn is not None else 0.0)
+            for run in runs
+            if not run.ended
+        ]
+        for job in self.training.observe(opened, view.jobs):
+            log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
+
+    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
+        policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
+        if policy.retention == "keep":
+            return None
+        return Keeper(
+            writer.engine,
+            policy,
+            commit=server.commit,
+            backlog_bytes=lambda: writer.backlog_bytes,
+            clock=self.clock,
+        )
+
+    def _status(
+        self, server: Server, writer: Writer, payloads: PayloadStore, started_at: float
+    ) -> status.Status:
+        stop_state = self.harvester.stop_state if self.harvester is not None else None
+        files, guard = descriptors.now(), server.guard
+        return status.Status(
+            self.clock(),
+            writer.generation,
+            socket.gethostname(),
+            os.getpid(),
+            started_at,
+            str(writer.state),
+            writer.reason,
+            writer.backlog,
+            writer.backlog_bytes,
+            writer.wal.nbytes,
+            writer.wal.written_back,
+            writer.wal.blocked,
+            payloads.nbytes,
+            payloads.bound,
+            payloads.evictions,
+            server.gate.reads,
+            database=writer.engine.dialect.name,
+            metrics=self.service_manager.address,
+            logged_moves=writer.logged_moves,
+            hidden=stop_state.hidden if stop_state else "",
+            blind=stop_state is not None and stop_state.blind,
+            training=self.training.found,
+            open_files=files.used,
+            open_files_limit=files.most,
+            unproven_connections=len(guard) if guard else 0,
+            ended_connections=guard.ended if guard is not None else 0,
+            harvest=guest.take(self.harvester, self.clock()),
+        )
+
+    def _tell_end(self, seen: status.Status) -> None:
+        """The last figures say how it ended, or `scavenger status` would go on calling this daemon well."""
+        failure = self.failure
+        state = (
+            status.CLOSED
+            if failure is None
+            else status.FENCED
+            if isinstance(failure, Fenced)
+            else status.FAILED
+        )
+        reason = (
+            failure.cause
+            if isinstance(failure, ScavengerError)
+            else type(failure).__name__
+            if failure
+            else ""
+        )
+        try:
+            status.write_last(
+                self.state_dir,
+                msgspec.structs.replace(seen, state=state, reason=reason, stopped_at=self.clock()),
+            )
+        except OSError as error:
+            log.warning(
+                "the end is not in the status file", path=str(status.path(self.state_dir)), reason=str(error)
+            )
+
+    async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+        # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
+        await self.server.commit([])
+        return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
+
+    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
+
+    def _policy_failed(self, run: str, error: Exception) -> None:
+        """A policy's fault: its run goes on with the standard one."""
+        log.error("the run's policy failed; the standard one decides from now on", run=run, exc_info=error)
+        self.server.write([Event("policy_failed", 0, run, type(error).__name__, "{}", self.clock())])
+
+    def _warm_start(self, server: Server, writer: Writer) -> None:
+        """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
+        if self.config.router.policy == "standard":
+            return
+        known: dict[int, tuple[tuple[float, Fact], ...]] = {}
+        for run in server.router.core.runs.values():
+            if run.ended:
+                continue
+            scratch = registry.named(self.config.router.policy, self.config.router.harvested_gpu_price)(
+                run.name
+            )
+            try:
+                past = history.read(
+                    writer.engine, run.name, max(0, run.last_step - warm_start.STEPS), warm_start.CHUNKS
+                )
+                facts = warm_start.facts(past)
+                warm_start.tell(scratch, facts)  # what no policy can take shows here
+            except Exception as error:  # what lies there was told by peers under clocks of their own
+                reason = error.cause if isinstance(error, LedgerError) else type(error).__name__
+                log.warning(
+                    "the run's past was not learned: it begins with priors",
+                    run=run.name,
+                    reason=reason,
+                    exc_info=error,
+                )
+            else:
+                known[run.id] = tuple(facts)
+                log.info("recalled", run=run.name, steps=len(past.steps), facts=len(facts))
+        if known:
+            server.post(PastRead(known))
+
+    def _tell_history(self, server: Server, generation: Generation) -> None:
+        """That the ledger is an older one is no secret: it is logged, and its own events say it."""
+        if generation.began:
+            log.warning(
+                "the ledger begins another history", reason=generation.began, generation=int(generation)
+            )
+            server.write(
+                [
+                    Event(
+                        "history_began",
+                        0,
+                        f"generation {int(generation)}",
+                        generation.began,
+                        "{}",
+                        self.clock(),
+                    )
+                ]
+            )
+
+    async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
+        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
+        ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
+        stopped = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ours, stopped):
+            task.cancel()
+        if self.stop.is_set() or self._announcement.newest() > generation:
+            return
+        endpoint = self._announcement.publish(public, port, generation)
+        self.service_manager.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
+        log.info(
+            "serving",
+            endpoint=endpoint,
+            generation=int(generation),
+            ledger=store.parse(self.config.ledger_url).render_as_string(),
+        )
+
+    # ---------------------------------------------------------------- files that change
+
+    async def _beat(self, server: Server) -> None:
+        """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await server.commit([Heartbeat(self.clock())])
+
+    async def _watch_files(self) -> None:
+        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
+        while True:
+            await asyncio.sleep(2.0)
+            try:
+                self._enrolment.look()
+                self._defend_rendezvous()
+                self._ownership.claim()
+            except (OSError, AuthError) as error:
+                log.warning("owners not read again; those known stay", reason=str(error))
+
+    def _defend_rendezvous(self) -> None:
+        """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""
+        why = self._announcement.defend()
+        if why:
+            self.failure = Fenced(why, "let only one daemon run on a ledger and a state directory")
+            self.stop.set()
+
+
+def run(
+    config: DaemonConfig,
+    cluster: Cluster | None,
+    manner: Manner = Manner.ASK,
+    *,
+    reread: Callable[[], DaemonConfig] | None = None,
+    notifier: Notifier | None = None,
+    cancel_at_end: bool = False,
+    new_ledger: bool = False,
+) -> int | None:
+    """Run a daemon in this process until it is told to stop. `reread`: the configuration as its file has it now, for SIGHUP.
+
+    `cancel_at_end`: its jobs end with it. Else they go on, and the next daemon adopts them. `new_ledger`: the state directory
+    takes the ledger that is named now. Returns as `Daemon.run` does.
+    """
+
+    async def main() -> int | None:
+        daemon = Daemon(config, cluster, manner, ServiceManager(config, reread, notifier))
+        daemon.cancel_at_end, daemon.new_ledger = cancel_at_end, new_ledger
+        return await daemon.run()
+
+    try:
+        return asyncio.run(main())
+    except OSError as error:
+        if storage.is_about_storage(error):
+            path = Path(error.filename) if isinstance(error.filename, str) else config.daemon.state_dir
+            raise storage.explained(error, path, "daemon.state_dir") from error
+        raise

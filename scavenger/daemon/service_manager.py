@@ -1,0 +1,179 @@
+"""Reads scavenger.toml again when it is told to (SIGHUP) and applies what may change live. Owns the order: read, compare, apply, tell.
+
+A file that cannot be read or used changes nothing at all; what needs a restart is named and stays as it was: `reload` knows which it is.
+
+The daemon's face to whoever runs it: the service manager, Prometheus, and SIGHUP. Wires these parts; each does its own work.
+
+Owns when the metrics are served and what a reload reaches. Decides nothing, and costs nothing where nobody asked for it: without
+`prometheus.listen` no record is counted, without a service manager nothing is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from scavenger.config import DaemonConfig
+from scavenger.daemon import reload
+from scavenger.daemon.systemd import Notifier
+from scavenger.errors import ScavengerError
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute import job_logs
+from scavenger.ledger import records as rec
+from scavenger.ledger.records import Event, Record
+from scavenger.observe import metrics, reading
+from scavenger.observe.exporter import Exporter
+from scavenger.observe.status import Status
+from scavenger.observe.tally import Counted, Tally, Writes
+from scavenger.router.edge.server import Server
+
+#: A daemon that waits for another one's end says so before the manager's patience is over.
+TIMEOUT_S = 60.0
+
+
+class ServiceManager:
+    """`reread` gives the configuration file's content now; without it SIGHUP is left as it was (it ends a daemon of a terminal)."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        reread: Callable[[], DaemonConfig] | None = None,
+        notifier: Notifier | None = None,
+    ) -> None:
+        self.config = config
+        self.notifier = notifier or Notifier({}, 0)
+        self._reread = reread
+        self._tally = Tally() if config.prometheus.listen else None
+        self._counted: Counted | None = None
+        self._exporter: Exporter | None = None
+        self._asked = asyncio.Event()
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._reread is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._asked.set)
+
+    def serve_metrics(self) -> None:
+        """Raises `ConfigError` when the address cannot be had."""
+        if self.config.prometheus.listen:
+            self._exporter = Exporter(self.config.prometheus.listen)
+
+    @property
+    def address(self) -> str:
+        """Where the metrics are, "" = nowhere."""
+        return self._exporter.address if self._exporter is not None else ""
+
+    def waiting(self, status: str) -> None:
+        self.notifier.waiting(status, TIMEOUT_S)
+
+    def counted(self, writer: Writes, clock: Callable[[], float]) -> Writes:
+        """What the server is to write to."""
+        if self._tally is None:
+            return writer
+        self._counted = Counted(writer, self._tally, clock)
+        return self._counted
+
+    def restore(self, snapshot: rec.Snapshot) -> None:
+        if self._tally is not None:
+            self._tally.restore(snapshot)
+
+    def work(
+        self,
+        server: Server,
+        harvester: Harvester | None,
+        look: Callable[[], Status],
+        clock: Callable[[], float],
+        stop: asyncio.Event,
+    ) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the server until `stop`."""
+        found: list[Coroutine[Any, Any, None]] = [self.notifier.watch(lambda: server.turns, stop)]
+        if self._reread is not None:
+            apply = harvester.reconfigure if harvester is not None else self._nothing
+            found.append(
+                Reloader(self.config, self._reread, apply, server.write, self.notifier, clock).run(
+                    self._asked
+                )
+            )
+        if harvester is not None:
+            logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
+            tracker = harvester.tracker
+
+            def live() -> set[str]:
+                return {f"{intent_id}.log" for intent_id in tracker.intents}
+
+            found.append(job_logs.watch(logs, live, most_bytes, stop))
+        if self._exporter is not None and self._tally is not None and self._counted is not None:
+            tally, counted, core = self._tally, self._counted, server.router.core
+
+            def read() -> metrics.Reading:
+                status = look()
+                ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
+                demand = server.router.demand(status.at) if harvester is not None else ()
+                lag_s = counted.lag_s(status.backlog_records)
+                rpcs = harvester.cluster.rpc.counts() if harvester is not None else {}
+                return reading.take(status, core, tally, lag_s, demand, rpcs, ill)
+
+            found.append(self._exporter.run(read, stop))
+        return found
+
+    @staticmethod
+    def _nothing(config: DaemonConfig) -> None:
+        """Nothing is harvested: what may change live has no reader."""
+
+    def close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        self.notifier.close()
+
+
+log = structlog.get_logger()
+
+
+class Reloader:
+    """`reread` gives the file's configuration now; `apply` takes the live part of it, and raises before it changes anything."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        reread: Callable[[], DaemonConfig],
+        apply: Callable[[DaemonConfig], None],
+        write: Callable[[Sequence[Record]], object],
+        notifier: Notifier,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self._reread, self._apply, self._write = reread, apply, write
+        self._notifier, self._clock = notifier, clock
+
+    async def run(self, asked: asyncio.Event) -> None:
+        while True:
+            await asked.wait()
+            asked.clear()
+            self._notifier.reloading()
+            self._notifier.ready(await self.once())
+
+    async def once(self) -> str:
+        """Returns what to tell the service manager."""
+        try:
+            plan = reload.plan(self.config, await asyncio.to_thread(self._reread))
+            if plan.live:
+                self._apply(plan.config)
+        except ScavengerError as error:
+            log.error(
+                "configuration not reloaded; the one in force stays", reason=error.cause, remedy=error.remedy
+            )
+            self._write([Event("config_refused", 0, "scavenger.toml", error.cause, "{}", self._clock())])
+            return "serving; the changed configuration was refused"
+        self.config = plan.config
+        live, restart = [str(change) for change in plan.live], [str(change) for change in plan.restart]
+        log.info("configuration reloaded", changed=live)
+        if restart:
+            log.warning("these keys change at a restart only; their old values stay in force", keys=restart)
+        detail = msgspec.json.encode({"changed": live, "needs_restart": restart}).decode()
+        said = f"{len(live)} keys changed, {len(restart)} need a restart"
+        self._write([Event("config_reloaded", 0, "scavenger.toml", said, detail, self._clock())])
+        return f"serving; {said}"

@@ -1,0 +1,232 @@
+"""The checks on what the partition, the QOS and the nodes let our jobs be. Pure: facts in, one finding each."""
+
+from __future__ import annotations
+
+import math
+
+from scavenger.doctor.facts import Facts, Missing, Wanted
+from scavenger.doctor.findings import Finding, Level
+from scavenger.harvest.decide.free_capacity import NO_MEMORY_MB
+
+
+def partition_limits(facts: Facts, wanted: Wanted) -> Finding:
+    row, part = facts.partition_words(wanted.partition), facts.partition(wanted.partition)
+    refused = []
+    if not part.up:
+        refused.append(f"State={row.get('State')}")
+    for key, value, name in (
+        ("AllowAccounts", wanted.account, "harvest.account"),
+        ("AllowQos", wanted.qos, "harvest.qos"),
+    ):
+        allowed = row.get(key, "ALL")
+        if allowed not in ("ALL", "(null)") and value not in allowed.split(","):
+            refused.append(f"{key}={allowed}, and {name} is {value!r}")
+    for key, value, name in (
+        ("DenyAccounts", wanted.account, "harvest.account"),
+        ("DenyQos", wanted.qos, "harvest.qos"),
+    ):
+        if value and value in row.get(key, "").split(","):
+            refused.append(f"{key} has {name} = {value!r}")
+    if row.get("RootOnly") == "YES":
+        refused.append("RootOnly=YES")
+    if row.get("ReqResv") == "YES":
+        refused.append("ReqResv=YES: only jobs in a reservation may start")
+    if row.get("MinNodes", "0").isdigit() and int(row.get("MinNodes", "0")) > 1:
+        refused.append(f"MinNodes={row['MinNodes']}, and an engine's job has one node")
+    if refused:
+        observed = f"partition {part.name} would not take our jobs: {'; '.join(refused)}"
+        return Finding(
+            "partition limits",
+            Level.PROBLEM,
+            observed,
+            "change the partition, or the key of [harvest] that is named",
+        )
+    if part.max_time_s < wanted.time_limit_s:
+        observed = f"MaxTime of {part.name} is {part.max_time_s / 60:g} min, harvest.time_limit_s is {wanted.time_limit_s / 60:g} min"
+        return Finding(
+            "partition limits", Level.PROBLEM, observed, f"harvest.time_limit_s = {part.max_time_s:g}"
+        )
+    most = "no limit of time" if math.isinf(part.max_time_s) else f"{part.max_time_s / 60:g} min at most"
+    groups = row.get("AllowGroups", "ALL")
+    more = "" if groups == "ALL" else f"; AllowGroups={groups} must have {wanted.user}"
+    observed = f"partition {part.name} is up, {most}, ours ask for {wanted.time_limit_s / 60:g} min{more}"
+    return Finding("partition limits", Level.OK, observed)
+
+
+def enforce_limits(facts: Facts, wanted: Wanted) -> Finding:
+    value = facts.value("EnforcePartLimits") or "NO"
+    if value == "NO":
+        observed = "EnforcePartLimits=NO: a job that no partition lets start is accepted and stays pending; harvest.max_pending bounds ours"
+        return Finding(
+            "enforce limits",
+            Level.WARNING,
+            observed,
+            "compare the lines partition limits and shape; nothing else would tell",
+        )
+    return Finding(
+        "enforce limits",
+        Level.OK,
+        f"EnforcePartLimits={value}: what cannot start is refused when it is submitted",
+    )
+
+
+def exclusive(facts: Facts, wanted: Wanted) -> Finding:
+    row = facts.partition_words(wanted.partition)
+    why = []
+    if row.get("OverSubscribe", "").startswith("EXCLUSIVE"):
+        why.append("OverSubscribe=EXCLUSIVE")
+    if row.get("ExclusiveUser") == "YES":
+        why.append("ExclusiveUser=YES")
+    if row.get("Exclusive", "NO") != "NO":  # 26.05 has one word for all of them: NODE, USER or TOPO
+        why.append(f"Exclusive={row['Exclusive']}")
+    if facts.value("SelectType").endswith("linear"):
+        why.append("SelectType=select/linear")
+    if why:
+        observed = f"{', '.join(why)}: an engine's job takes a whole node, however few GPUs it needs, and a preemption takes all of it"
+        remedy = "OverSubscribe=NO and ExclusiveUser=NO (in 26.05: Exclusive=NO) on the harvest partition"
+        return Finding("exclusive nodes", Level.WARNING, observed, remedy)
+    return Finding(
+        "exclusive nodes", Level.OK, "nodes are shared: an engine takes its own GPUs, CPUs and memory only"
+    )
+
+
+def shape(facts: Facts, wanted: Wanted) -> Finding:
+    """An engine of one GPU shall fit beside others: no more CPUs and memory than its GPU's share of a node."""
+    facts.partition(wanted.partition)
+    here = [node for node in facts.nodes if wanted.partition in node.partitions and node.gpus]
+    if not here:
+        raise Missing(f"no node of partition {wanted.partition} shows GPUs")
+    small = [
+        node
+        for node in here
+        if wanted.cpus > node.cpus // node.gpus or wanted.memory_mb > node.memory_mb // node.gpus
+    ]
+    bare = [node for node in here if node.memory_mb // node.gpus < NO_MEMORY_MB]
+    memory = (
+        f"{wanted.memory_mb} MiB"
+        if wanted.memory_mb
+        else "the default memory"
+        if bare
+        else "its GPUs' share of a node's memory"
+    )
+    asks = f"an engine asks for {wanted.cpus} CPU{'s' if wanted.cpus > 1 else ''} and {memory}"
+    if small:
+        node = small[0]
+        share = f"{node.cpus // node.gpus} CPUs and {node.memory_mb // node.gpus} MiB on {node.name}"
+        observed = f"{asks}; a GPU's share is {share}: our engines would strand GPUs of {len(small)} nodes"
+        return Finding(
+            "shape",
+            Level.WARNING,
+            observed,
+            "lower harvest.cpus_per_engine and harvest.memory_mb_per_engine to a GPU's share",
+        )
+    row = facts.partition_words(wanted.partition)
+    allocated = "MEMORY" in facts.value("SelectTypeParameters").upper()
+    if bare and not wanted.memory_mb and row.get("DefMemPerNode") == "UNLIMITED" and allocated:
+        observed = f"{asks}, as {bare[0].name} has no RealMemory, and DefMemPerNode is UNLIMITED: an engine takes a whole node's memory"
+        return Finding(
+            "shape",
+            Level.PROBLEM,
+            observed,
+            "configure RealMemory, or set harvest.memory_mb_per_engine to a GPU's share",
+        )
+    return Finding("shape", Level.OK, f"{asks}: within a GPU's share of every node")
+
+
+def probe_memory_mb(facts: Facts, wanted: Wanted) -> int:
+    """Memory for a test job that fits where an engine would: what is configured, else the least share of a GPU; 0 = Slurm's default."""
+    try:
+        shares = [
+            node.memory_mb // node.gpus
+            for node in facts.nodes
+            if wanted.partition in node.partitions and node.gpus
+        ]
+    except Missing:
+        return wanted.memory_mb
+    least = min(shares, default=0)
+    return wanted.memory_mb or (least if least >= NO_MEMORY_MB else 0)
+
+
+def qos(facts: Facts, wanted: Wanted) -> Finding:
+    if not facts.accounting:
+        return Finding(
+            "qos",
+            Level.OK,
+            "no slurmdbd: no QOS, no associations, and harvesting counts in nobody's fair share",
+        )
+    if not wanted.qos:
+        if facts.preempts_by == "qos":
+            observed = "Slurm preempts by QOS and harvest.qos is empty"
+            return Finding(
+                "qos", Level.PROBLEM, observed, "set harvest.qos to the QOS that the others' may preempt"
+            )
+        observed = "harvest.qos is empty: GPU time of engines counts in the fair share of their account"
+        return Finding(
+            "qos", Level.WARNING, observed, "a QOS with UsageFactor=0 (docs/admin.md) keeps it free"
+        )
+    ours = next((one for one in facts.qos if one.name == wanted.qos), None)
+    if ours is None:
+        return Finding(
+            "qos",
+            Level.PROBLEM,
+            f"there is no QOS {wanted.qos!r}",
+            "sacctmgr add qos, as docs/admin.md has it",
+        )
+    above = sorted(one.name for one in facts.qos if ours.name in one.preempt)
+    if facts.preempts_by == "qos" and not above:
+        observed = f"no QOS may preempt {ours.name!r}: others would wait for our engines"
+        return Finding("qos", Level.PROBLEM, observed, f"sacctmgr modify qos normal set preempt+={ours.name}")
+    others = sorted(one.name for one in facts.qos if one.name != ours.name and ours.name not in one.preempt)
+    observed = f"QOS {ours.name}" + (f" may be preempted by {', '.join(above)}" if above else "")
+    observed += "".join(f", {key}={value}" for key, value in ours.limits)
+    if facts.preempts_by == "qos" and others:
+        observed += f"; jobs of QOS {', '.join(others)} may not preempt it, and would wait"
+        return Finding(
+            "qos", Level.WARNING, observed, f"sacctmgr modify qos {','.join(others)} set preempt+={ours.name}"
+        )
+    if ours.usage_factor:
+        observed += f"; UsageFactor={ours.usage_factor:g}, so harvesting counts in its account's fair share"
+        return Finding("qos", Level.WARNING, observed, f"sacctmgr modify qos {ours.name} set usagefactor=0")
+    return Finding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting eats nobody's fair share")
+
+
+def compute_node(facts: Facts, wanted: Wanted) -> Finding:
+    """What the test job found on its node: `--submit`."""
+    probe = facts.probe
+    if probe is None:
+        facts.text("config")  # where Slurm does not answer no job was or could be tried
+        observed = "ports, the state directory and Python on the compute nodes were not tried"
+        return Finding(
+            "compute node",
+            Level.UNKNOWN,
+            observed,
+            "scavenger doctor --submit runs a 1-minute job that tries them",
+        )
+    if probe.remedy:  # it has one of its own where nothing was found out
+        return Finding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
+    if probe.error:
+        return Finding(
+            "compute node",
+            Level.PROBLEM,
+            probe.error,
+            "see its own words; squeue and sacct tell more of the job",
+        )
+    told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)
+    where, wrong = f"on {told.get('node', 'its node')}", [name for name in PROBED if told.get(name) != "ok"]
+    if wrong:
+        cause = "; ".join(f"{name}: {told.get(name, 'the job did not say')}" for name in wrong)
+        return Finding(
+            "compute node", Level.PROBLEM, f"{where}, {cause}", "; ".join(PROBED[name] for name in wrong)
+        )
+    did = "was given a GPU, sees the state directory and our Python, reached this host's port and could requeue itself"
+    return Finding("compute node", Level.OK, f"{where} a job of ours {did}")
+
+
+#: What a probe says "ok" of, with the remedy where it does not.
+PROBED = {
+    "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user",
+    "python": "install scavenger there at the same path, or set harvest.python",
+    "port": "set daemon.listen, daemon.advertise and daemon.port to what the firewall lets compute nodes reach",
+    "gpu": "GRES: the job asked for a GPU and was given none",
+    "requeue": "let users requeue their own jobs (JobRequeue, no job_submit plugin that forbids it)",
+}

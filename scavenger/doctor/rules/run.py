@@ -1,0 +1,49 @@
+"""The checks of a site, in the order in which they are told. Pure. Owns the order, and what becomes of a check whose facts are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from scavenger.doctor.facts import Facts, Missing, Wanted
+from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.rules import limits, preemption, site
+
+Rule = Callable[[Facts, Wanted], Finding]
+
+#: The check's name, as its findings carry it, and the rule.
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("version", site.version),
+    ("pyslurm", site.pyslurm),
+    ("clock", site.clock),
+    ("preemption", preemption.preemption),
+    ("preempt mode", preemption.preempt_mode),
+    ("exempt time", preemption.exempt_time),
+    ("notice", preemption.preemption_notice),
+    ("hung worker", preemption.hung_worker),
+    ("requeue", preemption.requeue),
+    ("requeue delay", preemption.requeue_delay),
+    ("qos", limits.qos),
+    ("private data", site.private_data),
+    ("gpus", site.gpus),
+    ("partition limits", limits.partition_limits),
+    ("enforce limits", limits.enforce_limits),
+    ("exclusive nodes", limits.exclusive),
+    ("shape", limits.shape),
+    ("rate limit", site.rate_limit),
+    ("job purge", site.purge),
+    ("mpi", site.mpi),
+    ("compute node", limits.compute_node),
+)
+
+
+def judge(facts: Facts, wanted: Wanted) -> Sequence[Finding]:
+    """Every check, each with a finding: one whose facts could not be had is unknown, with the reason."""
+    found = []
+    for name, rule in RULES:
+        try:
+            found.append(rule(facts, wanted))
+        except Missing as error:
+            found.append(
+                Finding(name, Level.UNKNOWN, f"it could not be asked: {error}", error.remedy, str(error))
+            )
+    return tuple(found)

@@ -1,0 +1,192 @@
+"""The checks on the site at large: versions, visibility, clocks, rates, GPUs, MPI. Pure: facts in, one finding each."""
+
+from __future__ import annotations
+
+import re
+
+from scavenger.cluster.pyslurm.messages import READS
+from scavenger.doctor.facts import Facts, Missing, Wanted
+from scavenger.doctor.findings import Finding, Level
+
+#: The oldest Slurm that this release was run with.
+OLDEST = (22, 5)
+#: munge refuses a credential that is older (its default), and later than so much clocks make trouble for begin times.
+MUNGE_TTL_S = 300.0
+SKEW_S = 5.0
+#: What slurmctld counts of one whole look, which is two commands of two requests each (docs/slurm-states.md).
+REQUESTS_PER_POLL = 4
+DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
+#: What PrivateData may hide without making us take GPUs that others wait for.
+HARMLESS_PRIVATE = {"accounts", "cloud", "events", "reservations", "usage", "users"}
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise Missing(f"{version!r} is no version")
+    return int(match[1]), int(match[2])
+
+
+def version(facts: Facts, wanted: Wanted) -> Finding:
+    theirs, ours = facts.version, facts.text("client").split()[-1:]
+    if not ours:
+        raise Missing("sinfo --version printed nothing")
+    if major_minor(ours[0]) > major_minor(theirs):
+        observed = f"this host's commands are of Slurm {ours[0]}, newer than the controller's {theirs}: they cannot talk to it"
+        return Finding(
+            "version",
+            Level.PROBLEM,
+            observed,
+            "install the controller's version of Slurm's commands on this host",
+        )
+    if major_minor(theirs) < OLDEST:
+        observed = f"Slurm {theirs} is older than 22.05, the oldest that this release was run with"
+        return Finding(
+            "version",
+            Level.WARNING,
+            observed,
+            "run with --dry-run first and compare its decisions with squeue",
+        )
+    return Finding("version", Level.OK, f"Slurm {theirs}, this host's commands {ours[0]}")
+
+
+def pyslurm(facts: Facts, wanted: Wanted) -> Finding:
+    theirs = facts.version
+    if not facts.pyslurm:
+        return Finding(
+            "pyslurm", Level.OK, 'not installed: the daemon uses Slurm\'s commands (backend = "auto")'
+        )
+    x, y = major_minor(theirs)
+    known = ", ".join(f"{major}.{minor}" for major, minor in READS)
+    readable = (x, y) in READS
+    if major_minor(facts.pyslurm) == (x, y) and readable:
+        return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs}")
+    if major_minor(facts.pyslurm) == (x, y):
+        observed = f"pyslurm {facts.pyslurm} matches Slurm {theirs}, and is not read: pyslurm {known} is; the daemon uses Slurm's commands"
+    else:
+        observed = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
+    build = (
+        "build this Slurm's with scripts/build-pyslurm (pip's is another release), or " if readable else ""
+    )
+    return Finding(
+        "pyslurm",
+        Level.WARNING,
+        observed,
+        f"{build}leave it out (pip uninstall pyslurm): the commands do the same",
+    )
+
+
+def private_data(facts: Facts, wanted: Wanted) -> Finding:
+    hidden = sorted(set(facts.words("PrivateData")) - HARMLESS_PRIVATE)
+    if not hidden:
+        return Finding("private data", Level.OK, "the whole queue is visible to every user")
+    level = facts.answers.get("admin")
+    admin = level.text.strip().partition("|")[2] if level is not None and not level.error else ""
+    if admin.lower() in ("operator", "administrator", "admin"):
+        observed = f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same"
+        return Finding("private data", Level.OK, observed)
+    observed = f"PrivateData hides {', '.join(hidden)} of others: GPUs that their pending jobs wait for would look idle to us"
+    remedy = (
+        f"sacctmgr modify user {wanted.user} set adminlevel=operator, and harvest.sees_all_jobs = true; without that only a partition of "
+        "named users, or harvest.sole_user = true, is harvested at all"
+    )
+    return Finding("private data", Level.WARNING, observed, remedy)
+
+
+def clock(facts: Facts, wanted: Wanted) -> Finding:
+    skew_s = facts.asked_at - facts.controller_at
+    if abs(skew_s) >= MUNGE_TTL_S:
+        observed = (
+            f"this host's clock is {skew_s:+.0f} s off the controller's: munge refuses "
+            f"credentials that are over {MUNGE_TTL_S:g} s apart"
+        )
+        return Finding("clock", Level.PROBLEM, observed, "synchronise both with NTP")
+    if abs(skew_s) > SKEW_S:
+        observed = f"this host's clock is {skew_s:+.0f} s off the controller's: begin times and the ages of observations are wrong by that"
+        return Finding("clock", Level.WARNING, observed, "synchronise both with NTP")
+    return Finding("clock", Level.OK, "this host's clock and the controller's agree to within a few seconds")
+
+
+def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
+    most_a_min = REQUESTS_PER_POLL * 60.0 / min(wanted.fast_poll_interval_s, wanted.poll_interval_s)
+    rhythm = f"every {wanted.poll_interval_s:g} s, and every {wanted.fast_poll_interval_s:g} s while something is expected"
+    asks = f"a look of the daemon is 2 commands, {REQUESTS_PER_POLL} requests, {rhythm}; cluster.max_rpc_per_min bounds their average"
+    if facts.option("SlurmctldParameters", "rl_enable") is None:
+        return Finding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
+    refill, period_s = (
+        _number(facts, "rl_refill_rate", DEFAULT_REFILL),
+        _number(facts, "rl_refill_period", DEFAULT_PERIOD_S),
+    )
+    allowed, bucket = 60.0 * refill / period_s, _number(facts, "rl_bucket_size", DEFAULT_BUCKET)
+    observed = f"rl_enable: {allowed:g} RPCs a minute and user, {bucket:g} at once; {asks}"
+    if allowed < 2 * most_a_min or bucket < 2 * REQUESTS_PER_POLL:
+        return Finding(
+            "rate limit",
+            Level.WARNING,
+            observed,
+            "raise cluster.fast_poll_interval_s and cluster.poll_interval_s, or the site's rl_* parameters",
+        )
+    return Finding("rate limit", Level.OK, observed)
+
+
+def _number(facts: Facts, name: str, default: float) -> float:
+    text = facts.option("SlurmctldParameters", name)
+    if text is None:
+        return default
+    if not text.isdigit() or not int(text):
+        raise Missing(f"SlurmctldParameters has {name}={text!r}")
+    return float(text)
+
+
+def gpus(facts: Facts, wanted: Wanted) -> Finding:
+    facts.partition(wanted.partition)
+    here = [node for node in facts.nodes if wanted.partition in node.partitions]
+    have = [node for node in here if node.gpus and wanted.gpu_type in ("", node.gpu_type)]
+    kind = f"gpu:{wanted.gpu_type}" if wanted.gpu_type else "gpu"
+    if not have:
+        types = ", ".join(sorted({node.gpu_type or "without a type" for node in here if node.gpus})) or "none"
+        observed = f"no node of partition {wanted.partition} has a GRES {kind} (its GPU types: {types})"
+        remedy = (
+            "name a type that is there in harvest.gpu_type, or ask for GresTypes=gpu and Gres= on the nodes"
+        )
+        return Finding("gpus", Level.PROBLEM, observed, remedy)
+    observed = f"{sum(node.gpus for node in have)} GPUs ({kind}) on {len(have)} nodes of partition {wanted.partition}"
+    if "gres/gpu" not in facts.words("AccountingStorageTRES"):
+        observed += (
+            "; AccountingStorageTRES lacks gres/gpu, so what jobs hold is read from what they asked for"
+        )
+        return Finding(
+            "gpus",
+            Level.WARNING,
+            observed,
+            "AccountingStorageTRES=gres/gpu, for exact figures of who holds what",
+        )
+    return Finding("gpus", Level.OK, observed)
+
+
+def mpi(facts: Facts, wanted: Wanted) -> Finding:
+    found = set(re.findall(r"[a-z_0-9]+", facts.text("mpi").partition("...")[2]))
+    flavours = sorted(word for word in found if word.startswith(("pmi", "openmpi", "cray")))
+    observed = f"srun --mpi offers {', '.join(flavours) or 'nothing but none'}"
+    if not any(word.startswith("pmix") for word in flavours):
+        remedy = "none needed if mpirun starts them; else Slurm's pmix plugin, which Debian's 26.05 lacks"
+        return Finding(
+            "mpi", Level.WARNING, f"{observed}; training jobs start their ranks with mpirun", remedy
+        )
+    return Finding(
+        "mpi", Level.OK, f"{observed}; training jobs use pmix where it makes one world, else mpirun"
+    )
+
+
+def purge(facts: Facts, wanted: Wanted) -> Finding:
+    age_s, need_s = facts.seconds("MinJobAge"), wanted.poll_interval_s + wanted.absent_s
+    if age_s and age_s < need_s:
+        observed = f"MinJobAge={age_s:g}: jobs that ended leave the queue before we look again, so how they ended is not seen"
+        return Finding(
+            "job purge", Level.WARNING, observed, f"lower cluster.poll_interval_s, or MinJobAge={need_s:.0f}"
+        )
+    return Finding(
+        "job purge",
+        Level.OK,
+        f"MinJobAge={age_s:g}: ended jobs stay in the queue for longer than it takes us to look again",
+    )

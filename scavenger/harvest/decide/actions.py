@@ -1,0 +1,233 @@
+"""The vocabulary of the harvest policy: what it is told of our jobs, what is allowed now, what it may do and why. Frozen dataclasses.
+
+Owns no rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scavenger.policy.idle_gpus import Idle
+
+
+class DrainKind(StrEnum):
+    """Whether we asked a job to go, and how."""
+
+    NO = "no"
+    DRAINING = "draining"  # its engine was asked to drain
+    CANCELLED = "cancelled"
+
+
+class Code(StrEnum):
+    """A decision's reason in a word. Ledgers hold these and reports rely on them: they are added to, never renamed."""
+
+    # why nothing, or nothing more, was submitted
+    STALE_VIEW = "stale_view"
+    NO_RUN = "no_run"
+    NO_DEMAND = "no_demand"  # runs are open and want no engine; of a job that leaves: its run wants none
+    SERVED = "served"  # every wanted engine runs
+    OWN_PENDING = "own_pending"  # our own pending jobs are to take what is idle
+    PARTITION_DOWN = "partition_down"
+    BACKOFF = "backoff"
+    MAX_ENGINES = "max_engines"
+    MAX_GPUS = "max_gpus"
+    MAX_PENDING = "max_pending"
+    MAX_PER_USER = "max_per_user"
+    ACCOUNT_LIMIT = (
+        "account_limit"  # Slurm itself holds a job of ours back: a limit of its QOS, account or user
+    )
+    PREEMPTIONS = "preemptions"  # max_preemptions_per_hour
+    OTHER_USERS_PENDING = "other_users_pending"
+    HEADROOM = "headroom"
+    QUARANTINE = "quarantine"
+    PLANNED = "planned"  # backfill expects others soon where it is idle
+    RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
+    PER_NODE = "per_node"  # max_gpus_per_node
+    SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`start_benefits`)
+    NO_CAPACITY = "no_capacity"
+    HIDDEN = "hidden"  # others' jobs cannot be seen, and some of them could not preempt us
+    # why a job was submitted, cancelled or given back
+    WANTED = "wanted"
+    WRONG_SIZE = "wrong_size"
+    OVER_SHARE = "over_share"
+    HELD = "held"
+    REQUEUED = "requeued"
+    OVERDUE = "overdue"
+    SHUTDOWN = "shutdown"
+    STOPPED = "stopped"  # the kill switch, or `scavenger drain`
+    SAME_TIER_JOB = "same_tier_job"  # a user who cannot preempt us waits
+    QOS = "qos"  # a user waits where Slurm preempts by QOS: whether this one may preempt us is not seen
+    VOLUNTARY_PREEMPTION = "voluntary_preemption"  # a user who can preempt us waits all the same, or will
+    ENDING = "ending"  # its time limit comes
+    NODE_DRAINED = "node_drained"  # its node is taken out of service
+    SPARE = "standby"  # one more that waits for us to say where it begins; or such a one that is not needed
+    FRESH = "fresh"  # a fresh job starts sooner elsewhere than this one where it waits
+
+
+@dataclass(frozen=True, slots=True)
+class OurJob:
+    """A harvested job as the tracker has it. `job_id` 0: not known to be in the queue. `waits`: holds no GPU and will, or may, take one.
+
+    `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
+    engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
+    it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
+    `standby`: it waits for us to say where it begins (`standby_jobs`).
+    """
+
+    intent_id: str
+    run_id: int
+    job_id: int
+    gpus: int
+    waits: bool
+    node: str = ""
+    held: str = ""
+    leaving: DrainKind = DrainKind.NO
+    asked_at: float = 0.0
+    connected: bool = False
+    leases: int = 0
+    idle_since: float = 0.0
+    pinned: str = ""
+    since: float = 0.0
+    why_draining: Code | None = None
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is allowed now. `None`: no limit. Times in Unix seconds, durations in seconds.
+
+    `quarantined`: (node, reason) pairs. `not_before`: until when nothing is submitted, and why. `stop`: why everything is to leave, "" when
+    nothing says so. `hidden`: why others' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us.
+    """
+
+    partition: str
+    max_engines: int
+    max_pending: int
+    headroom_gpus: int = 0
+    gpu_type: str = ""
+    cpus_per_engine: int = 1
+    memory_mb_per_engine: int = 0
+    stale_s: float = 60.0  # a view older than this decides nothing
+    horizon_s: float = 0.0  # others' jobs that become eligible within this count as waiting
+    drain_notice_s: float = (
+        30.0  # a job that was asked to leave and is still there after this is cancelled (again)
+    )
+    quarantined: tuple[tuple[str, str], ...] = ()
+    not_before: float = 0.0
+    not_before_reason: str = ""
+    user: str = ""  # the Unix user whose jobs ours are
+    max_gpus: int | None = None
+    max_gpus_per_node: int | None = None
+    max_gpus_per_user: int | None = None  # in the partition, other daemons' of the same user included
+    headroom_per_node: int = 0
+    headroom_by_type: tuple[tuple[str, int], ...] = ()
+    headroom_by_partition: tuple[tuple[str, int], ...] = ()
+    other_users_window_s: float = (
+        0.0  # GPUs that others are expected to need within this are not idle; 0: only those needed now
+    )
+    yield_after_s: float = (
+        10.0  # one who may preempt us, could start, and still waits after this is made room for
+    )
+    could_start_since: tuple[
+        tuple[int, float], ...
+    ] = ()  # (job, Unix s): `Decision.could_start` of earlier looks, when first seen
+    same_tier_yield_s: float = (
+        30.0  # an engine that makes room for a peer, or for one who may be a peer, is gone after this
+    )
+    by_qos: bool = False  # Slurm preempts by QOS: tiers do not tell who may preempt us
+    drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
+    min_life_s: float = (
+        0.0  # no engine is started where a reservation, or others whom backfill plans, begin sooner
+    )
+    plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
+    fresh_after_s: float = float(
+        "inf"
+    )  # a job of ours that waits longer than this is submitted anew where it could start now
+    pin: bool = False  # each job is submitted for one node
+    standby_jobs: int = 0  # jobs that wait for us to say where they begin
+    stop: str = ""
+    stop_now: bool = False  # `stop` does not wait for engines to drain
+    hidden: str = ""
+    blind: bool = False
+    preempted_last_hour: int = 0
+    max_preemptions_per_hour: int | None = None
+    idle: Idle | None = (
+        None  # since when GPUs are idle, and for how long such last; None: nobody looked, and what is idle is taken
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One job for one engine. `nodelist` empty: Slurm chooses among the partition's nodes less `exclude`.
+
+    `cpus`, `memory_mb`: at most its GPUs' share of the node's; 0: as configured. `most_s`: what its time limit may be at most; 0: no such.
+    """
+
+    run_id: int
+    run: str
+    partition: str
+    gpus: int
+    reason: str
+    nodelist: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    code: Code = Code.WANTED
+    engine: str = "reference"  # which one the job imports ahead of the daemon's answer
+    cpus: int = 0
+    memory_mb: int = 0
+    most_s: float = 0.0
+    standby: bool = False  # it begins where and when it is released
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let a waiting job begin, on this node."""
+
+    intent_id: str
+    node: str
+    reason: str
+    code: Code = Code.WANTED
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPending:
+    intent_id: str
+    reason: str
+    code: Code
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAllocated:
+    """Drain the engine; its job then ends by itself."""
+
+    intent_id: str
+    reason: str
+    code: Code
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a job that holds GPUs: nobody is there to drain, or it was asked to leave and did not."""
+
+    intent_id: str
+    reason: str
+    code: Code
+
+
+Action = Submit | Release | CancelPending | DrainAllocated | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
+
+    `could_start`: others' waiting jobs that would start now if our engines left, and that Slurm may preempt
+    us for. `start_benefits`: from which
+    age on an idle GPU is worth a start, and by which figures.
+    """
+
+    actions: tuple[Action, ...]
+    reason: str
+    code: Code
+    could_start: tuple[int, ...] = ()
+    start_benefits: tuple[str, ...] = ()

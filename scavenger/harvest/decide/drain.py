@@ -1,0 +1,134 @@
+"""Which of our engines leave before anybody has to make them. Pure.
+
+Their time limit comes, a reservation begins on their node, the node is taken out of service, or others wait who would start if they were
+gone. And which jobs are told again: asked to leave and still there, or held by Slurm.
+
+Owns these reasons. Knows nothing of demand: what no demand covers leaves by the policy's own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scavenger.cluster.model import ClusterView
+from scavenger.harvest.decide.actions import (
+    Cancel,
+    CancelPending,
+    Code,
+    DrainAllocated,
+    DrainKind,
+    Limits,
+    OurJob,
+)
+from scavenger.harvest.decide.free_capacity import begins
+from scavenger.harvest.decide.other_users import NodeCapacity, QueueScan, preempted_already
+from scavenger.harvest.decide.voluntary_preemption import drains_for_other_users
+
+Drain = CancelPending | DrainAllocated | Cancel
+#: Slurm's words for a node that its admin takes out of service while jobs still run there.
+_OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_requested"})
+
+
+def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Drain]:
+    """Jobs that were asked to leave and are still here, and jobs that Slurm holds: they would wait for ever."""
+    actions: list[Drain] = []
+    for job in jobs:
+        if not job.job_id:
+            continue  # nothing to name to Slurm yet
+        if job.leaving is DrainKind.NO:
+            if job.waits and job.held:
+                actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", Code.HELD))
+        elif job.leaving is DrainKind.DRAINING and job.waits:
+            actions.append(
+                CancelPending(job.intent_id, "it was given back and is in the queue again", Code.REQUEUED)
+            )
+        elif now >= must_end_by(job, limits):
+            late = f"it was {job.leaving} and is still there after {now - job.asked_at:.0f} s"
+            actions.append(Cancel(job.intent_id, late, Code.OVERDUE))
+        elif job.leaving is DrainKind.DRAINING and limits.stop and limits.stop_now:
+            actions.append(Cancel(job.intent_id, limits.stop, Code.STOPPED))
+    return actions
+
+
+def must_end_by(job: OurJob, limits: Limits) -> float:
+    """When a job that was asked to leave is cancelled (Unix s)."""
+    wait_s = (
+        min(limits.drain_notice_s, limits.same_tier_yield_s)
+        if job.why_draining in (Code.SAME_TIER_JOB, Code.QOS)
+        else limits.drain_notice_s
+    )
+    return job.asked_at + wait_s
+
+
+def asked_to_leave(
+    view: ClusterView,
+    counted: QueueScan,
+    capacity: NodeCapacity,
+    jobs: Sequence[OurJob],
+    staying: Sequence[OurJob],
+    limits: Limits,
+    now: float,
+) -> list[Drain]:
+    """What leaves of `staying`: what Slurm would end anyway first, and for others only what is still needed then."""
+    leaves = _ending(view, counted, staying, limits, now)
+    gone = {action.intent_id for action in leaves}
+    left = [job for job in staying if job.intent_id not in gone]
+    return leaves + [
+        _go(job, why, code)
+        for job, code, why in drains_for_other_users(counted, capacity, jobs, left, limits, now)
+    ]
+
+
+def _ending(
+    view: ClusterView, counted: QueueScan, staying: Sequence[OurJob], limits: Limits, now: float
+) -> list[Drain]:
+    """Engines whose GPUs are not ours for long any more, however little others want them."""
+    engines = [job for job in staying if not job.waits]
+    where = {job.node for job in engines}
+    until = begins(view, now)
+    # between two looks nothing is decided: what comes before the next one is now or too late
+    soon_s = limits.drain_before_s + limits.horizon_s if limits.drain_before_s > 0 else 0.0
+    out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
+    found: list[Drain] = []
+    for job in engines:
+        listed = counted.ours.get(job.job_id)
+        if listed is not None and preempted_already(listed):
+            continue  # Slurm told it already, and it is to keep its place in the queue
+        ends_at = listed.end_time if listed is not None and listed.has_gpus_allocated else 0.0
+        begins_at = until.get(job.node, float("inf"))
+        if begins_at - now <= soon_s:
+            found.append(
+                _go(
+                    job,
+                    f"a reservation begins on {job.node} in {max(0.0, begins_at - now):.0f} s",
+                    Code.RESERVED,
+                )
+            )
+        elif job.node in out:
+            found.append(
+                _go(
+                    job,
+                    f"{job.node} is taken out of service: {', '.join(sorted(out[job.node]))}",
+                    Code.NODE_DRAINED,
+                )
+            )
+        elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
+            found.append(_go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", Code.ENDING))
+    return found
+
+
+def _go(job: OurJob, why: str, code: Code) -> Drain:
+    if job.connected:
+        return DrainAllocated(job.intent_id, f"{why}; it holds {job.leases} leases", code)
+    return Cancel(job.intent_id, f"{why}; no engine of it is connected", code)
+
+
+def unseen(jobs: Sequence[OurJob], why: str) -> list[DrainAllocated]:
+    """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a look."""
+    staying = [job for job in jobs if job.connected and job.leaving is DrainKind.NO]
+    return [
+        DrainAllocated(
+            job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", Code.STOPPED
+        )
+        for job in staying
+    ]

@@ -1,0 +1,369 @@
+"""How many GPUs are idle, and idle for us, and where. Pure.
+
+    usable nodes of the partition --others' claims--> --reservations, quarantine--> --our own pending jobs--> --headroom--> room
+
+What others could take is `others`'s. Owns the rest of the subtraction, the choice of a node
+(`FreeCapacity.take`) and the GPUs by owner that the
+ledger records. Knows nothing of demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from scavenger.cluster.model import ClusterView, Job, Node, Partition
+from scavenger.harvest.decide.actions import Limits, OurJob
+from scavenger.harvest.decide.other_users import (
+    NOT_FOR_GPUS,
+    NodeCapacity,
+    NodeResources,
+    QueueScan,
+    claim,
+    gpus_by_node,
+    resources_of,
+    scan_queue,
+)
+
+#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones (`Limits.plan_step_s`).
+PLAN_STEP_S = 60.0
+#: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
+NO_MEMORY_MB = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """One engine's share of a node. `until`: when a reservation begins there, or a job that backfill plans (Unix s); inf: none is known."""
+
+    node: str
+    cpus: int
+    memory_mb: int
+    until: float
+
+
+@dataclass(slots=True)
+class Quota:
+    """GPUs that may still be taken on a set of nodes; None: on all."""
+
+    nodes: frozenset[str] | None
+    left: int
+
+    def covers(self, node: str) -> bool:
+        return self.nodes is None or node in self.nodes
+
+
+@dataclass(slots=True)
+class FreeCapacity:
+    """Idle GPUs by node, less what is spoken for. `take` uses them up."""
+
+    resources: dict[str, NodeResources]
+    nodes: dict[str, Node]
+    until: dict[str, float]
+    quotas: list[Quota]
+    per_node: int | None
+    held: dict[str, int]  # GPUs of ours by node, to come ones included
+    groups: dict[
+        frozenset[str], int
+    ]  # the same by the other partitions of their nodes: who shares them loses them together
+    idle: int
+    claimed: int
+    waiting: int = 0
+    headroom_gpus: int = 0
+    closed: tuple[str, ...] = ()
+    booked: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    refused: bool = False
+    shared: frozenset[str] = frozenset()  # nodes where others hold GPUs
+    settling: int = (
+        0  # GPUs, at most, that would have been taken had they been idle for longer, or been worth a start
+    )
+    too_large: bool = field(default=False)  # a configured memory that is more than an engine's share
+
+    @property
+    def free(self) -> int:
+        return max(0, min((quota.left for quota in self.quotas), default=0))
+
+    def take(
+        self, gpus: int, cpus: int, memory_mb: int, young: Mapping[str, int] | None = None
+    ) -> NodeChoice | None:
+        """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least. None, and `refused`,
+        when there is none. `young`: GPUs of nodes that are not worth this engine's start (`start_benefits`)."""
+        young, settling = young or {}, 0
+        best: tuple[int, int, str] | None = None
+        share = (cpus, memory_mb)
+        for name, space in self.resources.items():
+            if (
+                space.gpus < gpus
+                or (best is not None and space.gpus > best[0])
+                or not self._allowed(name, gpus)
+            ):
+                continue
+            asked = self.share(self.nodes[name], gpus, cpus, memory_mb)
+            if asked is None or space.cpus < asked[0] or space.memory_mb < asked[1]:
+                continue
+            if space.gpus - young.get(name, 0) < gpus:
+                settling += min(space.gpus, young.get(name, 0))
+                continue
+            key = (space.gpus, self.groups.get(self._group(name), 0), name)
+            if best is None or key < best:
+                best, share = key, asked
+        if best is None:
+            self.refused, self.settling = True, max(self.settling, settling)
+            return None
+        name = best[2]
+        self._use(name, gpus, *share)
+        return NodeChoice(name, *share, self.until.get(name, float("inf")))
+
+    def fits(self, node: str, gpus: int) -> bool:
+        """Whether a job that waits for this very node can start there."""
+        space = self.resources.get(node)
+        return space is not None and space.gpus >= gpus
+
+    def keep(self, node: str, gpus: int) -> int:
+        """Leave GPUs to a job of ours that waits; without a node the fullest gaps lose them. Returns how many."""
+        kept = 0
+        names = (
+            [node] if node else sorted(self.resources, key=lambda name: (-self.resources[name].gpus, name))
+        )
+        for name in names:
+            some = min(gpus - kept, self.resources[name].gpus) if name in self.resources else 0
+            if some > 0:
+                self._use(name, some, 0, 0)
+                kept += some
+        self.waiting += kept
+        return kept
+
+    def _allowed(self, name: str, gpus: int) -> bool:
+        if self.per_node is not None and self.held.get(name, 0) + gpus > self.per_node:
+            return False
+        return all(quota.left >= gpus for quota in self.quotas if quota.covers(name))
+
+    def share(self, node: Node, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
+        """CPUs and memory of an engine there: what is asked for, at most its GPUs' share of the node; None: it would not live on that."""
+        memory = node.memory_mb * gpus // max(1, node.gpus)
+        if memory < NO_MEMORY_MB * gpus:
+            memory = 0
+        elif memory_mb > memory:
+            self.too_large = True
+            return None
+        return min(cpus, max(1, node.cpus * gpus // max(1, node.gpus))), min(memory, memory_mb or memory)
+
+    def _use(self, name: str, gpus: int, cpus: int, memory_mb: int) -> None:
+        space = self.resources[name]
+        space.gpus, space.cpus, space.memory_mb = (
+            space.gpus - gpus,
+            space.cpus - cpus,
+            space.memory_mb - memory_mb,
+        )
+        self.held[name] = self.held.get(name, 0) + gpus
+        self.groups[self._group(name)] = self.groups.get(self._group(name), 0) + gpus
+        for quota in self.quotas:
+            if quota.covers(name):
+                quota.left -= gpus
+
+    def _group(self, name: str) -> frozenset[str]:
+        return self.nodes[name].partitions
+
+    def explain(self) -> str:
+        words = [f"{self.idle} GPUs idle"]
+        if self.claimed:
+            words.append(f"{self.claimed} of them for others' pending jobs")
+        if self.waiting:
+            words.append(f"{self.waiting} for our own")
+        if self.headroom_gpus:
+            words.append(f"headroom {self.headroom_gpus}")
+        named = (
+            ("quarantined", self.closed),
+            ("reserved soon", self.booked),
+            ("kept for others who are expected soon", self.expected),
+            ("at max_gpus_per_node", self.full),
+        )
+        words += [f"{what}: {_few(names)}" for what, names in named if names]
+        if self.settling:
+            words.append(f"{self.settling} not idle for long enough to be worth a start")
+        if self.too_large:
+            words.append("memory_mb_per_engine is more than its GPUs' share of a node")
+        return ", ".join(words)
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: float) -> FreeCapacity:
+    """Idle GPUs of the harvest partition's nodes that nobody else could take, less those that our own pending jobs will."""
+    counted, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
+    room = free_capacity_of(view, counted, capacity, limits, now)
+    for job in ours:
+        if job.waits:
+            room.keep(waits_for(job, limits), job.gpus)
+    return room
+
+
+def waits_for(job: OurJob, limits: Limits) -> str:
+    """The node for which it waits, "" where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
+    return job.pinned if limits.pin else ""
+
+
+def free_capacity_of(
+    view: ClusterView, counted: QueueScan, capacity: NodeCapacity, limits: Limits, now: float
+) -> FreeCapacity:
+    """The same before our own pending jobs are thought of."""
+    part = view.partition(limits.partition)
+    inside = part.nodes if part is not None else frozenset[str]()
+    nodes = {
+        node.name: node
+        for node in sorted(
+            (node for node in view.nodes if node.name in capacity.free), key=attrgetter("name")
+        )
+        if node.name in inside and (not limits.gpu_type or node.gpu_type == limits.gpu_type)
+    }
+    resources = {name: resources_of(node) for name, node in nodes.items()}
+    idle = sum(space.gpus for space in resources.values())
+    claimed = claim(counted.waits, capacity, resources) if part is not None else 0
+    reserved = begins(view, now)
+    until = dict(reserved)
+    for name, at in counted.plans.items():
+        until[name] = min(
+            until.get(name, float("inf")), at - PLAN_STEP_S, at // limits.plan_step_s * limits.plan_step_s
+        )
+    quarantined = {name for name, _ in limits.quarantined} & inside
+    soon = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
+    booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.min_life_s}
+    expected = tuple(sorted(name for name in soon - booked if name in resources and resources[name].gpus))
+    for name in (quarantined | soon) & resources.keys():
+        resources[name].gpus = 0
+    kept = sum(min(space.gpus, limits.headroom_per_node) for space in resources.values())
+    for space in resources.values():
+        space.gpus = max(0, space.gpus - limits.headroom_per_node)
+    held = {name: space.gpus for name, space in counted.held.items()}
+    room = FreeCapacity(
+        resources,
+        nodes,
+        until,
+        _quotas(view, nodes, resources, limits),
+        limits.max_gpus_per_node,
+        held,
+        {},
+        idle,
+        claimed,
+        headroom_gpus=_headroom(limits, kept),
+        closed=tuple(sorted(quarantined)),
+        booked=tuple(sorted(booked)),
+        expected=expected,
+        full=_full(held, nodes, limits),
+        shared=_shared(nodes, counted),
+    )
+    for name, gpus in held.items():
+        if name in nodes:
+            room.groups[nodes[name].partitions] = room.groups.get(nodes[name].partitions, 0) + gpus
+    return room
+
+
+def _shared(nodes: Mapping[str, Node], counted: QueueScan) -> frozenset[str]:
+    """Where somebody else holds GPUs and is not about to give them back."""
+    none = NodeResources(0, 0, 0)
+    ours = {name: counted.held.get(name, none).gpus + counted.freed.get(name, none).gpus for name in nodes}
+    return frozenset(name for name, node in nodes.items() if node.gpus_allocated > ours[name])
+
+
+def begins(view: ClusterView, now: float) -> dict[str, float]:
+    """When the next reservation begins on each node that has one (Unix s); one that is on has begun."""
+    found: dict[str, float] = {}
+    for reservation in view.reservations:
+        if reservation.end > now:
+            for name in reservation.nodes:
+                found[name] = min(found.get(name, float("inf")), reservation.start)
+    return found
+
+
+def _headroom(limits: Limits, kept: int) -> int:
+    """GPUs that the site wants to stay idle; `kept`: of these, on nodes that each keep some."""
+    return max(
+        limits.headroom_gpus,
+        sum(gpus for _, gpus in (*limits.headroom_by_type, *limits.headroom_by_partition)),
+        kept,
+    )
+
+
+def _quotas(
+    view: ClusterView, nodes: dict[str, Node], resources: dict[str, NodeResources], limits: Limits
+) -> list[Quota]:
+    """What each headroom leaves of the GPUs that are idle for us."""
+    groups: list[tuple[frozenset[str] | None, int]] = [(None, limits.headroom_gpus)]
+    for kind, gpus in limits.headroom_by_type:
+        groups.append((frozenset(name for name, node in nodes.items() if node.gpu_type == kind), gpus))
+    for name, gpus in limits.headroom_by_partition:
+        part = view.partition(name)
+        groups.append((part.nodes if part is not None else frozenset(), gpus))
+    return [Quota(names, max(0, _sum(resources, names) - gpus)) for names, gpus in groups]
+
+
+def _sum(resources: dict[str, NodeResources], names: frozenset[str] | None) -> int:
+    return sum(space.gpus for name, space in resources.items() if names is None or name in names)
+
+
+def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[str, ...]:
+    most = limits.max_gpus_per_node
+    return () if most is None else tuple(sorted(name for name in nodes if held.get(name, 0) >= most))
+
+
+def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before: float) -> list[Job]:
+    """Others' pending jobs that would take GPUs if they had them."""
+    reasons = {job.reason for job in view.jobs}  # few, and each is looked at once
+    helped = {reason for reason in reasons if not reason.startswith(NOT_FOR_GPUS)}
+    later = {reason for reason in reasons if reason.startswith("BeginTime")}
+    return [
+        job
+        for job in view.jobs
+        if job.reason in helped
+        and job.gpus > 0
+        and job.waits
+        and job.job_id not in our_job_ids
+        and not (job.reason in later and job.eligible_time > eligible_before)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """GPUs by who has them. `reserved`: on nodes outside the harvest partition. `jobs_pending_other_users`:
+    others' jobs waiting for GPUs."""
+
+    idle: int
+    harvested: int
+    others: int
+    reserved: int
+    unusable: int
+    jobs_pending_other_users: int
+
+
+def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: float) -> Owners:
+    """Every GPU of the cluster, counted once."""
+    part = view.partition(partition)
+    inside = part.nodes if part is not None else frozenset()
+    held: dict[str, int] = {}
+    for job in view.jobs:
+        if job.job_id in our_job_ids and job.has_gpus_allocated:
+            for node_name, gpus in gpus_by_node(job):
+                held[node_name] = held.get(node_name, 0) + gpus
+    idle = harvested = others = reserved = unusable = 0
+    for node in view.nodes:
+        if node.name not in inside:
+            reserved += node.gpus
+            continue
+        ours = min(held.get(node.name, 0), node.gpus)
+        theirs = max(0, min(node.gpus_allocated, node.gpus) - ours)
+        rest = node.gpus - ours - theirs
+        harvested += ours
+        others += theirs
+        idle, unusable = (idle + rest, unusable) if node.usable else (idle, unusable + rest)
+    waiting = waiting_jobs(view, our_job_ids, now)
+    reached = {text: _reaches(view.partitions, text, inside) for text in {job.partition for job in waiting}}
+    return Owners(idle, harvested, others, reserved, unusable, sum(reached[job.partition] for job in waiting))
+
+
+def _reaches(partitions: Iterable[Partition], text: str, inside: frozenset[str]) -> bool:
+    names = text.split(",")
+    return any(part.name in names and part.nodes & inside for part in partitions)

@@ -1,0 +1,247 @@
+"""Which of our engines leave so that others' waiting jobs can start. Pure.
+
+The fewest GPUs, and of these the engines with the least to lose. What is on its way out counts as free: nobody leaves twice for one job.
+
+Owns the choice. Who waits, and for how much, is `others`'s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from scavenger.cluster.model import JobFlag
+from scavenger.harvest.decide.actions import Code, Limits, OurJob
+from scavenger.harvest.decide.other_users import (
+    NodeCapacity,
+    NodeResources,
+    QueueScan,
+    Wait,
+    preempted_already,
+)
+
+#: Jobs of which a decision tells that they could start.
+REMEMBERED = 200
+_WHY = {
+    Code.SAME_TIER_JOB: "cannot preempt us",
+    Code.QOS: "Slurm preempts by QOS, and has not preempted us for it so far",
+    Code.VOLUNTARY_PREEMPTION: "Slurm has not preempted us for it",
+}
+
+
+@dataclass(slots=True)
+class _Stand:
+    """A node in `drains_for_other_users`: its free GPUs and CPUs, those that are on their way out counted,
+    and engines that may still leave.
+
+    `most_*`: what is free when they all have left. It only shrinks.
+    """
+
+    gpus: int
+    cpus: int
+    most_gpus: int = 0
+    most_cpus: int = 0
+    engines: list[_Engine] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    job: OurJob
+    cpus: int
+
+
+def drains_for_other_users(
+    counted: QueueScan,
+    capacity: NodeCapacity,
+    jobs: Sequence[OurJob],
+    staying: Sequence[OurJob],
+    limits: Limits,
+    now: float,
+) -> list[tuple[OurJob, Code, str]]:
+    """The engines that leave so that waiting jobs can start, with the reason. `staying`: those of `jobs` that nothing else sends away.
+
+    The fewest GPUs, and of these the engines with the least to lose. A guest like us gets what is idle; nobody leaves for it. Where Slurm
+    preempts by QOS a waiting job's is not seen, so it is treated as one that Slurm might not help: at once, as a peer; but not called one.
+    """
+    stands = _Stands(counted, capacity, jobs, staying)
+    tier = capacity.reach(limits.partition)[1]
+    seen = dict(limits.could_start_since)
+    failed: set[tuple[str, int, int, int]] = set()
+    found: list[tuple[OurJob, Code, str]] = []
+    for wait in counted.waits:
+        if not stands.engines:
+            break
+        shape = (wait.partition, wait.n_nodes, wait.gpus_per_node, wait.cpus_per_node)
+        peer = limits.by_qos or capacity.reach(wait.partition)[1] <= tier
+        if wait.harvested or shape in failed or not _due(wait, peer, seen, limits, now):
+            continue
+        leaving = stands.place(wait)
+        if leaving is None:
+            failed.add(shape)  # what is free only shrinks
+            continue
+        code = Code.VOLUNTARY_PREEMPTION if not peer else Code.QOS if limits.by_qos else Code.SAME_TIER_JOB
+        told = _told(wait, code, now)
+        found += [(job, code, told) for job in leaving]
+    return found
+
+
+def could_start(counted: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
+    """Others' jobs that would start now if our engines left, and that Slurm may preempt us for: the first of them, in order."""
+    if limits.by_qos:  # nobody is waited with until Slurm had its chance
+        return ()
+    tier = capacity.reach(limits.partition)[1]
+    found = (
+        wait.job_id
+        for wait in counted.waits
+        if not wait.needs_at and not wait.harvested and capacity.reach(wait.partition)[1] > tier
+    )
+    return tuple(islice(found, REMEMBERED))
+
+
+def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
+    """Whether engines leave for it at this look: what begins before the next one; a peer at once; else whom Slurm did not help.
+
+    Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.
+    """
+    if wait.needs_at:
+        return wait.needs_at <= now + limits.horizon_s
+    return peer or now - seen.get(wait.job_id, now) >= limits.yield_after_s
+
+
+def _told(wait: Wait, code: Code, now: float) -> str:
+    what = f"job {wait.job_id} of {wait.user} would start here on {wait.n_nodes} x {wait.gpus_per_node} GPUs"
+    if wait.needs_at:
+        return f"{what}, and is expected in {wait.needs_at - now:.0f} s"
+    why = _WHY[code]
+    return f"{what}: it has waited for {now - wait.since:.0f} s and {why}"
+
+
+class _Stands:
+    """What is free, what is on its way out counted, and engines that may still leave; waiting jobs are placed one by one."""
+
+    def __init__(
+        self, counted: QueueScan, capacity: NodeCapacity, jobs: Sequence[OurJob], staying: Sequence[OurJob]
+    ) -> None:
+        self._capacity = capacity
+        nothing = NodeResources(0, 0, 0)
+        self._stands = {
+            name: _Stand(space.gpus + (more := counted.freed.get(name, nothing)).gpus, space.cpus + more.cpus)
+            for name, space in capacity.free.items()
+        }
+        self._heaps: dict[str, list[tuple[int, str]]] = {}
+        self._sorted: dict[tuple[str, bool], list[str]] = {}
+        self._able: dict[tuple[str, bool, int, int], list[tuple[str, _Stand]]] = {}
+        self.engines = 0
+        kept = {job.intent_id for job in staying}
+        for job in jobs:
+            stand, listed = self._stands.get(job.node), counted.ours.get(job.job_id)
+            if job.waits or stand is None or listed is None or JobFlag.COMPLETING in listed.flags:
+                continue
+            if job.intent_id in kept and not preempted_already(listed):
+                stand.engines.append(_Engine(job, listed.cpus))
+                self.engines += 1
+            else:
+                stand.gpus, stand.cpus = stand.gpus + job.gpus, stand.cpus + listed.cpus
+        self._manned = frozenset(name for name, stand in self._stands.items() if stand.engines)
+        for stand in self._stands.values():
+            stand.most_gpus, stand.most_cpus = stand.gpus, stand.cpus
+        for name in self._manned:
+            stand = self._stands[name]
+            stand.most_gpus += sum(one.job.gpus for one in stand.engines)
+            stand.most_cpus += sum(one.cpus for one in stand.engines)
+            stand.engines.sort(
+                key=lambda one: (one.job.leases, -one.job.idle_since, -one.job.since, one.job.intent_id)
+            )
+
+    def place(self, wait: Wait) -> list[OurJob] | None:
+        """Where it would start: the engines that leave for that, none when enough is free; None when it cannot start at all."""
+        name = self._emptiest(wait.partition)
+        free = self._stands[name] if name else None
+        if (
+            wait.n_nodes == 1
+            and free is not None
+            and free.gpus >= wait.gpus_per_node
+            and free.cpus >= wait.cpus_per_node
+        ):
+            return self._use(name, 0, wait)
+        full = wait.n_nodes == 1 and (free is None or free.gpus < wait.gpus_per_node)
+        options: list[tuple[int, int, str, int]] = []
+        whole = 0
+        gpus, cpus = wait.gpus_per_node, wait.cpus_per_node
+        for at, stand in self._near(wait, manned=full):
+            if stand.most_gpus < gpus or stand.most_cpus < cpus:
+                continue
+            if stand.gpus >= gpus and stand.cpus >= cpus:
+                options.append((0, 0, at, 0))
+                whole += 1
+                if whole >= wait.n_nodes:
+                    break  # enough is free
+            else:
+                options.append(self._option(at, wait))
+        if len(options) < wait.n_nodes:
+            return None
+        options.sort()
+        return [job for _, _, at, leaving in options[: wait.n_nodes] for job in self._use(at, leaving, wait)]
+
+    def _near(self, wait: Wait, *, manned: bool) -> list[tuple[str, _Stand]]:
+        """The nodes that its partition's jobs reach, by name; of these those with engines of ours. Without such as could not even at
+        first give it its share."""
+        gpus, cpus = wait.gpus_per_node, wait.cpus_per_node
+        key = (wait.partition, manned, gpus, cpus)
+        near = self._able.get(key)
+        if near is None:
+            named = ((at, self._stands[at]) for at in self._reached(wait.partition, manned))
+            near = self._able[key] = [
+                (at, stand) for at, stand in named if stand.most_gpus >= gpus and stand.most_cpus >= cpus
+            ]
+        return near
+
+    def _reached(self, partition: str, manned: bool) -> list[str]:
+        key = (partition, manned)
+        if key not in self._sorted:
+            nodes = self._capacity.reach(partition)[0]
+            self._sorted[key] = sorted(nodes & (self._manned if manned else self._stands.keys()))
+        return self._sorted[key]
+
+    def _option(self, name: str, wait: Wait) -> tuple[int, int, str, int]:
+        """(GPUs of engines that leave, their leases, the node, how many leave), the least first, on a node that can take it."""
+        stand = self._stands[name]
+        gpus, cpus, lost, leases, leaving = stand.gpus, stand.cpus, 0, 0, 0
+        while gpus < wait.gpus_per_node or cpus < wait.cpus_per_node:
+            one = stand.engines[leaving]
+            gpus, cpus, leaving = gpus + one.job.gpus, cpus + one.cpus, leaving + 1
+            lost, leases = lost + one.job.gpus, leases + one.job.leases
+        return lost, leases, name, leaving
+
+    def _use(self, name: str, leaving: int, wait: Wait) -> list[OurJob]:
+        stand = self._stands[name]
+        gone, stand.engines = stand.engines[:leaving], stand.engines[leaving:]
+        stand.gpus += sum(one.job.gpus for one in gone) - wait.gpus_per_node
+        stand.cpus += sum(one.cpus for one in gone) - wait.cpus_per_node
+        stand.most_gpus, stand.most_cpus = (
+            stand.most_gpus - wait.gpus_per_node,
+            stand.most_cpus - wait.cpus_per_node,
+        )
+        for heap in self._heaps.values() if gone and stand.gpus else ():
+            heapq.heappush(heap, (-stand.gpus, name))
+        self.engines -= leaving
+        return [one.job for one in gone]
+
+    def _emptiest(self, partition: str) -> str:
+        """The node with most free GPUs among those that a partition's jobs reach, "" when none has any."""
+        heap = self._heaps.get(partition)
+        if heap is None:
+            names = self._capacity.reach(partition)[0]
+            found = (
+                (name, stand.gpus)
+                for name in names
+                if (stand := self._stands.get(name)) is not None and stand.gpus
+            )
+            heap = self._heaps[partition] = sorted((-gpus, name) for name, gpus in found)
+        while heap and -heap[0][0] != self._stands[heap[0][1]].gpus:
+            name = heap[0][1]
+            gpus = self._stands[name].gpus
+            heapq.heapreplace(heap, (-gpus, name)) if gpus else heapq.heappop(heap)
+        return heap[0][1] if heap else ""

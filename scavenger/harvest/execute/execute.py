@@ -1,0 +1,239 @@
+"""Performs what was decided: jobs are given back, cancelled, released and submitted, in that order, each with its decision in the ledger.
+
+    GiveBack              the router is told; nothing of it is Slurm's
+    CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
+    Release               a waiting job begins; one that Slurm does not let us steer is cancelled
+    Submit                intent durable -> key file -> key allowed -> sbatch -> submitted
+
+A process that dies anywhere in between leaves what its successor needs: an intent in the ledger, and a job that carries the intent in its
+name and comment. Before every command that changes something a write is attempted: a daemon that another one replaced is fenced there
+(`Fenced`), before it touches that one's jobs.
+
+Owns the order within one decision, and what becomes of an answer that is missing or a refusal. Must not know how often and at what is
+looked, nor why anything was decided; whether a decision still holds it asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+
+from scavenger.asyncio_helpers import OneThread
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
+from scavenger.harvest.decide.actions import (
+    Cancel,
+    CancelPending,
+    Code,
+    Decision,
+    DrainAllocated,
+    DrainKind,
+    Release,
+    Submit,
+)
+from scavenger.harvest.execute.durable import Durable, as_json, decided
+from scavenger.harvest.execute.job_script import job_spec, read_template
+from scavenger.harvest.execute.worker_keys import WorkerKeys
+from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track.tracker import Output, Tracker
+from scavenger.ledger import records as rec
+from scavenger.policy.demand import Demand
+from scavenger.protocol import keys
+from scavenger.protocol.messages import RUN_NAME_PATTERN
+from scavenger.router.core.events import IntentRevoked, RouterEvent
+
+RUN_NAME = re.compile(RUN_NAME_PATTERN)
+
+
+class Performer:
+    """`write` returns at once; `post` hands the router an event; `absorb` passes on what the tracker concluded; `token` names intents."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        cluster: Cluster,
+        thread: OneThread,
+        uid: str,
+        tracker: Tracker,
+        worker_keys: WorkerKeys,
+        durable: Durable,
+        *,
+        write: Callable[[Sequence[rec.Record]], object],
+        post: Callable[[RouterEvent], None],
+        absorb: Callable[[Output], None],
+        clock: Callable[[], float],
+        token: Callable[[], str],
+    ) -> None:
+        self._cluster, self._thread, self._uid = cluster, thread, uid
+        self._tracker, self._keys, self._durable = tracker, worker_keys, durable
+        self._write, self._post, self._absorb = write, post, absorb
+        self._clock, self._token = clock, token
+        self._last_reason = ""  # why nothing was done, as last recorded
+        self.steers = True  # whether Slurm releases a waiting job of ours when told: without that there are no standby jobs
+        self.obey(config)
+
+    def obey(self, config: DaemonConfig) -> None:
+        """Submit by this configuration from now on. Raises `ConfigError`, and then nothing changed."""
+        template = read_template(config.harvest.job_template)
+        probe = Submit(0, "probe", config.harvest.partition, 1, "")
+        job_spec(
+            config, template, config.cluster.backend, self._uid, observed_jobs.intent_name("0" * 16), probe
+        )  # a bad template shows now
+        self._config, self._template = config, template
+
+    async def perform(
+        self,
+        decision: Decision,
+        demand: Sequence[Demand],
+        backend: str,
+        overtaken: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """Do all of it, unless it is `overtaken` between two commands. Raises `ClusterError` when Slurm does not answer, or refuses a
+        cancellation: what is left is decided afresh."""
+        asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
+        inputs = as_json({"decision": decision.reason, "demand": asked, "gates": decision.start_benefits})
+        if not decision.actions:
+            if decision.reason != self._last_reason:
+                self._write(
+                    [
+                        rec.Decision(
+                            "harvest", "none", "", decision.reason, inputs, self._clock(), decision.code
+                        )
+                    ]
+                )
+            self._last_reason = decision.reason
+            return
+        self._last_reason = ""
+        cancels = [action for action in decision.actions if isinstance(action, CancelPending | Cancel)]
+        for action in decision.actions:
+            if isinstance(action, DrainAllocated):
+                self.drain(action, inputs)
+        await self.cancel(cancels, inputs)
+        starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
+        for number, action in enumerate(starts):
+            if number and await overtaken():
+                return
+            if isinstance(action, Release):
+                await self._release(action, inputs)
+            elif not await self._submit(action, inputs, backend):
+                return  # one that fails says enough about the next
+
+    async def cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str) -> None:
+        """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up."""
+        now = self._clock()
+        if not actions:
+            return
+        self._write([decided(action, action.intent_id, inputs, now) for action in actions])
+        ids = {action.intent_id: self._tracker.intents[action.intent_id].job_id for action in actions}
+        for action in actions:
+            if not ids[action.intent_id]:
+                self._tracker.revoke(action.intent_id, DrainKind.DRAINING, action.reason, now)
+        known = tuple(sorted(job_id for job_id in ids.values() if job_id))
+        if known:
+            # A daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away. A stalled ledger does not
+            # keep our engines on GPUs that others wait for: that a job was cancelled the queue tells as well.
+            await self._durable.within([])
+            await self._thread.call(self._cluster.cancel, known)
+        for action in actions:
+            if ids[action.intent_id]:
+                self._tracker.revoke(action.intent_id, DrainKind.CANCELLED, action.reason, self._clock())
+
+    async def cancel_orphaned_jobs(self, job_ids: tuple[int, ...]) -> None:
+        if not job_ids:
+            return
+        why = "it carries this ledger's id and an intent that the ledger does not have open"
+        events = [
+            rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock())
+            for job_id in job_ids
+        ]
+        if await self._durable.within(events):  # else they may be a successor's, of whom we cannot know
+            await self._thread.call(self._cluster.cancel, job_ids)
+
+    def drain(self, action: DrainAllocated, inputs: str) -> None:
+        now = self._clock()
+        self._write([decided(action, action.intent_id, inputs, now)])
+        self._tracker.revoke(action.intent_id, DrainKind.DRAINING, action.reason, now, action.code)
+        self._post(IntentRevoked(action.intent_id, action.reason))
+
+    async def _release(self, action: Release, inputs: str) -> None:
+        """Let a waiting job begin. One that Slurm does not let us steer is cancelled, and there are no standby jobs from then on."""
+        one = self._tracker.intents[action.intent_id]
+        await self._durable.within(
+            [decided(action, action.intent_id, inputs, self._clock())]
+        )  # who was replaced is fenced here
+        try:
+            await self._thread.call(self._cluster.release, one.job_id, action.node)
+        except ClusterUnavailable:
+            raise
+        except ClusterError as error:
+            self.steers = False
+            why = f"job {one.job_id} was not released to {action.node}: {error.cause}"
+            self._write(
+                [
+                    rec.Event(
+                        "release_refused", one.intended.run_id, action.intent_id, why, "{}", self._clock()
+                    )
+                ]
+            )
+            await self.cancel([CancelPending(action.intent_id, why, Code.SPARE)], inputs)
+        else:
+            self._tracker.released(action.intent_id, action.node, self._clock())
+
+    async def _submit(self, action: Submit, inputs: str, backend: str) -> bool:
+        """Submit one job. The intent is durable before Slurm can know of it. False when Slurm did not take it."""
+        intent_id = observed_jobs.intent_name(self._token())
+        pair = keys.generate(action.run, intent_id)
+        if not RUN_NAME.fullmatch(
+            action.run
+        ):  # refused where runs are opened; a ledger may be older than that
+            self._write(
+                [
+                    rec.Event(
+                        "run_name_refused",
+                        action.run_id,
+                        repr(action.run),
+                        "no job can carry this name",
+                        "{}",
+                        self._clock(),
+                    )
+                ]
+            )
+            return False
+        spec = job_spec(self._config, self._template, backend, self._uid, intent_id, action)
+        now = self._clock()
+        pinned = spec.nodelist[0] if spec.nodelist else ""
+        intended = rec.JobIntended(
+            intent_id, action.run_id, action.partition, action.gpus, pair.public, now, pinned
+        )
+        durable = await self._durable.within([intended, decided(action, intent_id, inputs, now)])
+        self._tracker.intend(intended, self._clock(), standby=action.standby)
+        if (
+            not durable
+        ):  # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
+            self._absorb(
+                self._tracker.submit_refused(
+                    intent_id, "the ledger is stalled: the intent is not durable", self._clock()
+                )
+            )
+            return False
+        try:
+            await self._thread.call(self._keys.write, pair)
+        except OSError as error:
+            self._absorb(
+                self._tracker.submit_refused(
+                    intent_id, f"its key file cannot be written: {error}", self._clock()
+                )
+            )
+            return False
+        self._keys.allow(pair)
+        try:
+            job_id = await self._thread.call(self._cluster.submit, spec)
+        except (SubmitUnknown, ClusterUnavailable) as error:
+            self._absorb(self._tracker.submit_unknown(intent_id, error.cause, self._clock()))
+            return False
+        except ClusterError as error:
+            self._absorb(self._tracker.submit_refused(intent_id, error.cause, self._clock()))
+            return False
+        self._absorb(self._tracker.submitted(intent_id, job_id, self._clock()))
+        return True

@@ -1,0 +1,104 @@
+"""Bounds what engines' jobs write to `<state_dir>/logs`: an engine that complains for ever must not fill the shared file system.
+
+Owns which logs go and which are cut. A job's log stays while its job may still write; the oldest of ended jobs go first. One that is too
+large loses its middle: Slurm appends to it, so it can be cut under the job, and its last words are kept. `plan` is pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from scavenger.asyncio_helpers import within
+
+log = structlog.get_logger()
+
+CHECK_INTERVAL_S = 60.0
+#: Of one log that is cut, so much of its end is kept.
+TAIL_BYTES = 64 * 1024
+#: The share of all logs that one of them may take.
+ONE_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    name: str
+    nbytes: int
+    written_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    cut: tuple[str, ...]
+    remove: tuple[str, ...]
+
+
+def plan(files: Iterable[LogFile], live: Collection[str], most_bytes: int) -> Plan:
+    """`live`: names of the logs of jobs that may still write. Cuts first; then ended jobs' logs go, the oldest first, until it fits."""
+    most_one = max(2 * TAIL_BYTES, most_bytes // ONE_SHARE)
+    ordered = sorted(files, key=lambda one: (one.written_at, one.name))
+    cut = tuple(one.name for one in ordered if one.nbytes > most_one)
+    sizes = {one.name: TAIL_BYTES if one.name in cut else one.nbytes for one in ordered}
+    total, remove = sum(sizes.values()), []
+    for one in ordered:
+        if total <= most_bytes:
+            break
+        if one.name not in live:
+            total -= sizes[one.name]
+            remove.append(one.name)
+    return Plan(tuple(name for name in cut if name not in remove), tuple(remove))
+
+
+def bound(folder: Path, live: Collection[str], most_bytes: int) -> Plan:
+    """Look at the folder and do what `plan` says. A log that cannot be touched is said and left. Raises `OSError` for the folder itself."""
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".log") and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):  # its job ended without a word meanwhile
+                    seen = entry.stat(follow_symlinks=False)
+                    files.append(LogFile(entry.name, seen.st_size, seen.st_mtime))
+    made = plan(files, live, most_bytes)
+    for name in made.cut:
+        _cut(folder / name)
+    for name in made.remove:
+        (folder / name).unlink(missing_ok=True)
+    if made.cut or made.remove:
+        log.info("job logs bounded", cut=len(made.cut), removed=len(made.remove), most_bytes=most_bytes)
+    return made
+
+
+def _cut(path: Path) -> None:
+    """What the job writes between the reading and the cut is lost; it is a log."""
+    with path.open("r+b") as file:
+        file.seek(-TAIL_BYTES, os.SEEK_END)
+        tail = file.read(TAIL_BYTES)
+        file.truncate(0)
+    with path.open("ab") as file:
+        file.write(
+            b"[scavenger: this log was too large; its beginning was cut off]\n" + tail.partition(b"\n")[2]
+        )
+
+
+async def watch(
+    folder: Path,
+    live: Callable[[], Collection[str]],
+    most_bytes: int,
+    stop: asyncio.Event,
+    check_interval_s: float = CHECK_INTERVAL_S,
+) -> None:
+    """Keep the bound until `stop`. A fault ends nothing."""
+    while not stop.is_set():
+        try:
+            await asyncio.to_thread(bound, folder, frozenset(live()), most_bytes)
+        except FileNotFoundError:
+            log.debug("no job has written a log yet", folder=str(folder))
+        except OSError as error:
+            log.warning("job logs not bounded; tried again", folder=str(folder), reason=str(error))
+        await within(stop, check_interval_s)

@@ -1,0 +1,149 @@
+"""When to look at the cluster again, and at how much of it. Pure: the time, the draw of chance and what a look costs are given.
+
+    at rest (no demand, no job of ours)          three times `poll_interval_s`: below 2 RPCs a minute, all that is asked seldom counted
+    otherwise                                    every `poll_interval_s`
+    something is expected, or the demand moved   after `fast_poll_interval_s`, or at once, as far as the RPCs saved up allow
+    a look failed                                `fast_poll_interval_s`, doubling to `MAX_RETRY_S`; from
+    `poll_interval_s` on where Slurm asked for fewer RPCs
+
+Every interval is stretched by chance, so that the daemons of a site do not ask in step. RPCs are saved up at `max_rpc_per_min` for
+`SAVED_MIN` at most: the average over that time is what the site allows, whatever happens. Submissions and cancellations are counted too.
+
+Owns that arithmetic. Knows nothing of views, jobs or commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scavenger.cluster.error_kind import ErrorKind
+
+#: Least time between two looks, whoever pokes.
+MIN_PAUSE_S = 2.0
+#: Longest wait between two tries to reach a scheduler that does not answer.
+MAX_RETRY_S = 300.0
+REST = 3.0
+SAVED_MIN = 10.0
+#: Intervals are stretched by a factor between these.
+STRETCH = (0.9, 1.1)
+
+
+class Poll(StrEnum):
+    FULL = "full"  # nodes, jobs, now and then partitions: what a decision needs
+    JOBS = "jobs"  # the queue alone: what has become of our jobs
+
+
+@dataclass(frozen=True, slots=True)
+class PaceRules:
+    """`floor_s`: the site's: no two looks are closer. `max_rpc_per_min`: requests to the controller, as it counts them."""
+
+    poll_interval_s: float
+    fast_poll_interval_s: float
+    floor_s: float
+    max_rpc_per_min: float
+
+
+class Pace:
+    """See the module. `draw` gives numbers in [0, 1). Not shared between threads."""
+
+    def __init__(self, rules: PaceRules, draw: Callable[[], float], now: float) -> None:
+        self.rules, self._draw = rules, draw
+        self._saved = self._most = rules.max_rpc_per_min * SAVED_MIN
+        self._counted_at = now
+        self._full_at = self._poll_at = -math.inf
+        self._stretch = 1.0
+        self._cost = {Poll.FULL: 4.0, Poll.JOBS: 2.0}  # until one was measured
+        self.failures = 0
+        self._retry_at = -math.inf
+
+    # ---------------------------------------------------------------- what happened
+
+    def spent(self, rpcs: int, now: float) -> None:
+        """Requests were sent for something else than a look."""
+        self._save(now)
+        self._saved = max(-self._most, self._saved - rpcs)
+
+    def polled(self, poll: Poll, rpcs: int, now: float) -> None:
+        """A look succeeded. What it cost is what the next one of its kind is taken to cost."""
+        self.spent(rpcs, now)
+        self._cost[poll] = float(rpcs)
+        self._poll_at = now
+        if poll is Poll.FULL:
+            self._full_at = now
+        self._roll()
+        self.failures, self._retry_at = 0, -math.inf
+
+    def failed(self, error_kind: str, rpcs: int, now: float) -> float:
+        """A look, or a command, failed. Returns the seconds until the next try."""
+        self.spent(rpcs, now)
+        self.failures += 1
+        self._roll()
+        first_s = (
+            self.rules.poll_interval_s
+            if error_kind == ErrorKind.RATE_LIMITED
+            else self.rules.fast_poll_interval_s
+        )
+        wait_s = (
+            max(self.rules.floor_s, min(MAX_RETRY_S, first_s * 2.0 ** min(self.failures - 1, 30)))
+            * self._stretch
+        )
+        self._poll_at, self._retry_at = now, now + wait_s
+        return wait_s
+
+    def obey(self, rules: PaceRules, now: float) -> None:
+        """Other rules from now on. What was saved up under a larger limit is not spent under a smaller one."""
+        self._save(now)
+        self.rules, self._most = rules, rules.max_rpc_per_min * SAVED_MIN
+        self._saved = max(-self._most, min(self._saved, self._most))
+
+    # ---------------------------------------------------------------- what is next
+
+    def next(
+        self, now: float, *, expecting: bool, moved: bool, rests: bool, by: float = math.inf
+    ) -> tuple[float, Poll]:
+        """When the next look is due, and which. `moved`: somebody poked, or wants another number of engines.
+
+        `by`: somebody was promised GPUs by then, so that a whole look is due then whatever it costs.
+        """
+        rules = self.rules
+        if self.failures:
+            return self._retry_at, Poll.FULL
+        regular_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0) * self._stretch
+        regular_at = self._full_at + regular_s
+        # the budget may put a look off, but never for longer than the interval itself
+        due = (max(regular_at, min(self._affordable(Poll.FULL, now), regular_at + regular_s)), Poll.FULL)
+        soon_at = self._poll_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.fast_poll_interval_s))
+        due = min(due, (max(by, soon_at), Poll.FULL))
+        if moved:
+            due = min(due, (max(soon_at, self._affordable(Poll.FULL, now)), Poll.FULL))
+        if expecting:
+            quick_at = self._poll_at + max(rules.floor_s, rules.fast_poll_interval_s) * self._stretch
+            full = (max(quick_at, self._affordable(Poll.FULL, now)), Poll.FULL)
+            # never at the expense of the next regular look, which decides: this one only sees
+            left = (
+                self._saved
+                + max(0.0, regular_at - now) * rules.max_rpc_per_min / 60.0
+                - self._cost[Poll.FULL]
+            )
+            jobs_at = self._affordable(Poll.JOBS, now) if left >= self._cost[Poll.JOBS] else math.inf
+            jobs = (max(quick_at, jobs_at), Poll.JOBS)
+            due = min(due, full if full[0] <= jobs[0] else jobs)
+        return due
+
+    def _affordable(self, poll: Poll, now: float) -> float:
+        """When the RPCs that it costs are saved up."""
+        self._save(now)
+        missing = min(self._cost[poll], self._most) - self._saved
+        return now if missing <= 0 else now + missing * 60.0 / self.rules.max_rpc_per_min
+
+    def _save(self, now: float) -> None:
+        # a clock that was set back saves nothing
+        gained = max(0.0, now - self._counted_at) * self.rules.max_rpc_per_min / 60.0
+        self._saved, self._counted_at = min(self._most, self._saved + gained), now
+
+    def _roll(self) -> None:
+        low, high = STRETCH
+        self._stretch = low + (high - low) * self._draw()

@@ -1,0 +1,308 @@
+"""When a job of ours held GPUs, on which node, and why it ended: from one sight of the job after the other. Pure.
+
+A *hold* is one incarnation that holds GPUs. Slurm says less than it knows: an incarnation may begin and end between two looks, its restart
+count may grow before its GPUs are free, and a requeue does not say whose wish it was. Each growth of the restart count is one hold that
+ended, seen or not; its times are Slurm's where it tells them, else what `allocation_bounds` says.
+
+Owns the rules for that, and what they say of nodes (`health`) and of preemptions. Does not decide whether an intent is closed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from scavenger.cluster.model import Job, JobState
+from scavenger.harvest.decide.actions import DrainKind
+from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track.allocation_bounds import Bounded, alive, between
+from scavenger.harvest.track.intents import Allocation, Draft, Tracked
+from scavenger.harvest.track.node_health import Health
+from scavenger.harvest.track.observed_jobs import ObservedState
+from scavenger.ledger import records as rec
+
+#: An engine that failed sooner than this after its start "died at once".
+SHORT_LIFE_S = 60.0
+#: Lives that one look can tell of after the fact. Slurm itself holds a job that it put back a few times; a malformed count is no flood.
+MOST_MISSED = 100
+
+
+class Allocations:
+    """See the module. `preempted`: when, as far as this daemon has seen it."""
+
+    def __init__(self, health: Health) -> None:
+        self.health = health
+        self.preempted: deque[float] = deque(maxlen=10_000)
+
+    def follow(self, draft: Draft, one: Tracked, job: Job, observed: ObservedState, lost: set[str]) -> None:
+        allocation = one.allocation
+        if allocation is not None and observed is ObservedState.COMPLETES:
+            # Its GPUs are not free yet, whatever the restart count says already.
+            draft.over(
+                one,
+                allocation.restart_count,
+                self._why(one, job, lost),
+                observed_jobs.crashed(job) and allocation.node not in lost,
+            )
+            return
+        if allocation is not None and (
+            observed is not ObservedState.HOLDS or job.restart_count != allocation.restart_count
+        ):
+            self._release(draft, one, allocation, job, lost)
+            allocation = None
+        # While a job completes its restart count may have grown already: of which life its GPUs are shows when they are free.
+        if observed is not ObservedState.COMPLETES:
+            self._missed(draft, one, job, lost)
+        if allocation is None and observed is ObservedState.HOLDS and job.restart_count > one.last_allocation:
+            allocation = self._take(draft, one, job)
+        elif (
+            observed in (ObservedState.FINISHED, ObservedState.RETURNS)
+            and job.restart_count > one.last_allocation
+            and job.start_time > 0
+            and job.nodes
+        ):
+            self._release(
+                draft, one, self._take(draft, one, job), job, lost
+            )  # it began and ended between two looks
+        if observed is ObservedState.WAITS:
+            one.free_at = max(one.free_at, draft.seen_at)
+        elif observed is ObservedState.HOLDS:
+            one.held_at = draft.seen_at
+        if job.restart_count > 0:  # an incarnation may have come and gone unseen
+            draft.over(one, job.restart_count - 1, self._requeued_by(one, None, lost), crashed=False)
+        for past in [
+            life
+            for life in one.workers
+            if life <= one.last_allocation and (one.allocation is None or life < one.allocation.restart_count)
+        ]:
+            del one.workers[past]
+        if allocation is not None and draft.now - allocation.started_at >= SHORT_LIFE_S:
+            self.health.proved(allocation.started_at)
+
+    def vanished(self, draft: Draft, one: Tracked, why: str) -> None:
+        """The job is gone from the queue for good, and nobody saw it end: what its engines showed is what is known of its lives."""
+        gone_at = one.unseen_since or draft.now
+        if one.allocation is not None:
+            life = alive(one.workers.get(one.allocation.restart_count), one.allocation.started_at, gone_at)
+            ended_at = max(one.held_at, one.allocation.started_at, life[1] if life else 0.0)
+            start = (one.allocation.started_at, one.allocation.started_at)
+            self._bounded(
+                draft,
+                one,
+                one.allocation,
+                job_gpus(one),
+                ended_at,
+                why,
+                start,
+                (ended_at, max(ended_at, gone_at)),
+            )
+        for incarnation in sorted(life for life in one.workers if life > one.last_allocation)[:MOST_MISSED]:
+            self._unseen(draft, one, incarnation, why, (one.free_at, max(one.free_at, gone_at)), 0.0)
+
+    def _take(self, draft: Draft, one: Tracked, job: Job) -> Allocation:
+        node = job.nodes[0] if job.nodes else ""
+        worker = one.workers.get(job.restart_count)
+        latest = draft.now if worker is None else min(draft.now, max(worker.joined_at, one.free_at))
+        started_at = between(job.start_time or latest, one.free_at, latest)
+        return self._begin(draft, one, job.restart_count, node, job.gpus or one.intended.gpus, started_at)
+
+    def _begin(
+        self, draft: Draft, one: Tracked, restart_count: int, node: str, gpus: int, started_at: float
+    ) -> Allocation:
+        one.allocation = allocation = Allocation(restart_count, node, started_at)
+        one.last_allocation = restart_count
+        draft.records.append(
+            rec.AllocationStarted(one.intent_id, restart_count, one.job_id, node, gpus, started_at)
+        )
+        return allocation
+
+    def _missed(self, draft: Draft, one: Tracked, job: Job, lost: set[str]) -> None:
+        """Lives that began and ended between two looks: each growth of the restart count was one. Slurm tells of the last one's end."""
+        first = max(one.last_allocation + 1, job.restart_count - MOST_MISSED)
+        for incarnation in range(first, job.restart_count):
+            put_back_at = between(job.submit_time, one.free_at, draft.now) if job.submit_time > 0 else 0.0
+            last = incarnation == job.restart_count - 1
+            worker = one.workers.get(incarnation)
+            unseen = Allocation(incarnation, worker.node if worker is not None else "", one.free_at)
+            why = (observed_jobs.held_word(job) if last else "") or self._requeued_by(one, unseen, lost)
+            within = (one.free_at, put_back_at or draft.now)
+            self._unseen(draft, one, incarnation, why, within, put_back_at if last else 0.0)
+
+    def _unseen(
+        self,
+        draft: Draft,
+        one: Tracked,
+        incarnation: int,
+        why: str,
+        within: tuple[float, float],
+        ended_at: float,
+    ) -> None:
+        """Record a life of which no look told. `within`: when it can have been; `ended_at`: its end as Slurm says it, 0: it does not."""
+        low, high = within
+        worker = one.workers.get(incarnation)
+        life = alive(worker, low, ended_at or high)
+        started_at = life[0] if life else ended_at or low
+        end = ended_at or (life[1] if life else started_at)
+        gpus = one.intended.gpus
+        allocation = self._begin(
+            draft, one, incarnation, worker.node if worker is not None else one.pinned, gpus, started_at
+        )
+        self._bounded(
+            draft,
+            one,
+            allocation,
+            gpus,
+            end,
+            why,
+            (low, started_at if life else end or high),
+            (end, ended_at or high),
+        )
+        one.allocation, one.free_at = None, end
+        if why == "preempted":
+            self.preempted.append(end)
+
+    def _bounded(
+        self,
+        draft: Draft,
+        one: Tracked,
+        allocation: Allocation,
+        gpus: int,
+        ended_at: float,
+        why: str,
+        start: tuple[float, float],
+        end: tuple[float, float],
+    ) -> None:
+        """End an allocation of which Slurm did not tell all, and say what is not known of it."""
+        draft.records.append(rec.AllocationEnded(one.intent_id, allocation.restart_count, why, ended_at))
+        bounded = Bounded(
+            one.intent_id,
+            one.job_id,
+            allocation.restart_count,
+            allocation.node,
+            gpus,
+            allocation.started_at,
+            ended_at,
+            why,
+            start,
+            end,
+            one.intended.run_id,
+            one.intended.at,
+        )
+        draft.bounded.append(bounded)
+        draft.records.append(
+            rec.Event(
+                "allocation_bounded",
+                one.intended.run_id,
+                one.intent_id,
+                bounded.words,
+                bounded.detail,
+                draft.now,
+            )
+        )
+
+    def _release(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lost: set[str]) -> None:
+        """The GPUs are somebody else's now. `job` is what the queue shows of it since."""
+        one.allocation = allocation
+        same = job.restart_count == allocation.restart_count
+        why = (
+            self._why(one, job, lost)
+            if same
+            else observed_jobs.held_word(job) or self._requeued_by(one, allocation, lost)
+        )
+        low = max(one.held_at, allocation.started_at)
+        over = observed_jobs.observed_state_of(job) in (ObservedState.FINISHED, ObservedState.RETURNS)
+        told = (
+            job.end_time
+            if same and over
+            else job.submit_time
+            if same or job.restart_count == allocation.restart_count + 1
+            else 0.0
+        )
+        if told > 0:
+            ended_at = between(told, low, max(low, draft.now))
+            draft.records.append(rec.AllocationEnded(one.intent_id, allocation.restart_count, why, ended_at))
+        else:  # it came back and went again since: the queue tells of its last life only
+            high = max(
+                low,
+                between(job.submit_time, low, draft.now) if job.submit_time > 0 and not same else draft.now,
+            )
+            life = alive(one.workers.get(allocation.restart_count), allocation.started_at, high)
+            ended_at = max(low, life[1] if life else 0.0)
+            self._bounded(
+                draft,
+                one,
+                allocation,
+                job_gpus(one),
+                ended_at,
+                why,
+                (allocation.started_at, allocation.started_at),
+                (ended_at, high),
+            )
+        one.free_at = max(one.free_at, ended_at)
+        if why == "preempted":
+            self.preempted.append(ended_at)
+        crashed = (
+            same
+            and observed_jobs.crashed(job)
+            and allocation.node not in lost
+            and one.leaving is DrainKind.NO
+        )
+        draft.over(one, allocation.restart_count, why, crashed)
+        lived_s = ended_at - allocation.started_at
+        if crashed:
+            self._blame(draft, one, allocation, job, lived_s)
+        elif (
+            job.state is JobState.COMPLETED
+            and one.leaving is DrainKind.NO
+            and not one.worked
+            and lived_s < SHORT_LIFE_S
+        ):
+            # An engine that worked leaves when its run ends, which the router tells it before we know.
+            self.health.failed_at_once(
+                f"job {job.job_id} on {allocation.node} left by itself after {lived_s:.0f} s", draft.now
+            )
+        one.allocation = None
+
+    def _why(self, one: Tracked, job: Job, lost: set[str]) -> str:
+        """Why an incarnation is over, in the ledger's words."""
+        if one.allocation is not None and one.allocation.node in lost:
+            return "node_fail"
+        word = observed_jobs.end_word(job)
+        if one.leaving is DrainKind.CANCELLED and word != "completed":
+            return "cancelled"
+        if word:
+            return word
+        if job.state is JobState.PENDING:
+            return observed_jobs.held_word(job) or self._requeued_by(one, one.allocation, lost)
+        return "preempted" if job.reason.startswith("preempted") else "unknown"
+
+    def _requeued_by(self, one: Tracked, allocation: Allocation | None, lost: set[str]) -> str:
+        """A requeue that neither we nor the job's user asked for: Slurm preempts, or loses nodes.
+
+        Our job script requeues itself only on Slurm's notice, so that is a preemption as well. Only when the job was put back because of
+        our own request to leave is it called a requeue.
+        """
+        if (allocation is not None and allocation.node in lost) or one.last_state in (
+            JobState.NODE_FAIL,
+            JobState.BOOT_FAIL,
+        ):
+            return "node_fail"
+        return "requeued" if one.leaving is not DrainKind.NO else "preempted"
+
+    def _blame(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lived_s: float) -> None:
+        code = "unknown" if job.exit_code is None else job.exit_code
+        what = f"job {job.job_id} {job.state} (exit code {code}) after {lived_s:.0f} s"
+        draft.records.append(
+            rec.Event(
+                "engine_died", one.intended.run_id, allocation.node or one.intent_id, what, "{}", draft.now
+            )
+        )
+        # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
+        if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
+            self.health.failed_at_once(what, draft.now)
+        if allocation.node and job.exit_code != observed_jobs.REFUSED:
+            self.health.died(allocation.node, what, draft.now)
+
+
+def job_gpus(one: Tracked) -> int:
+    """What its allocation holds: as Slurm shows it, else as it was asked for."""
+    return (one.job.gpus if one.job is not None else 0) or one.intended.gpus

@@ -1,0 +1,82 @@
+"""What is known of an open intent and of its hold, and what an observation of it leads to. Pure; `tracker` and `holds` fill it in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from scavenger.cluster.model import Job
+from scavenger.harvest.decide.actions import Code, DrainKind
+from scavenger.harvest.track.allocation_bounds import Bounded
+from scavenger.harvest.track.observed_jobs import Stage
+from scavenger.ledger import records as rec
+from scavenger.router.core.events import JobGone, WorkerLife
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One incarnation that holds GPUs."""
+
+    restart_count: int
+    node: str
+    started_at: float
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One intent that is not closed."""
+
+    intended: rec.JobIntended
+    job_id: int = 0
+    stage: Stage = Stage.UNKNOWN
+    seen: tuple[str, str, str, int] = ("", "", "", 0)  # (state, flags, node, restart count) as last recorded
+    job: Job | None = None  # as last listed
+    last_state: str = ""
+    held: str = ""
+    allocation: Allocation | None = None
+    last_allocation: int = -1  # the restart count of the newest hold in the ledger: each is recorded once
+    told: int = -1  # the newest incarnation of which the router knows that it is over
+    since: float = 0.0  # when it entered its stage
+    held_at: float = 0.0  # the last moment at which it was seen to run
+    unseen_since: float | None = None
+    unseen: int = 0
+    leaving: DrainKind = DrainKind.NO
+    asked_at: float = 0.0
+    why_draining: str = ""
+    drain_code: Code | None = None
+    #: The node that it was submitted for; of a restored job for which Slurm chose, the one where it ran.
+    pinned: str = ""
+    standby: bool = False  # it waits for us to say where it begins
+    worked: bool = False  # its engine held leases
+    inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
+    free_at: float = (
+        0.0  # the last moment at which it is known to have held nothing: its next life begins after it
+    )
+    workers: dict[int, WorkerLife] = field(default_factory=dict)  # engines that registered, by life
+
+    @property
+    def intent_id(self) -> str:
+        return self.intended.intent_id
+
+
+@dataclass(slots=True)
+class Draft:
+    """What one observation leads to, while it is being written: records, incarnations that are over, and intents that are closed."""
+
+    now: float
+    records: list[rec.Record] = field(default_factory=list)
+    gone: list[JobGone] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    bounded: list[Bounded] = field(default_factory=list)  # allocations without Slurm's own times
+    asked_at: float = math.inf  # when the observation was asked for: it is at least as new as this
+
+    @property
+    def seen_at(self) -> float:
+        """When what the observation shows was so, certainly."""
+        return min(self.asked_at, self.now)
+
+    def over(self, one: Tracked, incarnation: int, why: str, crashed: bool) -> None:
+        """Tell the router, once, that this incarnation and all before it are over."""
+        if incarnation > one.told:
+            one.told = incarnation
+            self.gone.append(JobGone(one.intent_id, incarnation, f"the scheduler says: {why}", crashed))

@@ -1,0 +1,460 @@
+"""What has become of each job that we intended, from one observation after the other. Pure.
+
+    intend -> submitted | submit_unknown | submit_refused          what we did
+    observe(view)  -> Output(records, gone, strangers, ended)      what the queue shows; see `sights` for the tables
+    revoke                                                         what we asked to leave
+
+No single observation is trusted: a job that is not listed, or is listed as finished, is closed only when it was so for `absent_s` and at
+least twice. What can be said at once is that an *incarnation* is over (its restart count grew, it is pending again, it is completing or
+finished): the router moves its samples then, and fencing makes an early move safe.
+
+Owns the intents; `holds` follows what they hold. Knows nothing of commands, keys or demand; `now` is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import msgspec
+
+from scavenger.cluster.model import ClusterView, Job, JobLife
+from scavenger.harvest.decide.actions import Code, DrainKind, OurJob
+from scavenger.harvest.decide.standby import is_standby
+from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track.allocation_bounds import (
+    MOST_ASKED,
+    Bounded,
+    Vanished,
+    beyond,
+    corrected,
+    lives_of,
+    merged,
+)
+from scavenger.harvest.track.allocations import Allocations
+from scavenger.harvest.track.intents import Allocation, Draft, Tracked
+from scavenger.harvest.track.node_health import Health, HealthRules
+from scavenger.harvest.track.observed_jobs import ObservedState, Stage
+from scavenger.ledger import records as rec
+from scavenger.router.core.events import JobGone, WorkerLife
+
+#: A job that has waited in the queue for longer than this may wait for hours: it is no reason to look often.
+EXPECTED_S = 180.0
+_LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "unknown"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`uid` identifies this ledger in the comments of its jobs; `user` owns them."""
+
+    uid: str
+    user: str
+    absent_s: float
+    health: HealthRules
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an observation (or a submission's answer) led to. `orphaned_jobs`: jobs with our uid whose intent the ledger does not have."""
+
+    records: tuple[rec.Record, ...] = ()
+    gone: tuple[JobGone, ...] = ()
+    orphaned_jobs: tuple[int, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+class Tracker:
+    """See the module. Not shared between threads."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.health = Health(rules.health)
+        self.intents: dict[str, Tracked] = {}
+        self._quarantined: dict[str, str] = {}
+        self._allocations = Allocations(self.health)
+        self.bounded: dict[
+            tuple[str, int], Bounded
+        ] = {}  # allocations that accounting may still tell the times of
+        self.vanished: dict[str, Vanished] = {}  # jobs of which nobody saw the end
+        self._asked: Counter[tuple[str, int]] = Counter()
+
+    # ---------------------------------------------------------------- what we did
+
+    def intend(self, intended: rec.JobIntended, now: float, *, standby: bool = False) -> None:
+        """The intent is durable; its submission follows."""
+        self.intents[intended.intent_id] = Tracked(
+            intended, free_at=now, since=now, pinned=intended.pinned, standby=standby
+        )
+
+    def released(self, intent_id: str, node: str, now: float) -> None:
+        """Slurm was told that this waiting job begins on `node`."""
+        one = self.intents[intent_id]
+        one.standby, one.pinned, one.since = False, node, now
+
+    def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
+        """Slurm answered with an id. The job waits until a view says otherwise."""
+        one = self.intents[intent_id]
+        one.job_id, one.stage, one.since = (
+            job_id,
+            Stage.WAITING,
+            now,
+        )  # not `free_at`: it may have started before the answer came
+        one.unseen_since, one.unseen = None, 0
+        return Output((rec.JobSubmitted(intent_id, job_id, now),))
+
+    def submit_unknown(self, intent_id: str, reason: str, now: float) -> Output:
+        """No answer came: the job may exist. It is looked up by its comment and name, and submitted afresh only when it stays absent."""
+        return Output(
+            (
+                rec.Event(
+                    "submit_unknown", self.intents[intent_id].intended.run_id, intent_id, reason, "{}", now
+                ),
+            )
+        )
+
+    def submit_refused(self, intent_id: str, reason: str, now: float) -> Output:
+        """Slurm refused: there is no job."""
+        one = self.intents.pop(intent_id)
+        self.health.failed_at_once(f"submission refused: {reason}", now)
+        records = (
+            rec.JobEnded(intent_id, "REFUSED", reason, now),
+            rec.Event("submit_refused", one.intended.run_id, intent_id, reason, "{}", now),
+        )
+        return Output(records, ended=(intent_id,))
+
+    def revoke(
+        self, intent_id: str, how: DrainKind, reason: str, now: float, code: Code | None = None
+    ) -> None:
+        """We asked the job to leave (again)."""
+        one = self.intents[intent_id]
+        one.leaving, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
+
+    def restore(self, states: Sequence[rec.JobState], now: float) -> None:
+        """Take over what the ledger has. Nothing is concluded before the first view."""
+        for state in sorted(states, key=lambda s: s.intended.intent_id):
+            # Where Slurm chose the node, a job that ran waits for the same one again: its capacity is kept.
+            pinned = state.intended.pinned or state.node
+            one = Tracked(
+                state.intended,
+                state.job_id,
+                since=now,
+                last_state=state.last_state,
+                inherited=True,
+                pinned=pinned,
+            )
+            one.stage = (
+                Stage.UNKNOWN
+                if not state.job_id
+                else Stage.ALLOCATED
+                if state.allocation_open
+                else Stage.WAITING
+            )
+            one.last_allocation, one.free_at = state.last_allocation, max(state.intended.at, state.free_since)
+            one.workers = {
+                life.incarnation: WorkerLife(one.intent_id, *msgspec.structs.astuple(life))
+                for life in state.lives
+            }
+            if state.allocation_open:
+                # Of the time between our predecessor's last look and our first one Slurm tells, or the job's engine.
+                one.allocation = Allocation(state.last_allocation, state.node, state.held_since)
+                one.held_at = max(state.held_since, state.polled_at)
+                one.worked = (
+                    True  # unknown; and if it leaves now, then perhaps because our predecessor asked it to
+                )
+            self.intents[one.intent_id] = one
+
+    # ---------------------------------------------------------------- what the queue shows
+
+    def observe(self, view: ClusterView, now: float) -> Output:
+        """Compare a view with what we know. Records, events and ends come in the order of intent ids."""
+        draft = Draft(now, asked_at=view.observed_at)
+        listed, orphaned_jobs = self._match(view)
+        self._forget_reused(draft, listed, view)
+        lost = {node.name for node in view.nodes if node.states & _LOST_NODE}
+        for intent_id in sorted(self.intents):
+            self._look(draft, self.intents[intent_id], listed.get(intent_id), lost)
+        for intent_id in draft.ended:
+            del self.intents[intent_id]
+        self._note_quarantine(draft)
+        self.bounded.update({(one.intent_id, one.restart_count): one for one in draft.bounded if one.job_id})
+        return Output(
+            tuple(draft.records), tuple(draft.gone), tuple(sorted(orphaned_jobs)), tuple(draft.ended)
+        )
+
+    def _match(self, view: ClusterView) -> tuple[dict[str, Job], list[int]]:
+        """Which listed job is which intent's, and jobs that carry our uid for an intent that the ledger does not have.
+
+        A job counts as an intent's when it carries the intent in its comment or name and has the id that we know, if we know one: an id
+        alone proves nothing, because a controller that lost its state gives ids out again.
+        """
+        listed: dict[str, Job] = {}
+        orphaned_jobs = []
+        for job in sorted(view.jobs, key=attrgetter("job_id")):
+            intent_id, proved = observed_jobs.intent_in(job, self.rules.uid)
+            if not intent_id:
+                continue  # most of a queue
+            one = self.intents.get(intent_id)
+            alive = observed_jobs.observed_state_of(job) in (ObservedState.WAITS, ObservedState.HOLDS)
+            if one is None:
+                if proved and alive and job.user == self.rules.user:
+                    orphaned_jobs.append(job.job_id)
+            elif job.user == self.rules.user and one.job_id in (0, job.job_id) and intent_id not in listed:
+                listed[intent_id] = job
+            elif proved and alive and job.user == self.rules.user:
+                orphaned_jobs.append(
+                    job.job_id
+                )  # a second job of one intent: its submission was repeated behind our back
+        return listed, orphaned_jobs
+
+    def _forget_reused(self, draft: Draft, listed: Mapping[str, Job], view: ClusterView) -> None:
+        """An id that is another job's now (the controller lost its state, and counts afresh) must never be cancelled as ours."""
+        absent = [intent_id for intent_id in sorted(self.intents) if intent_id not in listed]
+        theirs = (
+            {job.job_id for job in view.jobs} - {job.job_id for job in listed.values()} if absent else set()
+        )
+        for intent_id in absent:
+            one = self.intents[intent_id]
+            if one.job_id in theirs:
+                why = f"job {one.job_id} does not carry this intent: its id was given out again"
+                draft.records.append(
+                    rec.Event("job_id_reused", one.intended.run_id, intent_id, why, "{}", draft.now)
+                )
+                one.job_id = 0
+
+    def _look(self, draft: Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
+        observed = ObservedState.ABSENT if job is None else observed_jobs.observed_state_of(job)
+        target = observed_jobs.next_stage(one.stage, observed)
+        if job is not None:
+            self._adopt(draft, one, job)
+            self._record_state(draft, one, job)
+            self._allocations.follow(draft, one, job, observed, lost)
+            one.standby = is_standby(job, draft.now)
+            one.job, one.last_state, one.held = job, str(job.state), observed_jobs.held_back(job)
+        one.since = one.since if target is one.stage else draft.now
+        one.stage = target
+        if target not in observed_jobs.UNSEEN:
+            one.unseen_since, one.unseen = None, 0
+            return
+        one.unseen += 1
+        if one.unseen_since is None:
+            one.unseen_since = draft.now
+        if one.unseen >= 2 and draft.now - one.unseen_since >= self.rules.absent_s:
+            self._end(draft, one)
+
+    def _adopt(self, draft: Draft, one: Tracked, job: Job) -> None:
+        if not one.job_id:
+            one.job_id = job.job_id
+            draft.records.append(rec.JobSubmitted(one.intent_id, job.job_id, draft.now))
+            why = f"job {job.job_id} carries this intent: the submission had reached Slurm"
+            draft.records.append(
+                rec.Event("job_adopted", one.intended.run_id, one.intent_id, why, "{}", draft.now)
+            )
+
+    def _record_state(self, draft: Draft, one: Tracked, job: Job) -> None:
+        node = job.nodes[0] if job.nodes else ""
+        seen = (str(job.state), ",".join(sorted(job.flags)), node, job.restart_count)
+        if seen == one.seen:
+            return
+        one.seen = seen
+        state, flags, _, restarts = seen
+        draft.records.append(
+            rec.JobObserved(one.intent_id, job.job_id, state, flags, job.reason, node, restarts, draft.now)
+        )
+
+    def _end(self, draft: Draft, one: Tracked) -> None:
+        """Close the intent: it was not alive for long enough."""
+        if one.stage is Stage.UNKNOWN:
+            state, reason = (
+                "LOST",
+                f"it did not appear in the queue within {self.rules.absent_s:g} s: the submission never arrived",
+            )
+        elif one.stage is Stage.MISSING:
+            state, reason = one.last_state or "LOST", f"not in the queue for {self.rules.absent_s:g} s"
+        else:
+            state, reason = one.last_state, one.job.reason if one.job is not None else ""
+        if one.leaving is not DrainKind.NO:
+            reason = f"{one.leaving}: {one.why_draining}"
+        why = (
+            "cancelled"
+            if one.leaving is DrainKind.CANCELLED
+            else "completed"
+            if one.leaving is DrainKind.DRAINING
+            else "unknown"
+        )
+        held = one.allocation
+        self._allocations.vanished(draft, one, why)
+        if held is not None:
+            draft.over(one, held.restart_count, reason, crashed=False)
+        if one.stage is Stage.MISSING and one.job_id:
+            gpus, at = one.intended.gpus, one.intended.at
+            self.vanished[one.intent_id] = Vanished(one.intent_id, one.job_id, one.last_allocation, gpus, at)
+        draft.records.append(rec.JobEnded(one.intent_id, state, reason, draft.now))
+        draft.ended.append(one.intent_id)
+        one.stage = Stage.ENDED
+
+    def _note_quarantine(self, draft: Draft) -> None:
+        now = dict(self.health.quarantined(draft.now))
+        for node in sorted(now.keys() - self._quarantined.keys()):
+            draft.records.append(rec.Event("node_quarantined", 0, node, now[node], "{}", draft.now))
+        for node in sorted(self._quarantined.keys() - now.keys()):
+            draft.records.append(
+                rec.Event("node_released", 0, node, "its quarantine is over", "{}", draft.now)
+            )
+        self._quarantined = now
+
+    # ---------------------------------------------------------------- for the policy
+
+    def jobs(self, leases: Mapping[str, tuple[int, float]]) -> list[OurJob]:
+        """Our jobs that hold GPUs or may come to. `leases`: intent -> (leases held, idle since), from the router."""
+        found = []
+        for intent_id in sorted(self.intents):
+            one = self.intents[intent_id]
+            if one.stage in (Stage.OVER, Stage.ENDED):
+                continue
+            n_leases, idle_since = leases.get(intent_id, (0, 0.0))
+            found.append(
+                OurJob(
+                    intent_id,
+                    one.intended.run_id,
+                    one.job_id,
+                    one.intended.gpus,
+                    one.allocation is None,
+                    one.allocation.node if one.allocation is not None else "",
+                    one.held if one.stage is Stage.WAITING else "",
+                    one.leaving,
+                    one.asked_at,
+                    intent_id in leases,
+                    n_leases,
+                    idle_since,
+                    one.pinned,
+                    one.since,
+                    one.drain_code,
+                    one.standby and one.allocation is None,
+                )
+            )
+        return found
+
+    def job_ids(self) -> frozenset[int]:
+        return frozenset(one.job_id for one in self.intents.values() if one.job_id)
+
+    def held(self) -> dict[str, int]:
+        """GPUs that our jobs hold, by node."""
+        found: dict[str, int] = {}
+        for one in self.intents.values():
+            if one.allocation is not None and one.allocation.node:
+                gpus = (one.job.gpus if one.job is not None else 0) or one.intended.gpus
+                found[one.allocation.node] = found.get(one.allocation.node, 0) + gpus
+        return found
+
+    def preempted_since(self, at: float) -> int:
+        """Preemptions since then that this daemon has seen."""
+        return sum(seen >= at for seen in self._allocations.preempted)
+
+    def expecting(self, now: float) -> bool:
+        """Whether something is about to happen that is worth a quick look: just submitted, just preempted, asked to leave."""
+        quiet = {Stage.ALLOCATED, Stage.WAITING}
+        return any(
+            one.stage not in quiet
+            or one.leaving is not DrainKind.NO
+            or (one.stage is Stage.WAITING and now - one.since < EXPECTED_S)
+            for one in self.intents.values()
+            if not (one.standby and one.stage is Stage.WAITING and one.leaving is DrainKind.NO)
+        )
+
+    def surprised(self, jobs: Iterable[Job]) -> bool:
+        """Whether one of our jobs no longer holds what it held. Why it left (a lost node?) takes more than the queue to tell."""
+        listed = {job.job_id: job for job in jobs}
+        held = [
+            (one.allocation, listed.get(one.job_id))
+            for one in self.intents.values()
+            if one.allocation is not None and one.stage is Stage.ALLOCATED
+        ]
+        return any(
+            job is None
+            or observed_jobs.observed_state_of(job) is not ObservedState.HOLDS
+            or job.restart_count != allocation.restart_count
+            for allocation, job in held
+        )
+
+    def heard(self, lives: Iterable[WorkerLife]) -> None:
+        """What the router knows of our jobs' engines, those that left since the last look as well: each shows that its job held GPUs."""
+        for life in lives:
+            one = self.intents.get(life.intent_id)
+            if one is not None and (
+                life.incarnation > one.last_allocation
+                or (one.allocation is not None and life.incarnation == one.last_allocation)
+            ):
+                one.workers[life.incarnation] = merged(one.workers, life)
+
+    def to_account(self) -> tuple[int, ...]:
+        """Jobs of which accounting may tell more than we saw."""
+        return tuple(
+            sorted(
+                {one.job_id for one in self.bounded.values()} | {one.job_id for one in self.vanished.values()}
+            )
+        )
+
+    def accounted(self, asked: Iterable[int], lives: Sequence[JobLife], now: float) -> Output:
+        """Put the times of Slurm's accounting in the place of those that were bounded. `lives`: of all the jobs that were `asked` about.
+
+        slurmdbd hears of an end seconds later, or when it is up again: what it does not know yet is asked again, `MOST_ASKED` times.
+        """
+        records: list[rec.Record] = []
+        about = set(asked)
+        for key in sorted(key for key, one in self.bounded.items() if one.job_id in about):
+            one = self.bounded[key]
+            life = corrected(one, lives_of(one.intent_id, one.job_id, one.intended_at, lives))
+            self._asked[key] += 1
+            if life is not None:
+                records.append(_correction(one, life, now))
+            if life is not None or self._asked[key] >= MOST_ASKED:
+                del self.bounded[key], self._asked[key]
+        for intent_id in sorted(intent_id for intent_id, one in self.vanished.items() if one.job_id in about):
+            gone = self.vanished[intent_id]
+            found = beyond(gone, lives)
+            for restart_count, life in found or ():
+                held = (intent_id, restart_count)
+                node = life.nodes[0]
+                start = life.start_time or life.end_time  # of one without a start nothing more is certain
+                records.append(rec.AllocationStarted(*held, gone.job_id, node, life.gpus or gone.gpus, start))
+                records.append(
+                    rec.AllocationEnded(
+                        *held, observed_jobs.accounted_word(life.state) or "unknown", life.end_time
+                    )
+                )
+            key = (intent_id, -1)
+            self._asked[key] += 1
+            if found is not None or self._asked[key] >= MOST_ASKED:
+                del self.vanished[intent_id], self._asked[key]
+        return Output(tuple(records))
+
+    def works(self, intent_ids: Iterable[str]) -> None:
+        """Engines of these intents hold leases: jobs of ours can run."""
+        for intent_id in intent_ids:
+            one = self.intents.get(intent_id)
+            if one is not None and one.allocation is not None:
+                one.worked = True
+                self.health.proved(one.allocation.started_at)
+
+    def check(self) -> None:
+        """Raise AssertionError when the table contradicts itself. For tests."""
+        for one in self.intents.values():
+            assert one.stage is not Stage.ENDED, f"{one.intent_id} is closed and still tracked"
+            assert (one.allocation is None) or one.allocation.restart_count == one.last_allocation, (
+                f"{one.intent_id}: a hold that is not recorded"
+            )
+            if one.stage in (Stage.WAITING, Stage.RETURNING, Stage.OVER):
+                assert one.allocation is None, f"{one.intent_id} is {one.stage} and holds GPUs"
+            if one.stage is Stage.ALLOCATED:
+                assert one.allocation is not None or one.job is None, f"{one.intent_id} runs without a hold"
+
+
+def _correction(one: Bounded, life: JobLife, now: float) -> rec.AllocationCorrected:
+    node, gpus = life.nodes[0] if life.nodes else one.node, life.gpus or one.gpus
+    why = observed_jobs.accounted_word(life.state) if one.reason == "unknown" else ""
+    start = life.start_time or min(one.started_at, life.end_time)
+    return rec.AllocationCorrected(
+        one.intent_id, one.restart_count, node, gpus, start, life.end_time, why or one.reason, now
+    )

@@ -1,0 +1,4 @@
+"""Reads of the ledger: what a restarted daemon needs, reports, tokens of a sample. Writes nothing.
+
+Read `reader.py` first.
+"""

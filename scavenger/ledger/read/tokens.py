@@ -1,0 +1,104 @@
+"""`scavenger ledger tokens`: what one sample says, as token ids, as text, or with its logprobs as JSON. Reads only.
+
+Owns the formats. The ledger has the ids, and the run names the tokenizer that makes text of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from scavenger.errors import ConfigError, LedgerError
+from scavenger.ledger import queries
+from scavenger.ledger.read.reader import Piece, join_chunks, rows
+from scavenger.ledger.read.reports import utc
+from scavenger.ledger.store import open_readonly
+from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
+
+Format = Literal["ids", "text", "json"]
+
+
+def show(url: str, sample_id: int, format: Format = "ids") -> str:
+    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded. "json": one object, with the prompt's
+    tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the sample belongs.
+
+    Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
+    """
+    sample, pieces = _read(url, sample_id)
+    if sample["contents"] in ("dropped", "purged"):
+        at = (
+            f" at {utc(sample['purged_at'])}"
+            if sample["contents"] == "purged" and sample["purged_at"] is not None
+            else ""
+        )
+        raise LedgerError(
+            f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}{at}; what happened to it is still known",
+            "next time, let `retention` in [ledger] keep or compact them, or export the run before it is purged",
+        )
+    tokens, logprobs, raw_logprobs = join_chunks(sample_id, pieces, sample["accepted_len"])
+    ids = unpack_tokens(tokens)
+    if format == "ids":
+        return " ".join(map(str, ids)) + "\n"
+    if format == "text":
+        return str(load_tokenizer(sample["tokenizer"]).decode(list(ids), skip_special_tokens=False)) + "\n"
+    place = {name: sample[name] for name in _PLACE}
+    said = {"prompt": unpack_tokens(bytes(sample["prompt"])), "tokens": ids}
+    told = {
+        "logprobs": _plain(unpack_logprobs(logprobs)),
+        "raw_logprobs": _plain(unpack_logprobs(raw_logprobs)),
+    }
+    return json.dumps({**place, **said, **told}, allow_nan=False) + "\n"
+
+
+_PLACE = (
+    "sample_id",
+    "run",
+    "group_id",
+    "purpose",
+    "step",
+    "prompt_index",
+    "retry",
+    "sample_index",
+    "state",
+    "finish",
+)
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a run. Raises `ConfigError` when its file is gone."""
+    if not Path(path).exists():
+        raise ConfigError(
+            f"the run's tokenizer {path!r} is not there any more",
+            "put it back: answers are kept as token ids",
+        )
+    return Tokenizer.from_file(path)
+
+
+def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece]]:
+    engine = open_readonly(url)
+    try:
+        found = rows(engine, queries.load("sample_tokens"), {"sample_id": sample_id})
+    finally:
+        engine.dispose()
+    records = [dict(zip(found.columns, row, strict=True)) for row in found.rows]
+    if not records:
+        raise LedgerError(
+            f"the ledger has no sample {sample_id}",
+            "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples",
+        )
+    chunks = [record for record in records if record["start_len"] is not None]  # null: it has none yet
+    return records[0], [
+        (c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"])) for c in chunks
+    ]
+
+
+def _plain(logprobs: tuple[float, ...]) -> list[float | str]:
+    """JSON has no infinities; Python's float() and PostgreSQL's real read these words."""
+    return [
+        x if math.isfinite(x) else "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+        for x in logprobs
+    ]

@@ -1,0 +1,635 @@
+"""How each record becomes SQL: a table from record kind to statements. Pure: builds statements and
+parameters, runs none.
+
+`arrange` turns a transaction's records into few batches, each of one kind, because a statement run with many
+parameter rows costs a fraction of many statements. A record may join an earlier batch of its kind unless a
+batch in between must come first; which must is said by three sets of each kind:
+
+    creates   rows it inserts. They are new, so an insert may always move ahead.
+    uses      rows that must exist. It stays behind every kind that creates such rows.
+    sets      columns whose last writer wins (or that depend on each other). Two kinds that share one keep their order.
+
+Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are in no set: their updates
+commute.
+
+A statement is written once, over one parameter row; a parameter is called as the record's field, after `p_`.
+`SampleFinished` has one:
+
+    UPDATE samples
+    SET state='complete', finish=:p_finish,
+        accepted_len=CASE WHEN (samples.accepted_len < :p_length) THEN :p_length
+                          ELSE samples.accepted_len END,
+        finished_at=:p_at
+    WHERE samples.sample_id = :p_sample_id
+
+A few records run it row by row; many run the statement over many rows that `batch_sql` makes of it. `tuples`
+makes the parameter rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, get_args, get_type_hints
+
+import sqlalchemy as sa
+from sqlalchemy import Table, bindparam
+
+from scavenger.errors import LedgerError
+from scavenger.ledger import records as r
+from scavenger.ledger import schema as t
+from scavenger.ledger.records import Record
+from scavenger.ledger.write.batch_sql import Shape
+
+Row = dict[str, Any]
+Rows = Callable[[Sequence[Any]], Iterable[Row]]
+
+
+def _clean(value: Any) -> Any:
+    """PostgreSQL's text holds every character but NUL, and a peer's reason must not be able to stop the ledger."""
+    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
+
+
+def parameters(record: Record) -> Row:
+    """A record's fields as bind parameters; the prefix keeps them apart from the column names that SQLAlchemy binds itself."""
+    return {f"p_{name}": _clean(getattr(record, name)) for name in record.__struct_fields__}
+
+
+def each(records: Sequence[Record]) -> Iterator[Row]:
+    """One parameter row a record."""
+    return map(parameters, records)
+
+
+def tuples(
+    names: tuple[str, ...], make: Rows, records: Sequence[Any]
+) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
+    """Rows of a batch of one kind for `batch_sql`: the Python type of each parameter, and values in the order of `names`."""
+    kind: type[Record] = type(records[0])
+    hints = _field_types(kind)
+    types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count
+    if make is lengths:  # the hot one: no row of it becomes a dictionary
+        return types, sorted(_longest(records).items())
+    if make is not each:
+        return types, [tuple(row[name] for name in names) for row in make(records)]
+    fields = [name.removeprefix("p_") for name in names]
+    values = map(attrgetter(*fields), records)
+    rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
+    if any(
+        "\0" in text
+        for at, kind in enumerate(types)
+        if kind is str
+        for text in {row[at] for row in rows}
+        if text
+    ):
+        rows = [tuple(map(_clean, row)) for row in rows]
+    return types, rows
+
+
+@functools.cache
+def _field_types(kind: type[Record]) -> dict[str, type]:
+    """The Python type of each field; an optional one's without its None."""
+    hints = get_type_hints(kind)
+    return {
+        name: next((x for x in get_args(hint) if x is not type(None)), hint) for name, hint in hints.items()
+    }
+
+
+def new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
+    for group in records:
+        for index in range(group.n):
+            yield {
+                "p_sample_id": group.first_sample_id + index,
+                "p_group_id": group.group_id,
+                "p_run_id": group.run_id,
+                "p_index": index,
+            }
+
+
+def _longest(records: Sequence[r.ChunkAccepted]) -> dict[int, int]:
+    """The last accepted length of each sample: one update a sample, however many chunks it has in the batch."""
+    longest: dict[int, int] = {}
+    for chunk in records:
+        sample_id, length = chunk.sample_id, chunk.offset + len(chunk.tokens) // 4
+        if length > longest.get(sample_id, -1):
+            longest[sample_id] = length
+    return longest
+
+
+def lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
+    # The same order in every transaction, so that two never wait for each other.
+    return (
+        {"p_sample_id": sample_id, "p_length": length}
+        for sample_id, length in sorted(_longest(records).items())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one.
+
+    `shape` says the same for many rows at once (`batch_sql`), where the statement has such a form.
+    """
+
+    sql: sa.Executable
+    rows: Rows
+    must_match: bool = False
+    shape: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the writer does with one kind of record. The insert of chunks is `batch_sql.append_chunks`."""
+
+    statements: tuple[Statement, ...]
+    creates: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
+    sets: frozenset[str] = frozenset()
+
+
+# ---------------------------------------------------------------- builders
+
+
+def _p(name: str) -> sa.BindParameter[Any]:
+    return bindparam(f"p_{name}")
+
+
+def _insert(table: Table, rows: Rows = each, /, **columns: Any) -> Statement:
+    """`columns` are constants, or names of fields where a string starts with ':'."""
+    values = _values(table, columns)
+    return Statement(
+        sa.insert(table).values(values).inline(), rows, shape=Shape(table, (), tuple(values.items()))
+    )
+
+
+def _values(table: Table, columns: dict[str, Any]) -> Row:
+    return {name: _value(table.c[name], value) for name, value in columns.items()}
+
+
+def _value(column: sa.Column[Any], value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(":"):
+        return bindparam(f"p_{value[1:]}", type_=column.type)
+    return value
+
+
+def _same(table: Table, names: str) -> dict[str, Any]:
+    """Columns that are called as the record's fields are."""
+    return {name: f":{name}" for name in names.split()}
+
+
+def _update(
+    table: Table, keys: str, rows: Rows = each, /, *, must_match: bool = True, **columns: Any
+) -> Statement:
+    """Update the row whose `keys` (columns, called as the fields) match. `columns` as in `_insert`."""
+    where = [table.c[key] == _p(key) for key in keys.split()]
+    values = _values(table, columns)
+    shape = Shape(table, tuple(keys.split()), tuple(values.items()))
+    return Statement(sa.update(table).where(*where).values(values), rows, must_match, shape)
+
+
+def _at_least(column: sa.Column[Any], field: str) -> sa.Case[Any]:
+    """The greater of a column and a field. (`max(a, b)` is SQLite's spelling only, `greatest` PostgreSQL's.)"""
+    value = bindparam(f"p_{field}", type_=column.type)
+    return sa.case((column < value, value), else_=column)
+
+
+def _next(field: str) -> sa.ColumnElement[Any]:
+    """One more than a field."""
+    return bindparam(f"p_{field}", type_=t.Int) + 1
+
+
+def _kind(*statements: Statement, creates: str = "", uses: str = "", sets: str = "") -> Kind:
+    return Kind(statements, frozenset(creates.split()), frozenset(uses.split()), frozenset(sets.split()))
+
+
+# ---------------------------------------------------------------- the table
+
+_END = "sample_id state reason step attempt reward advantage at reward_version"
+_JOB_STATE = "state flags reason node restart_count"
+
+KINDS: dict[type[Record], Kind] = {
+    r.RunCreated: _kind(
+        _insert(
+            t.runs,
+            **_same(t.runs, "run_id name owner_key seed config engine tokenizer"),
+            created_at=":at",
+            state="active",
+            reason="",
+            attempt=0,
+            resume_step=0,
+            last_step=0,
+            last_version=0,
+        ),
+        creates="runs",
+    ),
+    # A run that had ended and is opened again goes on.
+    r.AttemptGranted: _kind(
+        _insert(
+            t.attempts,
+            **_same(t.attempts, "run_id attempt host job_id resume_step config engine"),
+            started_at=":at",
+        ),
+        _update(
+            t.runs, "run_id", **_same(t.runs, "attempt resume_step"), state="active", reason="", ended_at=None
+        ),
+        creates="attempts",
+        uses="runs",
+        sets="runs.attempt runs.state",
+    ),
+    r.RunEnded: _kind(
+        _update(t.runs, "run_id", **_same(t.runs, "state reason"), ended_at=":at"),
+        uses="runs",
+        sets="runs.state",
+    ),
+    r.VersionPublished: _kind(
+        _insert(
+            t.weight_versions,
+            published_at=":at",
+            **_same(t.weight_versions, "run_id version step attempt root manifest nbytes"),
+        ),
+        _update(t.runs, "run_id", last_version=_at_least(t.runs.c.last_version, "version")),
+        creates="weight_versions",
+        uses="runs",
+    ),
+    r.StepCommitted: _kind(
+        _insert(t.steps, **_same(t.steps, "run_id purpose step attempt version metrics"), committed_at=":at"),
+        _update(
+            t.runs,
+            "run_id",
+            last_step=sa.case(
+                (_p("purpose") == "train", _at_least(t.runs.c.last_step, "step")), else_=t.runs.c.last_step
+            ),
+        ),
+        creates="steps",
+        uses="runs",
+        sets="steps.rewound",
+    ),
+    r.StepsRewound: _kind(
+        *(
+            Statement(
+                sa.update(table)
+                .where(
+                    table.c.run_id == _p("run_id"), table.c.step > _p("to_step"), table.c.rewound_by.is_(None)
+                )
+                .values(rewound_by=bindparam("p_attempt", type_=t.Int)),
+                each,
+            )
+            for table in (t.steps, t.checkpoints)
+        ),
+        _update(t.runs, "run_id", last_step=":to_step"),
+        uses="runs",
+        sets="steps.rewound checkpoints.rewound",
+    ),
+    r.CheckpointRecorded: _kind(
+        _insert(
+            t.checkpoints, **_same(t.checkpoints, "run_id step version root path kept"), recorded_at=":at"
+        ),
+        creates="checkpoints",
+        sets="checkpoints.rewound",
+    ),
+    r.GroupCreated: _kind(
+        _insert(
+            t.groups,
+            **_same(
+                t.groups,
+                "group_id run_id purpose step prompt_index retry version prompt n first_sample_id sampling meta",
+            ),
+            created_version=":version",
+            created_at=":at",
+            delivered_attempt=0,
+        ),
+        _insert(
+            t.samples,
+            new_samples,
+            **_same(t.samples, "sample_id group_id run_id"),
+            sample_index=":index",
+            state="open",
+            reason="",
+            finish="",
+            reward_version="",
+            accepted_len=0,
+            epoch=0,
+            moves=0,
+            worker_id=0,
+            regenerated=0,
+            ended_step=0,
+            ended_attempt=0,
+        ),
+        creates="groups samples",
+    ),
+    r.GroupAdopted: _kind(
+        _update(t.groups, "group_id", version=":version"), uses="groups", sets="groups.version"
+    ),
+    r.GroupDelivered: _kind(
+        _update(t.groups, "group_id", delivered_attempt=":attempt", delivered_at=":at"),
+        uses="groups",
+        sets="groups.delivered",
+    ),
+    r.LeaseGranted: _kind(
+        _insert(
+            t.leases,
+            **_same(t.leases, "sample_id epoch worker_id version"),
+            start_len=":offset",
+            end_len=":offset",
+            regenerated=0,
+            reason="",
+            granted_at=":at",
+        ),
+        _update(
+            t.samples,
+            "sample_id",
+            **_same(t.samples, "epoch worker_id"),
+            moves=t.samples.c.moves + sa.case((_p("offset") > 0, 1), else_=0),
+        ),
+        creates="leases",
+        uses="samples",
+        sets="samples.epoch",
+    ),
+    r.LeaseEnded: _kind(
+        _update(
+            t.leases,
+            "sample_id epoch",
+            **_same(t.leases, "reason regenerated"),
+            end_len=":length",
+            ended_at=":at",
+        ),
+        _update(
+            t.samples,
+            "sample_id",
+            accepted_len=_at_least(t.samples.c.accepted_len, "length"),
+            regenerated=t.samples.c.regenerated + bindparam("p_regenerated", type_=t.Int),
+        ),
+        uses="leases samples",
+    ),
+    # New rows first: a sample may move twice in one batch.
+    r.LeaseMoved: _kind(
+        _insert(
+            t.leases,
+            **_same(t.leases, "sample_id worker_id version"),
+            epoch=_next("epoch"),
+            start_len=":length",
+            end_len=":length",
+            regenerated=0,
+            reason="",
+            granted_at=":at",
+        ),
+        _update(
+            t.leases,
+            "sample_id epoch",
+            **_same(t.leases, "reason regenerated"),
+            end_len=":length",
+            ended_at=":at",
+        ),
+        _update(
+            t.samples,
+            "sample_id",
+            worker_id=":worker_id",
+            epoch=_next("epoch"),
+            moves=t.samples.c.moves + sa.case((_p("length") > 0, 1), else_=0),
+            accepted_len=_at_least(t.samples.c.accepted_len, "length"),
+            regenerated=t.samples.c.regenerated + bindparam("p_regenerated", type_=t.Int),
+        ),
+        creates="leases",
+        uses="leases samples",
+        sets="samples.epoch",
+    ),
+    r.ChunkAccepted: _kind(
+        _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
+        creates="chunks",
+        uses="samples",
+    ),
+    # Its statements depend on what the chunks hold: `compaction` runs them. No attempt may be granted in between, no chunk follow.
+    r.ContentsReduced: _kind(uses="samples chunks leases", sets="samples.state runs.attempt"),
+    r.SampleFinished: _kind(
+        _update(
+            t.samples,
+            "sample_id",
+            state="complete",
+            finish=":finish",
+            accepted_len=_at_least(t.samples.c.accepted_len, "length"),
+            finished_at=":at",
+        ),
+        uses="samples",
+        sets="samples.state",
+    ),
+    r.SampleEnded: _kind(
+        _insert(t.sample_ends, **_same(t.sample_ends, _END)),
+        _update(
+            t.samples,
+            "sample_id",
+            **_same(t.samples, "state reason reward advantage reward_version"),
+            ended_step=":step",
+            ended_attempt=":attempt",
+            ended_at=":at",
+        ),
+        creates="sample_ends",
+        uses="samples",
+        sets="samples.state",
+    ),
+    r.SampleReopened: _kind(
+        _insert(
+            t.sample_ends,
+            **_same(t.sample_ends, "sample_id attempt at"),
+            state="reopened",
+            reason="",
+            step=0,
+            reward=None,
+            advantage=None,
+            reward_version="",
+        ),
+        _update(
+            t.samples,
+            "sample_id",
+            state="complete",
+            reason="",
+            ended_step=0,
+            ended_attempt=0,
+            ended_at=None,
+            advantage=None,
+        ),
+        creates="sample_ends",
+        uses="samples",
+        sets="samples.state",
+    ),
+    r.WorkerJoined: _kind(
+        _insert(
+            t.workers,
+            **_same(t.workers, "worker_id run_id kind intent_id session incarnation job_id node gpus engine"),
+            joined_at=":at",
+            reason="",
+            samples=0,
+            salvaged=0,
+            regenerated=0,
+        ),
+        creates="workers",
+    ),
+    r.WorkerLeft: _kind(
+        _update(
+            t.workers,
+            "worker_id",
+            **_same(t.workers, "reason notice samples salvaged regenerated"),
+            left_at=":at",
+        ),
+        uses="workers",
+    ),
+    r.JobIntended: _kind(
+        _insert(
+            t.jobs,
+            **_same(t.jobs, "intent_id run_id partition gpus worker_key pinned"),
+            intended_at=":at",
+            job_id=0,
+            last_state="",
+            flags="",
+            reason="",
+            node="",
+            restart_count=0,
+        ),
+        creates="jobs",
+    ),
+    # Jobs and allocations are what Slurm reports, perhaps of intents that a restored ledger does not have:
+    # a report without its row is kept in the history and stops nothing.
+    r.JobSubmitted: _kind(
+        _update(t.jobs, "intent_id", must_match=False, job_id=":job_id", submitted_at=":at"),
+        uses="jobs",
+        sets="jobs.job_id",
+    ),
+    r.JobObserved: _kind(
+        _insert(t.job_states, **_same(t.job_states, f"intent_id job_id at {_JOB_STATE}")),
+        _update(
+            t.jobs,
+            "intent_id",
+            must_match=False,
+            job_id=":job_id",
+            last_state=":state",
+            observed_at=":at",
+            **_same(t.jobs, "flags reason node restart_count"),
+        ),
+        creates="job_states",
+        uses="jobs",
+        sets="jobs.job_id jobs.state",
+    ),
+    r.JobEnded: _kind(
+        _update(t.jobs, "intent_id", must_match=False, last_state=":state", reason=":reason", ended_at=":at"),
+        uses="jobs",
+        sets="jobs.state",
+    ),
+    r.AllocationStarted: _kind(
+        _insert(
+            t.gpu_allocations,
+            **_same(t.gpu_allocations, "intent_id restart_count job_id node gpus"),
+            started_at=":at",
+            reason="",
+        ),
+        creates="gpu_allocations",
+    ),
+    r.AllocationEnded: _kind(
+        _update(
+            t.gpu_allocations, "intent_id restart_count", must_match=False, reason=":reason", ended_at=":at"
+        ),
+        uses="gpu_allocations",
+        sets="gpu_allocations.end",
+    ),
+    r.AllocationCorrected: _kind(
+        _update(
+            t.gpu_allocations,
+            "intent_id restart_count",
+            must_match=False,
+            **_same(t.gpu_allocations, "node gpus started_at ended_at reason"),
+        ),
+        uses="gpu_allocations",
+        sets="gpu_allocations.end",
+    ),
+    r.ClusterPolled: _kind(
+        _insert(
+            t.cluster_polls,
+            **_same(
+                t.cluster_polls,
+                "gpus_idle gpus_harvested gpus_other_users gpus_reserved gpus_unusable jobs_pending_other_users at",
+            ),
+        ),
+        creates="cluster_polls",
+    ),
+    r.Decision: _kind(
+        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at code")),
+        creates="decisions",
+    ),
+    r.Event: _kind(
+        _insert(t.events, **_same(t.events, "kind run_id subject reason detail at")), creates="events"
+    ),
+    r.Heartbeat: _kind(),
+}
+
+
+def _must_follow(later: Kind, earlier: Kind) -> bool:
+    return bool(later.sets & earlier.sets) or bool(later.uses & earlier.creates)
+
+
+#: For each kind, the other kinds whose earlier records it may not overtake.
+BARRIERS: dict[type[Record], tuple[type[Record], ...]] = {
+    kind: tuple(other for other in KINDS if other is not kind and _must_follow(KINDS[kind], KINDS[other]))
+    for kind in KINDS
+}
+
+Batch = tuple[type[Record], list[Record]]
+
+
+def arrange(records: Iterable[Record]) -> list[Batch]:
+    """Records of one transaction as batches of one kind each, in an order with the same result. Records of a kind keep theirs."""
+    batches: list[Batch] = []
+    last: dict[type[Record], int] = {}
+    before: type[Record] | None = None
+    for record in records:
+        kind = type(record)
+        if kind is before:  # nothing has come between: the common case, and it must cost nothing
+            batches[last[kind]][1].append(record)
+            continue
+        before = kind
+        barrier = max((last.get(other, -1) for other in BARRIERS[kind]), default=-1)
+        at = last.get(kind, -1)
+        if at <= barrier:
+            at = last[kind] = len(batches)
+            batches.append((kind, []))
+        batches[at][1].append(record)
+    return batches
+
+
+_LIMIT = 2**63
+_FLAT_BYTES = 400
+_LEASES = frozenset({r.LeaseGranted, r.LeaseEnded, r.LeaseMoved})
+
+
+def weigh(record: Record) -> int:
+    """About how many bytes a record takes in memory and in the ledger.
+
+    Raises `LedgerError` for an integer that no database column holds: refused here, where the caller can still be told, it cannot
+    become a record that no retry can ever write.
+    """
+    if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
+        return _FLAT_BYTES + len(record.tokens) + len(record.logprobs) + len(record.raw_logprobs)
+    if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
+        return _FLAT_BYTES
+    size = _FLAT_BYTES
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, (bytes, str)):
+            size += len(value)
+        elif isinstance(value, int) and not -_LIMIT <= value < _LIMIT:
+            raise LedgerError(f"{type(record).__name__}.{name} = {value} does not fit into 64 bits")
+    return size
+
+
+def describe(record: Record) -> str:
+    """A record in one short line, for messages: payloads by their size only."""
+    fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
+    shown = (f"{n}=<{len(v)} bytes>" if isinstance(v, bytes) else f"{n}={str(v)[:40]!r}" for n, v in fields)
+    return f"{type(record).__name__}({', '.join(shown)})"
+
+
+def kinds() -> tuple[type[Record], ...]:
+    """Every record kind that exists, whether or not `KINDS` knows it."""
+    return tuple(
+        kind
+        for kind in vars(r).values()
+        if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
+    )

@@ -1,0 +1,290 @@
+"""The policy that predicts: window, placement, rebalancing, tails and fleet size out of one forecast. Pure.
+
+    facts  --> Forecast (what was learned)
+    view   --> Outlook  (the moment: what everybody has, and what is to come; the window's plan)
+                 |-- window.solve       whether reserved engines go on generating
+                 |-- Placer             which queued sample goes where, in which order, how many an engine serves at a time
+                 |-- Mover              which running sample changes engines
+                 '-- FleetSizer         how many harvested engines
+
+A run asks often: what is dear is done again only when the fleet or the step changed, or after a while. Every controller can be switched off
+(`Settings`) and is then `Standard`. Owns when the window is solved again. Every answer says what it was made of.
+
+What leases and moves were reckoned with, in numbers for the ledger: expected tokens, engines' curves, the price of a move. Pure.
+
+Looks at the moment by which they were decided (`PolicyForecast.decided_by`) and at nothing anew, so that
+being asked changes no answer and costs
+little. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scavenger.policy import migration
+from scavenger.policy import seed_window as windows
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import (
+    EnginesAsked,
+    Fact,
+    Inputs,
+    Move,
+    Placement,
+    RunView,
+    SampleFinished,
+    Standard,
+    StepFinished,
+    StepSubmitted,
+    WindowDecision,
+    WindowMoved,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+)
+from scavenger.policy.predictive.fleet import FleetSizer
+from scavenger.policy.predictive.learned import Forecast
+from scavenger.policy.predictive.migration import Mover
+from scavenger.policy.predictive.placement import Placer
+from scavenger.policy.predictive.policy_forecast import PolicyForecast
+from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.view import Picture
+from scavenger.policy.seed_window import Serving
+
+DECISION_KINDS = ("longest first", "group after group")  # as `predictive_serving` numbers them
+
+
+def of_placements(answers: Sequence[Placement], policy_forecast: PolicyForecast, service: Serving) -> Inputs:
+    """`looked_at`: when the order was found. Of the first answer its expected tokens and its engine; of all what is expected together."""
+    picture = policy_forecast.decided_by
+    if picture is None:
+        return {}
+    first = answers[0]
+    return {
+        "looked_at": picture.now,
+        "order": DECISION_KINDS[service.order],
+        "limit": service.reason or "all samples at a time",
+        **_expected(picture, [answer.sample_id for answer in answers]),
+        **_engine(policy_forecast, picture, first.worker_id, ""),
+    }
+
+
+def of_moves(moves: Sequence[Move], policy_forecast: PolicyForecast, margin: float) -> Inputs:
+    """What the moves cost their targets, and the first one's two engines. `margin`: what all moves off an engine must win of its time."""
+    picture = policy_forecast.decided_by
+    if picture is None:
+        return {}
+    first, leaving = moves[0], {move.sample_id for move in moves}
+    curves = {worker.id: picture.curve(worker) for worker in picture.workers if worker.serves}
+    cost: dict[str, float] = {}
+    if curves:
+        price = migration.Price(
+            policy_forecast.forecast.prefill_s(next(iter(curves.values()))),
+            policy_forecast.forecast.transfer_s,
+            margin,
+        )
+        held = [
+            sample
+            for worker_id in {move.from_worker for move in moves}
+            for sample in picture.held.get(worker_id, ())
+        ]
+        have = sum(sample.prompt_tokens + sample.length for sample in held if sample.id in leaving)
+        cost = {
+            "prefill_s": price.token_s,
+            "transfer_s": price.move_s,
+            "cost_s": price.move_s * len(moves) + price.token_s * have,
+        }
+    return {
+        "looked_at": picture.now,
+        "margin": margin,
+        **cost,
+        **_expected(picture, sorted(leaving)),
+        **_engine(policy_forecast, picture, first.from_worker, "from_"),
+        **_engine(policy_forecast, picture, first.to_worker, "to_"),
+    }
+
+
+def _expected(picture: Picture, sample_ids: Sequence[int]) -> dict[str, float]:
+    known = [picture.expected[sample_id] for sample_id in sample_ids if sample_id in picture.expected]
+    return {"expected_tokens": sum(known), "longest_expected": max(known)} if known else {}
+
+
+def _engine(
+    policy_forecast: PolicyForecast, picture: Picture, worker_id: int, which: str
+) -> dict[str, float]:
+    """How many leases it had, and its decode step: `step_s` + `sample_s` for each sample + `token_s` for each token of context."""
+    worker = next((one for one in picture.workers if one.id == worker_id), None)
+    if worker is None:
+        return {}
+    curve = picture.curve(worker)
+    named = {
+        "leases": worker.leases,
+        "step_s": curve.base,
+        "sample_s": curve.per_sample,
+        "token_s": curve.per_token,
+    }
+    return {f"{which}{name}": value for name, value in named.items()}
+
+
+#: A window that ends this soon ends now: asking again would take as long.
+SOON_S = 1.0
+#: Ask again after this share of the time to the window's end, but within these.
+AGAIN_SHARE, AGAIN_MIN_S, AGAIN_MAX_S = 0.5, 4.0, 60.0
+
+
+class Predictive:
+    """A `RouterPolicy`. One for each run; what it has learned goes with it."""
+
+    def __init__(self, name: str, settings: Settings | None = None, forecast: Forecast | None = None) -> None:
+        self.name = name
+        self.settings = settings or Settings()
+        self.forecast = forecast or Forecast()
+        self._standard = Standard()
+        self._policy_forecast = PolicyForecast(self.forecast)
+        self._placer = Placer(self.settings, self._policy_forecast)
+        self._mover = Mover(self.settings, self._policy_forecast)
+        self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
+        self._decision: WindowDecision | None = None
+        self._solved_at = -math.inf
+        self._new_step = self._changed = True
+        self._asked_for = self._unfinished = 0  # samples of the step
+        self._asked: tuple[int, str] | None = None
+        self._first_asked = self._target = (
+            0  # engines: before the first step, and whatever a merged tail freed or a limit left out
+        )
+        self._before = 0  # engines, before the daemon's restart
+
+    @property
+    def every_s(self) -> float:
+        return self.settings.every_s if self.settings.rebalance or self.settings.tails else math.inf
+
+    # ---------------------------------------------------------------- facts
+
+    def observe(self, fact: Fact, now: float) -> None:
+        begins = isinstance(fact, StepSubmitted) and self.forecast.begins(fact)
+        self.forecast.observe(fact, now)
+        self._policy_forecast.observe(fact, now, begins=begins)
+        self._placer.observe(fact, now, begins=begins)
+        self._mover.observe(fact, begins=begins)
+        match fact:
+            case StepSubmitted() if begins:
+                self._asked_for = self._unfinished = fact.samples
+                self._decision = None
+                self._new_step = self._changed = True
+            case StepSubmitted():
+                self._unfinished += fact.samples - self._asked_for
+                self._asked_for, self._changed = fact.samples, True
+            case SampleFinished() if fact.step == self._policy_forecast.step:
+                self._unfinished -= 1
+                self._new_step |= self._unfinished == 0  # the window ends at once
+            case WindowMoved() | WorkerReady() | WorkerLost() | WorkerJoined():
+                self._changed = True
+                if isinstance(fact, WorkerLost) or (isinstance(fact, WorkerReady) and fact.first):
+                    self._fleet.fleet_changed()
+            case EnginesAsked():
+                self._first_asked = self._before = fact.engines
+                self._fleet.restarted(fact.engines)
+            case StepFinished() if fact.purpose == "train":
+                if self.forecast.last is not None and self.forecast.last.step == fact.step:
+                    self._fleet.step_ended(self.forecast.last.wait)
+
+    # ---------------------------------------------------------------- window
+
+    def window(self, view: RunView, now: float) -> WindowDecision | None:
+        if not self.settings.window:
+            return None
+        known = self._decision
+        if known is not None and not self._new_step:
+            if now < known.again_at and not self._changed:
+                return known
+            pause_s = self._policy_forecast.pause_s()
+            if now < self._solved_at + pause_s:
+                return replace(known, again_at=self._solved_at + pause_s)
+        self._decision = self._decide(view, now)
+        self._solved_at, self._new_step, self._changed = now, False, False
+        return self._decision
+
+    def _decide(self, view: RunView, now: float) -> WindowDecision | None:
+        step, policy_forecast = view.step, self._policy_forecast
+        policy_forecast.plan = None
+        if step.purpose != "train" or not step.samples or not any(w.kind == "reserved" for w in view.workers):
+            return None
+        if step.finished >= step.samples:
+            return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
+        picture, service = policy_forecast.picture(view, now), self._placer.service
+        situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
+        plan, told = windows.solve(situation), situation.inputs()
+        if plan.awake and not situation.awake and situation.begun and not self.settings.reopen:
+            plan = replace(plan, awake=False)
+        policy_forecast.plan = plan
+        why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
+        soon_s = policy_forecast.pause_s(SOON_S)
+        if picture.step.reserved_awake and plan.awake and plan.close_after_s <= soon_s:
+            return WindowDecision(True, why, now + AGAIN_MAX_S, told)
+        left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
+        again = min(AGAIN_MAX_S, max(policy_forecast.pause_s(AGAIN_MIN_S), AGAIN_SHARE * left))
+        if plan.awake and plan.close_after_s < again:
+            again = max(soon_s, plan.close_after_s)
+        return WindowDecision(not plan.awake, why, now + again, told)
+
+    # ---------------------------------------------------------------- placement, moves, engines
+
+    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+        return self._placer.place(view, now) if self.settings.placement else self._standard.place(view, now)
+
+    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+        return self._mover.moves(view, now)
+
+    def engines(self, view: RunView, now: float) -> tuple[int, str]:
+        if not self.settings.fleet:
+            return self._standard.engines(view, now)
+        if view.step.purpose != "train" and self._asked is not None:
+            return self._asked  # engines stay over an evaluation
+        if not view.step.samples or self.forecast.lengths is None:
+            number, why = self._standard.engines(view, now)
+            if number < min(self._before, view.max_engines):
+                number, why = (
+                    min(self._before, view.max_engines),
+                    f"{self._before} were asked for before the daemon's restart; {why}",
+                )
+            self._first_asked = self._target = number
+            return number, why
+        self._before = 0
+        target, why = self._fleet.engines(view, self.forecast, now, self._first_asked)
+        self._target = self._fleet.state.target
+        retired = (
+            self._mover.retired
+        )  # those that have left too: their place is not to be filled in this step
+        if retired:
+            # Whoever asks for more than there are would else keep what was freed, and start one more.
+            others = sum(worker.kind != "reserved" and worker.id not in retired for worker in view.workers)
+            target = max(0, min(target - len(retired), others))
+            why = f"{why}; {len(retired)} were freed by merging the step's tail"
+        self._asked = target, why
+        return self._asked
+
+    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+        return (
+            of_placements(answers, self._policy_forecast, self._placer.service.by)
+            if self.settings.placement
+            else {}
+        )
+
+    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+        return of_moves(moves, self._policy_forecast, self.settings.margin)
+
+    def sized_by(self) -> Inputs:
+        return (
+            {**self._fleet.figures(), "freed": len(self._mover.retired), "target": self._target}
+            if self.settings.fleet
+            else {}
+        )
+
+    def benefit(self) -> Benefit | None:
+        """None until a fleet was sized: on priors alone what is idle is taken."""
+        return (
+            self._fleet.benefit
+            if self.settings.fleet and self._asked is not None and self.forecast.start.seen
+            else None
+        )

@@ -1,0 +1,375 @@
+"""CURVE keys and the rendezvous file: how processes find the daemon and prove who they are.
+
+Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600
+and replaced atomically. Secrets never leave these files: not into argv, environment, comments, scripts or logs.
+
+    keys/server.key        the daemon's key pair
+    keys/uid               by what the daemon's jobs are known, once its key was changed (before that the key itself says it)
+    keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
+    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first, with when it came (Unix
+                           seconds; releases before did not say); "was KEY CAME WENT": not any more
+    workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
+
+An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: whoever holds a newer one owns them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import zmq
+from blake3 import blake3
+
+from scavenger.errors import AuthError, DaemonUnavailable
+
+Z85_KEY_LENGTH = 40
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair in Z85. `run` and `intent` bind a worker's key to what it was minted for."""
+
+    public: str
+    secret: str
+    run: str = ""
+    intent: str = ""
+
+    def __repr__(self) -> str:  # a secret must not reach a log through a traceback
+        return f"KeyPair(public={self.public!r})"
+
+
+class OwnerKey(msgspec.Struct, frozen=True):
+    """A public key of an owner. `since`: Unix seconds, 0 = not known; `until`: when it was retired, None = it may connect."""
+
+    public: str
+    since: float = 0.0
+    until: float | None = None
+
+    @property
+    def allowed(self) -> bool:
+        return self.until is None
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | worker; `since`: Unix seconds, 0 = not known."""
+
+    role: str
+    who: str
+    public: str
+    since: float
+    state: str
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the present daemon listens. Reread at every reconnect; `generation` tells an old file from a new one."""
+
+    endpoint: str
+    server_key: str
+    generation: int
+    pid: int
+    host: str
+    uid: str = ""  # of the generation: a number may be used again after an older ledger was restored
+
+
+def generate(run: str = "", intent: str = "") -> KeyPair:
+    """A fresh pair from libzmq's random source."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode(), run, intent)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` atomically by a file that only its owner can read, durable before it is visible."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid():
+                remedy = "keys belong to one Unix user in this release: run as that user, the daemon's (`sudo -u USER ...`, docs/site.md)"
+                raise AuthError(
+                    f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()})", remedy
+                )
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
+            return file.read(16 * 1024)
+    except FileNotFoundError as error:
+        raise AuthError(
+            f"{path} does not exist", "run `scavenger init` first, or name the right state directory"
+        ) from error
+    except PermissionError as error:
+        raise AuthError(
+            f"{path} cannot be read: {error.strerror}", "run as the user who owns the key"
+        ) from error
+
+
+def write_keypair(path: Path, pair: KeyPair) -> None:
+    write_private(path, msgspec.json.encode(pair))
+
+
+def read_keypair(path: Path) -> KeyPair:
+    """Read a key pair. Raises `AuthError` when it is missing, readable by others, or not a key."""
+    try:
+        pair = msgspec.json.decode(_read_private(path), type=KeyPair)
+    except msgspec.MsgspecError as error:
+        raise AuthError(
+            f"{path} is not a key file: {error}", "make a new one with `scavenger init`"
+        ) from error
+    if len(pair.public) != Z85_KEY_LENGTH or len(pair.secret) != Z85_KEY_LENGTH:
+        raise AuthError(f"{path} does not hold a CURVE key pair", "make a new one with `scavenger init`")
+    return pair
+
+
+def write_rendezvous(state_dir: Path, rendezvous: Rendezvous) -> None:
+    write_private(state_dir / "rendezvous.json", msgspec.json.encode(rendezvous))
+
+
+def read_rendezvous(state_dir: Path) -> Rendezvous:
+    """Where the daemon listens. Raises `DaemonUnavailable` when none has written the file yet."""
+    path = state_dir / "rendezvous.json"
+    if not path.exists():
+        raise DaemonUnavailable(f"no daemon has announced itself in {path}", "start it: `scavenger daemon`")
+    try:
+        return msgspec.json.decode(_read_private(path), type=Rendezvous)
+    except msgspec.MsgspecError as error:
+        raise DaemonUnavailable(f"{path} is not a rendezvous file: {error}", "restart the daemon") from error
+
+
+def owner_key_path(state_dir: Path) -> Path:
+    return state_dir / "keys" / "owner.key"
+
+
+def server_key_path(state_dir: Path) -> Path:
+    return state_dir / "keys" / "server.key"
+
+
+def worker_key_path(state_dir: Path, intent_id: str) -> Path:
+    return state_dir / "workers" / f"{intent_id}.key"
+
+
+def _owner_path(state_dir: Path, name: str) -> Path:
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-' and '_'")
+    return state_dir / "keys" / "owners" / f"{name}.pub"
+
+
+def _owner_keys(path: Path) -> list[OwnerKey]:
+    """The keys of one owner, the newest first."""
+    lines = _read_private(path).decode("ascii", "replace").split("\n")
+    try:
+        found = [_owner_key(line) for line in lines if line.strip()]
+    except (ValueError, IndexError):
+        found = []
+    if not found or any(len(key.public) != Z85_KEY_LENGTH for key in found):
+        raise AuthError(
+            f"{path} does not hold CURVE public keys", "enroll the owner again: `scavenger enroll`"
+        )
+    return found
+
+
+def _owner_key(line: str) -> OwnerKey:
+    """One line of an owner's file: a key has no space in it. Raises `ValueError`, `IndexError` for another line."""
+    words = line.removeprefix("was ").split()
+    public, came, went = words[0], *(float(word) for word in (*words[1:3], *("0", "0")[len(words[1:3]) :]))
+    return OwnerKey(public, came, went if line.startswith("was ") else None)
+
+
+def _write_owner(path: Path, owner_keys: list[OwnerKey]) -> None:
+    write_private(path, "".join(map(_line, owner_keys)).encode())
+
+
+def _line(key: OwnerKey) -> str:
+    came = f"{key.public} {key.since:.0f}"
+    return f"{came}\n" if key.until is None else f"was {came} {key.until:.0f}\n"
+
+
+def enrolled_owners(state_dir: Path) -> dict[str, str]:
+    """Public key of everybody who may own runs -> the key that the owner's runs are recorded under."""
+    owners: dict[str, str] = {}
+    for path in sorted((state_dir / "keys" / "owners").glob("*.pub")):
+        found = _owner_keys(path)
+        owners |= {key.public: found[-1].public for key in found if key.allowed}
+    return owners
+
+
+def owner_keys(state_dir: Path) -> dict[str, list[OwnerKey]]:
+    """Every owner's keys, also those that were retired, the newest first."""
+    return {path.stem: _owner_keys(path) for path in sorted((state_dir / "keys" / "owners").glob("*.pub"))}
+
+
+def owner_names(state_dir: Path) -> dict[str, str]:
+    """The key that an owner's runs are recorded under -> the name that the owner was enrolled under."""
+    files = sorted((state_dir / "keys" / "owners").glob("*.pub"))
+    return {_owner_keys(path)[-1].public: path.stem for path in files}
+
+
+def enroll(state_dir: Path, name: str, public: str) -> Path:
+    """Allow `public` to own runs under `name`, and no other key. Returns the file; removing it revokes the permission."""
+    path = _owner_path(state_dir, name)
+    _write_owner(path, [OwnerKey(_checked(public), time.time())])
+    return path
+
+
+def _checked(public: str) -> str:
+    if len(public) != Z85_KEY_LENGTH:
+        raise AuthError(
+            f"{public!r} is not a CURVE public key in Z85 (40 characters)",
+            "pass the `public` of the owner's key",
+        )
+    return public
+
+
+# ---------------------------------------------------------------- changing keys
+
+
+def add_owner_key(state_dir: Path, name: str, public: str) -> Path:
+    """A further key for an enrolled owner: both may connect, and the runs are the same owner's. Repeating it changes nothing."""
+    path = _owner_path(state_dir, name)
+    found = _owner_keys(path)
+    if public not in [key.public for key in found]:
+        _write_owner(path, [OwnerKey(_checked(public), time.time()), *found])
+    return path
+
+
+def retire_owner_keys(state_dir: Path, name: str) -> int:
+    """Only the newest key of the owner may connect from now on; live sessions of the others end. Returns how many were retired."""
+    path = _owner_path(state_dir, name)
+    newest, *older = _owner_keys(path)
+    now = time.time()
+    retired = [key if not key.allowed else msgspec.structs.replace(key, until=now) for key in older]
+    _write_owner(path, [msgspec.structs.replace(newest, until=None), *retired])
+    return sum(key.allowed for key in older)
+
+
+def rotate_owner(state_dir: Path, name: str) -> Path:
+    """A new key pair for the owner whose key is `keys/owner.key`. Processes that read the old one go on with it until it is retired.
+
+    The new key is enrolled before the file names it, so that a crash in between leaves a key that works.
+    """
+    path = owner_key_path(state_dir)
+    if read_keypair(path).public not in [
+        key.public for key in _owner_keys(_owner_path(state_dir, name)) if key.allowed
+    ]:
+        raise AuthError(
+            f"{path} is not a key of owner {name!r}", "name the owner as its file in keys/owners is called"
+        )
+    fresh = generate()
+    add_owner_key(state_dir, name, fresh.public)
+    write_keypair(path, fresh)
+    return path
+
+
+def rotate_server(state_dir: Path) -> Path:
+    """A new key pair for the daemon, in use from its next start. Who reconnects reads it from the rendezvous file.
+
+    Its jobs are known by what the first key said: that is written down first.
+    """
+    path = server_key_path(state_dir)
+    write_private(state_dir / "keys" / "uid", site_uid(state_dir, read_keypair(path).public).encode() + b"\n")
+    write_keypair(path, generate())
+    return path
+
+
+def site_uid(state_dir: Path, server_public: str) -> str:
+    """Eight hex digits that tell our jobs from another daemon's. They outlive a change of the daemon's key."""
+    path = state_dir / "keys" / "uid"
+    if not path.exists():
+        return blake3(server_public.encode()).hexdigest()[:8]
+    uid = _read_private(path).decode("ascii", "replace").strip()
+    if len(uid) != 8 or not set(uid) <= set("0123456789abcdef"):
+        raise AuthError(
+            f"{path} does not hold eight hex digits",
+            "restore the file, or remove it: present jobs are then strangers",
+        )
+    return uid
+
+
+def listed(state_dir: Path) -> list[Listed]:
+    """Every key that this state directory knows, without anything secret. Raises `AuthError` for a file that cannot be believed."""
+    path, own = server_key_path(state_dir), owner_key_path(state_dir)
+    server = read_keypair(path).public
+    found = [Listed("daemon", "", server, path.stat().st_mtime, _server_state(state_dir, server))]
+    mine = read_keypair(own).public if own.exists() else ""
+    for name, its in owner_keys(state_dir).items():
+        found += [
+            Listed("owner", name, key.public, key.since, _owner_state(key, key.public == mine)) for key in its
+        ]
+    for file in sorted((state_dir / "workers").glob("*.key")):
+        try:
+            pair, since = read_keypair(file), file.stat().st_mtime
+        except (AuthError, FileNotFoundError):
+            if file.exists():
+                raise
+            continue  # its job ended meanwhile
+        found.append(
+            Listed(
+                "worker",
+                f"{pair.run} {pair.intent}".strip(),
+                pair.public,
+                since,
+                "accepted while its job lives",
+            )
+        )
+    return found
+
+
+def _server_state(state_dir: Path, public: str) -> str:
+    try:
+        announced = read_rendezvous(state_dir)
+    except DaemonUnavailable:
+        return "no daemon has announced itself"
+    return "in use" if announced.server_key == public else "in use from the daemon's next start"
+
+
+def _owner_state(key: OwnerKey, in_owner_key: bool) -> str:
+    if key.until is not None:
+        return f"retired at {_utc(key.until)}" if key.until else "retired"
+    return "accepted, and in keys/owner.key" if in_owner_key else "accepted"
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def shown(found: Iterable[Listed]) -> list[str]:
+    """For a terminal: a heading and one line a key."""
+    rows = [("role", "who", "since", "public key", "state")]
+    rows += [
+        (key.role, key.who or "-", _utc(key.since) if key.since else "not known", key.public, key.state)
+        for key in found
+    ]
+    widths = [max(len(row[at]) for row in rows) for at in range(4)]
+    return [
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]))
+        for row in rows
+    ]
+
+
+def init_state(state_dir: Path, owner: str) -> list[Path]:
+    """Make the server's and the owner's keys where they are missing; returns the files that were written."""
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    written = []
+    for path in (server_key_path(state_dir), owner_key_path(state_dir)):
+        if not path.exists():
+            write_keypair(path, generate())
+            written.append(path)
+    if not (state_dir / "keys" / "owners" / f"{owner}.pub").exists():
+        written.append(enroll(state_dir, owner, read_keypair(owner_key_path(state_dir)).public))
+    return written

@@ -1,0 +1,118 @@
+"""What both conversations share: the protocol's version and bounds, the bases of all structs, and the parts of messages.
+
+Knows neither the messages of workers nor those of trainers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+#: The one protocol: a peer of another number is refused, and told to run the daemon's release.
+PROTOCOL = 4
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Samples of one group, and of one SubmitGroups: the daemon makes them in one go, and meanwhile serves nobody else.
+MAX_GROUP_SAMPLES = 4096
+MAX_CALL_SAMPLES = 16384
+#: Stop texts of one sample: they travel with each lease.
+MAX_STOPS = 64
+#: What an unauthenticated or not yet greeted peer may send at most.
+MAX_HELLO_BYTES = 64 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False, gc=False):
+    """Base of all messages: immutable, tagged by class name; unknown fields of a newer peer are ignored."""
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Base of what messages are made of."""
+
+
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+#: What a worker does with its GPU's memory.
+Memory = Literal["awake", "falling-asleep", "asleep", "waking"]
+#: Which of its job's reserved engines a worker is.
+Slot = Annotated[str, msgspec.Meta(max_length=256)]
+#: As many of them as a message names.
+MAX_SLOTS = 4096
+Slots = Annotated[tuple[Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+MAX_TEXT = 4096
+BoundedText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+#: Bounds keep NaN out too: no comparison with it is true.
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Sampling(Part, frozen=True):
+    """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off.
+
+    Before `min_tokens` tokens of the sample no stop token is drawn and no stop text ends it. `stop`: texts of which the first to appear in
+    the answer ends it, with the token that completes it.
+    """
+
+    max_tokens: Positive
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)] = ()
+    min_tokens: Count = 0
+    stop: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=MAX_STOPS)
+    ] = ()
+
+
+class EngineSpec(Part, frozen=True):
+    """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
+
+    name: RunName
+    model_config: str
+    dtype: str
+    max_batch: Positive
+    context_length: Positive
+    pace: Rate = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
+    memory_share: Share = 0.9  # of a GPU's memory
+    eager: bool = False  # no compilation and no CUDA graphs
+    tokenizer: str = ""  # path of the tokenizer.json; read by workers only where `Sampling.stop` asks for it
+
+
+class WeightSource(Part, frozen=True):
+    """Where the bytes of a version lie. `token` opens exactly this version to whoever proves to know it.
+
+    `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both
+    see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. Not `complete`: it says what it has.
+    """
+
+    endpoint: BoundedText
+    server_key: BoundedText
+    token: Annotated[bytes, msgspec.Meta(max_length=64)]
+    local: BoundedText = ""
+    complete: bool = True
+    nixl: bool = False  # its memory may be read by NIXL
+
+
+# ---------------------------------------------------------------- daemon -> worker or trainer, before a session
+
+
+class Rejected(Message, frozen=True):
+    """The hello was not accepted: the worker prints both and exits, unless `retry`."""
+
+    reason: str
+    remedy: str
+    retry: bool = False
+
+
+class HelloAgain(Message, frozen=True):
+    """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
+
+    reason: str
+
+
+def words(text: str) -> str:
+    """`text` cut to what a message's reason may hold."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

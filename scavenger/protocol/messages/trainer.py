@@ -1,0 +1,311 @@
+"""What a trainer and the daemon say to each other: calls, their replies, and what comes unasked. Knows nothing of workers' messages."""
+
+from __future__ import annotations
+
+from scavenger.protocol.messages.common import (
+    BoundedText,
+    Count,
+    EngineSpec,
+    HelloAgain,
+    Message,
+    Nbytes,
+    Part,
+    Positive,
+    Rate,
+    Rejected,
+    RunName,
+    Sampling,
+    Slots,
+    WeightSource,
+)
+
+# ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
+
+
+class OpenRun(Message, frozen=True):
+    """Become the trainer of `run`: the ledger grants a new attempt and fences older ones. The run is made if it is new.
+
+    `resume_step` is the step of the checkpoint that was loaded (0 = from the start). Samples consumed by later steps are
+    offered again as I3 says.
+    """
+
+    protocol: int
+    run: RunName
+    seed: int
+    config: str  # the run.toml as JSON, for the ledger
+    engine: EngineSpec
+    tokenizer: str  # path of tokenizer.json, for `scavenger samples`
+    harvest: bool
+    max_engines: Count
+    gpus_per_engine: Positive
+    resume_step: Count
+    host: BoundedText
+    job_id: int
+    poison_after: Positive = 3
+    on_poison: str = "stop"  # "stop" | "mask"
+    encrypt: bool = False  # whoever serves its weights over a network does so under CURVE
+
+
+class Attach(Message, frozen=True):
+    """Go on as this attempt after a reconnect. `have` lists groups received and not yet committed: they are not sent again.
+
+    `wants` lists groups submitted by this attempt and not received yet. Groups in neither belong to older attempts.
+    """
+
+    run: str
+    have: tuple[int, ...]
+    wants: tuple[int, ...] = ()
+    ledger: str = ""  # `RunOpened.ledger`: in another history of the ledger this attempt was never granted
+
+
+class PublishVersion(Message, frozen=True):
+    """Offer a weight version. Repeating it with the same root re-announces its sources (after a daemon restart)."""
+
+    version: int
+    step: int
+    root: bytes
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+    nbytes: int = 0  # of the weights, for the ledger
+
+
+class GroupSpec(Part, frozen=True):
+    """A prompt to sample n times. `meta` is JSON that comes back with the group (the answer to verify against, …)."""
+
+    prompt_index: int
+    prompt: bytes
+    n: int
+    sampling: Sampling
+    meta: str = "{}"
+
+
+class SubmitGroups(Message, frozen=True):
+    """Generate these groups with `version`. A group that exists already under an equal root hash is reused, not generated again."""
+
+    step: int
+    version: int
+    purpose: str  # "train" | "eval"
+    groups: tuple[GroupSpec, ...]
+
+
+class SetReserved(Message, frozen=True):
+    """Wake the run's reserved workers, or put them to sleep (their unfinished samples move with all tokens).
+
+    `order` grows by one each time; `Fleet` repeats it. 0: a trainer that does not wait for them. `awake` acknowledges that the trainer gave
+    back what it could of its GPUs' memory: no worker is woken before. `bytes_held`: what it holds yet.
+    """
+
+    awake: bool
+    order: Count = 0
+    bytes_held: Nbytes = 0
+
+
+class EndReserved(Message, frozen=True):
+    """The processes of the reserved engines in these slots are gone, and with them their memory: they ended, or the trainer, whose they
+
+    are, ended them, for this reason. Their samples move with every token that was accepted.
+    """
+
+    slots: Slots
+    reason: BoundedText
+
+
+class SampleOutcome(Part, frozen=True):
+    """What became of a delivered sample. `outcome`: "consumed" | "filtered" | "masked" | "evaluated"."""
+
+    sample_id: int
+    outcome: str
+    reward: float
+    advantage: float
+    reason: BoundedText = ""
+    reward_version: BoundedText = ""  # of the function that gave the reward
+
+
+class CommitStep(Message, frozen=True):
+    """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval")."""
+
+    step: int
+    version: int
+    purpose: str
+    outcomes: tuple[SampleOutcome, ...]
+    metrics: dict[str, float]
+
+
+class RecordCheckpoint(Message, frozen=True):
+    """A checkpoint that covers `step` is complete on disk: what it consumed is final. `root` is its published weights' hash.
+
+    `kept`: the steps whose checkpoints are on disk and stay there, `step` among them. One that the trainer is about to delete is not
+    named any more, so this comes before the deletion. None: it does not say, and the ledger goes by `checkpoint.keep` of its configuration.
+    """
+
+    step: int
+    version: int
+    root: bytes
+    path: str
+    kept: tuple[Count, ...] | None = None
+
+
+class CloseRun(Message, frozen=True):
+    """The run is over: harvested engines leave at once."""
+
+    state: str  # "finished" | "failed" | "stopped"
+    reason: BoundedText = ""
+
+
+class Trained(Part, frozen=True):
+    """Whole groups of `step` that went through the trainer: their tokens (prompts included), and the seconds that it computed for them."""
+
+    step: int
+    groups: Count
+    tokens: Count
+    seconds: Rate
+
+
+class Ping(Message, frozen=True):
+    """Keep-alive of a trainer; answered by Pong, and by Fleet when it changed. One whose connection is not attached is told so.
+
+    `aside`: from a second connection, which only says that the process lives, and is never attached. `trained`: how far the step under
+    way is trained, None = nothing of it yet.
+    """
+
+    aside: bool = False
+    trained: Trained | None = None
+
+
+CallBody = (
+    OpenRun
+    | Attach
+    | PublishVersion
+    | SubmitGroups
+    | SetReserved
+    | EndReserved
+    | CommitStep
+    | RecordCheckpoint
+    | CloseRun
+    | Ping
+)
+
+
+class Call(Message, frozen=True):
+    """A trainer's request. `attempt` is 0 in OpenRun only; an older attempt than the newest is refused (`stale`)."""
+
+    id: int
+    run: str
+    attempt: int
+    body: CallBody
+
+
+# ---------------------------------------------------------------- daemon -> trainer
+
+
+class Ok(Message, frozen=True):
+    pass
+
+
+class Pong(Message, frozen=True):
+    generation: int
+
+
+class RunOpened(Message, frozen=True):
+    """`next_version`: versions go on from here. `last_step`: the last committed step. `versions`: (step, version, root)."""
+
+    run_id: int
+    attempt: int
+    generation: int
+    next_version: int
+    last_step: int
+    versions: tuple[tuple[int, int, bytes], ...]
+    ledger: str = ""
+
+
+class Denied(Message, frozen=True):
+    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead".
+
+    "restored": the ledger was put back to an earlier state, in which this attempt does not exist. "ahead": the checkpoint of
+    `resume_step` is later than the ledger, which ends at `last_step`.
+    """
+
+    code: str
+    reason: str
+    remedy: str = ""
+    last_step: int = 0
+
+
+class Accepted(Message, frozen=True):
+    """Answer to SubmitGroups: ids in the order of the request."""
+
+    group_ids: tuple[int, ...]
+
+
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted
+
+
+class Reply(Message, frozen=True):
+    id: int
+    body: ReplyBody
+
+
+class DoneSample(Part, frozen=True):
+    """A complete sample. `error` is set when it was poisoned and masked: it then has no usable tokens.
+
+    `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the
+    present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
+    """
+
+    sample_id: int
+    index: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str
+    moves: int
+    reward: float | None = None
+    error: str | None = None
+    reward_version: str = ""
+    by_reserved: int = 0
+    by_harvested: int = 0
+    regenerated: int = 0
+
+
+class GroupDone(Message, frozen=True):
+    """A group whose every sample is complete and committed to the ledger."""
+
+    group_id: int
+    step: int
+    version: int
+    purpose: str
+    prompt_index: int
+    prompt: bytes
+    meta: str
+    samples: tuple[DoneSample, ...]
+
+
+class Fleet(Message, frozen=True):
+    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete.
+
+    `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
+    `order`: the last `SetReserved.order` that this answers. `asleep`: slots of the reserved workers that acknowledged their order to sleep,
+    with `bytes_held` bytes in all; `holding`: of all others, of which some may be silent, or lost without a word.
+    """
+
+    harvested: int
+    reserved_awake: int
+    reserved_asleep: int
+    outstanding: int
+    outstanding_reserved: int
+    window: str = ""
+    window_reason: BoundedText = ""
+    order: Count = 0
+    asleep: Slots = ()
+    holding: Slots = ()
+    bytes_held: Nbytes = 0
+
+
+class RunStopped(Message, frozen=True):
+    """The run cannot go on (a poisoned sample, an operator's stop). The trainer exits with this reason."""
+
+    reason: str
+    remedy: str = ""
+
+
+ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain

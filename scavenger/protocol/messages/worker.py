@@ -1,0 +1,341 @@
+"""What a worker and the daemon say to each other. Knows nothing of trainers, nor of how a message becomes a frame."""
+
+from __future__ import annotations
+
+from scavenger.protocol.messages.common import (
+    BoundedText,
+    Count,
+    Digest,
+    EngineSpec,
+    HelloAgain,
+    Memory,
+    Message,
+    Nbytes,
+    Part,
+    Rate,
+    Rejected,
+    Sampling,
+    WeightSource,
+)
+
+# ---------------------------------------------------------------- parts
+
+
+class SampleKey(Part, frozen=True):
+    """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
+
+    purpose: str
+    step: int
+    prompt: int
+    index: int
+
+
+class Lease(Part, frozen=True):
+    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
+
+    sample_id: int
+    epoch: int
+    version: int
+    prompt: bytes
+    accepted: bytes
+    sampling: Sampling
+    seed: int
+    key: SampleKey
+
+
+class Held(Part, frozen=True):
+    """What a worker says of a lease that it holds: `length` counts every token it has of the sample, accepted ones included."""
+
+    sample_id: int
+    epoch: int
+    length: Count
+
+
+class Chunk(Part, frozen=True):
+    """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
+
+    `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
+    """
+
+    sample_id: int
+    epoch: int
+    offset: int
+    version: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str | None = None
+
+
+# ---------------------------------------------------------------- worker -> daemon
+
+
+class WorkerHello(Message, frozen=True):
+    """First message of a connection. Authority comes from the CURVE key; the rest describes.
+
+    `session` is random per worker process: the same session after a reconnect is the same worker with all it holds;
+    a new session under the same key is a later incarnation, and proves the earlier one dead.
+    """
+
+    protocol: int
+    kind: str  # "harvested" | "reserved"
+    run: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: BoundedText
+    gpus: int
+    engine: BoundedText
+    code_version: BoundedText
+    pid: int
+    loaded_version: int = -1
+    held: tuple[Held, ...] = ()
+    slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
+    leaving: bool = False  # it greets only to say goodbye: no lease, please
+    loaded_root: bytes = (
+        b""  # root hash of `loaded_version`, which is believed only if it is the ledger's too
+    )
+    ledger: str = ""  # `Welcome.ledger` of the daemon that granted `held`; "" = none did
+    cache_tokens: Count = 0  # as in `WeightsLoaded`, once the engine is built
+    best_batch: Count = 0
+    loaded_merged: Digest = b""  # as in `WeightsLoaded`, of `loaded_version`
+    memory: Memory = "awake"  # these three as in `Heartbeat`
+    memory_order: Count = 0
+    bytes_held: Nbytes = 0
+
+
+class Chunks(Message, frozen=True):
+    """All new chunks of one flush, of all samples of the worker."""
+
+    chunks: tuple[Chunk, ...]
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost.
+
+    `heard`: number of the last `HeartbeatAck` since the present Welcome. What was sent before that one and is not held never came.
+    `wake_s`: what its engine's last waking took; 0 = it was never woken.
+    `memory`: what it does with its GPUs' memory, by the last order (Sleep, Wake) that reached it, whose number is `memory_order`;
+    `bytes_held`: of that memory, as its engine said last.
+    """
+
+    held: tuple[Held, ...]
+    progress: int
+    loaded_version: int
+    tokens_per_s: float = 0.0
+    heard: int = 0
+    wake_s: Rate = 0.0
+    memory: Memory = "awake"
+    memory_order: Count = 0
+    bytes_held: Nbytes = 0
+
+
+class WeightsLoaded(Message, frozen=True):
+    """The engine now generates with `version`, verified against the manifest with this root hash.
+
+    `verify_s`: seconds of threads, within `pull_s`, that went into checking hashes.
+    `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
+    second. 0 = it does not know.
+    `merged`: of a version whose manifest states what its adapters make of their base, the digest of what sits in this engine.
+    """
+
+    version: int
+    root: bytes
+    pull_s: Rate = 0.0
+    load_s: Rate = 0.0
+    cache_tokens: Count = 0
+    best_batch: Count = 0
+    verify_s: Rate = 0.0
+    merged: Digest = b""
+
+
+class WeightsFailed(Message, frozen=True):
+    """A version could not be completed or verified; the old one (or none) is in place.
+
+    `refused`: every byte came and was verified, and the engine does not serve them: they are not its model's, or came out otherwise in it.
+    """
+
+    version: int
+    reason: BoundedText
+    refused: bool = False
+
+
+class Serving(Message, frozen=True):
+    """This worker serves a version to others, or the part of it that has come so far; None: no longer. Sent again after each Welcome."""
+
+    version: int
+    root: bytes
+    source: WeightSource | None
+
+
+class SampleFailed(Message, frozen=True):
+    """The engine could not go on with this sample (NaN logprobs, …); its lease is over, accepted tokens stay."""
+
+    sample_id: int
+    epoch: int
+    reason: BoundedText
+
+
+class Yielded(Message, frozen=True):
+    """These leases are given back: all that was generated of them (`length`) was flushed before this message, nothing more will be.
+
+    The worker keeps their tokens until it is told, by a Revoke, that they are durable.
+    """
+
+    leases: tuple[Held, ...]
+
+
+class Asleep(Message, frozen=True):
+    """The order to sleep of this number is carried out: everything generated was flushed before this message, no lease is held any more,
+
+    and the engine gave its memory back. `bytes_held`: what it holds of its GPUs' memory yet.
+    """
+
+    order: Count
+    bytes_held: Nbytes
+
+
+class Awake(Message, frozen=True):
+    """The order to wake of this number is carried out: the engine has its memory again, `bytes_held` of it, and its weights."""
+
+    order: Count
+    bytes_held: Nbytes
+
+
+class Goodbye(Message, frozen=True):
+    """Everything generated was flushed before this message; the worker leaves when acked or after its deadline.
+
+    `notice`: it was asked to leave (SIGTERM, Drain). `failed`: its engine died; what it held counts as having killed it.
+    """
+
+    reason: BoundedText
+    notice: bool
+    failed: bool = False
+
+
+# ---------------------------------------------------------------- daemon -> worker
+
+
+class Welcome(Message, frozen=True):
+    worker_id: int
+    generation: int
+    run: str
+    engine: EngineSpec
+    heartbeat_s: float
+    flush_ms: float
+    flush_tokens: int
+    ledger: str = ""  # the ledger's history: another one than before means that what was leased and loaded under that one is void
+    relay: bool = False  # it keeps a directory of who holds which weights: say what you serve
+
+
+class HeartbeatAck(Message, frozen=True):
+    generation: int
+    number: int = 0  # grows by one per worker; its next heartbeat says the last one that it heard
+
+
+class BaseWeights(Part, frozen=True):
+    """The version whose weights adapters are merged with, and who holds it. `manifest` as in `UseWeights`; empty where `more` is.
+
+    `root` names the weights: a trainer that restarted publishes equal ones under another number. Empty: an older daemon's.
+    """
+
+    version: int
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+    root: bytes = b""
+
+
+class UseWeights(Message, frozen=True):
+    """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
+
+    `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that nobody else holds
+    and that are still needed; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
+    `base`: of a version that holds adapters, what they are merged with; pulled first by who lacks it.
+    """
+
+    version: int
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+    keep: tuple[int, ...] = ()
+    more: bool = False
+    encrypt: bool = False
+    base: BaseWeights | None = None
+
+
+class Assign(Message, frozen=True):
+    leases: tuple[Lease, ...]
+
+
+class Revoke(Message, frozen=True):
+    """These leases are over: stop generating, drop what is held of them."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: str
+
+
+class Yield(Message, frozen=True):
+    """Stop generating these, flush, answer Yielded. May be repeated."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: BoundedText
+
+
+class Ack(Message, frozen=True):
+    """Durable lengths: tokens below `length` are committed and need not be kept."""
+
+    durable: tuple[Held, ...]
+
+
+class Sleep(Message, frozen=True):
+    """Flush, stop generating, give the GPU's memory back, answer Asleep with this number. Numbers of one worker's orders grow; a repeat has
+
+    the same one, and is answered again.
+    """
+
+    order: Count
+
+
+class Wake(Message, frozen=True):
+    """Take the GPU's memory again, answer Awake with this number, which is of the same row as those of Sleep."""
+
+    order: Count
+
+
+class Drain(Message, frozen=True):
+    """Flush, say goodbye and exit with status 0: the job shall not come back."""
+
+    reason: str
+
+
+class GoodbyeAck(Message, frozen=True):
+    """All that was flushed is durable."""
+
+
+WorkerMessage = (
+    WorkerHello
+    | Chunks
+    | Heartbeat
+    | WeightsLoaded
+    | WeightsFailed
+    | Serving
+    | SampleFailed
+    | Yielded
+    | Asleep
+    | Awake
+    | Goodbye
+)
+ToWorker = (
+    Welcome
+    | Rejected
+    | HelloAgain
+    | HeartbeatAck
+    | UseWeights
+    | Assign
+    | Yield
+    | Revoke
+    | Ack
+    | Sleep
+    | Wake
+    | Drain
+    | GoodbyeAck
+)

@@ -1,0 +1,474 @@
+"""The phase machine of one training step. Pure: facts in, actions out, each with its reason.
+
+Theory of operation. Reserved engines live on the training job's own GPUs, so either they generate or we train:
+
+    SEED    reserved engines generate beside the harvested ones
+    SLEEP   reserved engines were told to sleep, and nothing is trained until every one of them has acknowledged that its memory is free
+    TRAIN   reserved engines sleep; completed groups are trained as they stream in
+    WAKE    harvested capacity is gone with samples outstanding, or it was decided so: reserved engines generate again, on the step's own
+            version (parameters have not changed) and with the accumulated gradients kept (I11)
+    FINISH  every sample has come and every group was trained: scale, clip, step
+
+An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`EndReserved`): its memory is free once its process is gone, and
+the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
+
+Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
+share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates.
+
+The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` is the whole of it: the first
+rule of the current phase whose condition holds fires; `react` repeats that until none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+#: What it may take until a process that is ended is gone: it is asked to leave first, and killed when it does not.
+END_TIMEOUT_S = 30.0
+
+
+class Phase(Enum):
+    SEED = "seed"
+    SLEEP = "sleep"
+    TRAIN = "train"
+    WAKE = "wake"
+    FINISH = "finish"
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsCompleted:
+    """`samples` more samples, of `groups` groups, have come. `untrained` of the groups need no training (zero variance, masked).
+
+    `scoring` of them wait for their rewards: `GroupsScored` is to follow.
+    """
+
+    groups: int
+    samples: int
+    untrained: int = 0
+    scoring: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsScored:
+    """`groups` of those that waited for their rewards have them. `untrained` of these need no training."""
+
+    groups: int
+    untrained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsAdded:
+    """The step asked for more than its plan said: `samples` samples in `groups` groups."""
+
+    groups: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChanged:
+    """Live workers, as the daemon last said. `reserved`: awake or asleep."""
+
+    harvested: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDecided:
+    """Reserved engines shall stop generating (`close`), or go on, or begin again. None: nobody decides any more."""
+
+    close: bool | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedAsleep:
+    """Every reserved engine acknowledged the newest order to sleep, or its process is gone. Together they hold `bytes_held` bytes yet."""
+
+    engines: int
+    bytes_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedHolds:
+    """Some reserved engine has not given its memory back, or has taken it again: `names` of those, as their slots."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """`groups` of the waiting groups went through a micro-step."""
+
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    GroupsCompleted
+    | GroupsScored
+    | GroupsAdded
+    | FleetChanged
+    | WindowDecided
+    | ReservedAsleep
+    | ReservedHolds
+    | Trained
+    | Tick
+)
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SleepReserved:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeReserved:
+    """Give the GPUs' memory back, then let reserved engines take theirs."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndReserved:
+    """End the processes of the reserved engines that have not acknowledged that they sleep. `again`: it was asked for, and did not help."""
+
+    reason: str
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReady:
+    """Run one round of micro-steps over the waiting groups, then report `Trained`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    reason: str
+
+
+Action = SleepReserved | WakeReserved | EndReserved | TrainReady | FinishStep
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step asked for. `window` is a share of `samples`; `round_groups` fills every rank once."""
+
+    samples: int
+    groups: int
+    window: float
+    wake_after_s: float
+    harvest: bool
+    reserved: bool
+    round_groups: int = 1
+    sleep_timeout_s: float = 60.0  # within which a reserved engine acknowledges that it sleeps
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
+
+    `close`: what was decided of the window, None = nothing; `why` it was. `free`: what reserved engines acknowledged, None = not all have;
+    `holding`: who has not; `asked_at`: since when they are to sleep, or were last ended; `ends`: how often they were.
+    """
+
+    plan: Plan
+    phase: Phase = Phase.SEED
+    reserved_awake: bool = False
+    done_samples: int = 0
+    done_groups: int = 0
+    trained_groups: int = 0
+    scoring_groups: int = 0  # came, and wait for their rewards
+    harvested: int = 0
+    gone_at: float | None = None
+    back_at: float | None = None
+    close: bool | None = None
+    why: str = ""
+    free: ReservedAsleep | None = None
+    holding: tuple[str, ...] = ()
+    asked_at: float = 0.0
+    ends: int = 0
+    log: tuple[str, ...] = field(default=())
+
+    @property
+    def outstanding(self) -> int:
+        return self.plan.samples - self.done_samples
+
+    @property
+    def ready_groups(self) -> int:
+        return self.done_groups - self.trained_groups - self.scoring_groups
+
+
+def begin(
+    plan: Plan,
+    *,
+    harvested: int,
+    reserved_awake: bool,
+    now: float,
+    close: bool | None = None,
+    why: str = "",
+    free: ReservedAsleep | None = None,
+) -> tuple[Step, tuple[Action, ...]]:
+    """The step's first state and actions: reserved engines generate unless the window is closed from the start.
+
+    `free`: what they acknowledged of an earlier step's order to sleep, where that still holds.
+    """
+    here = harvested > 0 and plan.harvest
+    step = Step(
+        plan,
+        reserved_awake=reserved_awake,
+        harvested=harvested if plan.harvest else 0,
+        gone_at=None if here else now,
+        back_at=now if here else None,
+        close=close,
+        why=why,
+        free=None if reserved_awake else free,
+        asked_at=now,
+    )
+    return _settle(step, now)
+
+
+# ---------------------------------------------------------------- conditions: (step, now) -> a reason, or None
+
+
+def _asleep_in_seed(step: Step, now: float) -> str | None:
+    if step.plan.reserved and not step.reserved_awake and not _seed_over(step, now):
+        return "the seed window opens"
+    return None
+
+
+def _nobody_seeds(step: Step, now: float) -> str | None:
+    return None if step.plan.reserved else "there are no reserved engines to seed with"
+
+
+def _seed_over(step: Step, now: float) -> str | None:
+    plan = step.plan
+    if step.outstanding == 0:
+        return "every sample has come"
+    if step.close is not None:
+        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
+    if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
+        return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
+    return None
+
+
+def _awake(step: Step, now: float) -> str | None:
+    return "reserved engines and training share GPUs" if step.reserved_awake else None
+
+
+def _memory_free(step: Step, now: float) -> str | None:
+    if step.free is None:
+        return None
+    return f"{step.free.engines} reserved engines sleep and hold {step.free.bytes_held} bytes"
+
+
+def _memory_taken(step: Step, now: float) -> str | None:
+    if not step.plan.reserved or step.free is not None:
+        return None
+    return f"reserved engines hold memory: {_names(step)}"
+
+
+def _names(step: Step) -> str:
+    return ", ".join(step.holding) or "of none is it known that it sleeps"
+
+
+def _overdue(step: Step, now: float) -> str | None:
+    limit = END_TIMEOUT_S if step.ends else step.plan.sleep_timeout_s
+    if now - step.asked_at < limit:
+        return None
+    if step.ends:
+        return f"still there {limit:g} s after they were to be ended: {_names(step)}"
+    return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(step)}"
+
+
+def _harvested_gone(step: Step, now: float) -> str | None:
+    plan = step.plan
+    if (
+        not plan.reserved
+        or step.outstanding == 0
+        or step.gone_at is None
+        or now - step.gone_at < plan.wake_after_s
+    ):
+        return None
+    return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
+
+
+def _reopened(step: Step, now: float) -> str | None:
+    if step.plan.reserved and step.outstanding > 0 and step.close is False:
+        return f"decided: {step.why}"
+    return None
+
+
+def _harvested_back(step: Step, now: float) -> str | None:
+    if step.outstanding == 0:
+        return "every sample has come"
+    if step.close is not None:
+        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
+    if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
+        return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
+    return None
+
+
+def _round_ready(step: Step, now: float) -> str | None:
+    if step.ready_groups >= step.plan.round_groups:
+        return f"{step.ready_groups} groups wait"
+    if step.ready_groups > 0 and step.outstanding == 0:
+        last = f"the last {step.ready_groups} groups wait"
+        return f"{last}, but for {step.scoring_groups} without rewards" if step.scoring_groups else last
+    return None
+
+
+def _all_trained(step: Step, now: float) -> str | None:
+    if step.outstanding == 0 and step.trained_groups == step.plan.groups:
+        return f"{step.plan.groups} groups trained"
+    return None
+
+
+Condition = Callable[[Step, float], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    phase: Phase
+    when: Condition
+    then: Phase
+    action: (
+        type[SleepReserved]
+        | type[WakeReserved]
+        | type[EndReserved]
+        | type[TrainReady]
+        | type[FinishStep]
+        | None
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
+    Rule(Phase.SEED, _nobody_seeds, Phase.TRAIN, None),
+    Rule(Phase.SEED, _seed_over, Phase.SLEEP, None),
+    Rule(Phase.SLEEP, _harvested_gone, Phase.WAKE, WakeReserved),
+    Rule(Phase.SLEEP, _reopened, Phase.WAKE, WakeReserved),
+    Rule(Phase.SLEEP, _awake, Phase.SLEEP, SleepReserved),
+    Rule(Phase.SLEEP, _memory_free, Phase.TRAIN, None),
+    Rule(Phase.SLEEP, _overdue, Phase.SLEEP, EndReserved),
+    Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
+    Rule(Phase.TRAIN, _reopened, Phase.WAKE, WakeReserved),
+    Rule(Phase.TRAIN, _memory_taken, Phase.SLEEP, None),
+    Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
+    Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
+    Rule(Phase.WAKE, _harvested_back, Phase.SLEEP, None),
+)
+
+
+def _settle(step: Step, now: float) -> tuple[Step, tuple[Action, ...]]:
+    actions: list[Action] = []
+    while True:
+        fired = next(
+            ((rule, why) for rule in RULES if rule.phase is step.phase and (why := rule.when(step, now))),
+            None,
+        )
+        if fired is None:
+            return step, tuple(actions)
+        rule, why = fired
+        if rule.action in (WakeReserved, SleepReserved):
+            step = replace(
+                step, reserved_awake=rule.action is WakeReserved, free=None, holding=(), asked_at=now, ends=0
+            )
+        if rule.then is not step.phase:
+            step = replace(
+                step, phase=rule.then, log=(*step.log, f"{step.phase.value} -> {rule.then.value}: {why}")
+            )
+        if rule.action is EndReserved:
+            actions.append(EndReserved(why, again=step.ends > 0))
+            step = replace(
+                step, asked_at=now, ends=step.ends + 1, log=(*step.log, f"{step.phase.value}: ended: {why}")
+            )
+        elif rule.action is not None:
+            actions.append(rule.action(why))
+        if rule.action in (TrainReady, FinishStep):
+            return step, tuple(actions)
+
+
+def _observe_fleet(step: Step, event: FleetChanged, now: float) -> Step:
+    harvested = event.harvested if step.plan.harvest else 0
+    if harvested > 0:
+        return replace(
+            step, harvested=harvested, gone_at=None, back_at=step.back_at if step.back_at is not None else now
+        )
+    return replace(step, harvested=0, back_at=None, gone_at=step.gone_at if step.gone_at is not None else now)
+
+
+def _observe_memory(step: Step, event: ReservedAsleep | ReservedHolds, now: float) -> Step:
+    """What reserved engines hold. While they are to be awake, that they sleep is an older order's acknowledgement."""
+    if step.reserved_awake:
+        return step
+    if isinstance(event, ReservedAsleep):
+        return replace(step, free=event, holding=(), ends=0)
+    began = now if step.free is not None else step.asked_at
+    return replace(step, free=None, holding=event.names, asked_at=began)
+
+
+def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...]]:
+    """Take in one event at time `now` (seconds, any monotonic origin); return the new state and what to do, in order.
+
+    Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
+    given is unchanged.
+    """
+    if step.phase is Phase.FINISH:
+        raise ValueError(f"{event} after the step was finished")
+    match event:
+        case GroupsCompleted(groups, samples, untrained, scoring):
+            if (
+                step.done_samples + samples > step.plan.samples
+                or step.done_groups + groups > step.plan.groups
+            ):
+                raise ValueError(
+                    f"{event}: more than the {step.plan.samples} samples that the step asked for"
+                )
+            step = replace(
+                step,
+                done_samples=step.done_samples + samples,
+                done_groups=step.done_groups + groups,
+                trained_groups=step.trained_groups + untrained,
+                scoring_groups=step.scoring_groups + scoring,
+            )
+        case GroupsScored(groups, untrained):
+            if groups > step.scoring_groups:
+                raise ValueError(f"{event}: only {step.scoring_groups} groups wait for rewards")
+            step = replace(
+                step,
+                trained_groups=step.trained_groups + untrained,
+                scoring_groups=step.scoring_groups - groups,
+            )
+        case GroupsAdded(groups, samples):
+            plan = replace(step.plan, samples=step.plan.samples + samples, groups=step.plan.groups + groups)
+            step = replace(step, plan=plan)
+        case FleetChanged():
+            step = _observe_fleet(step, event, now)
+        case WindowDecided(close, reason):
+            step = replace(step, close=close, why=reason)
+        case ReservedAsleep() | ReservedHolds():
+            step = _observe_memory(step, event, now)
+        case Trained(groups):
+            if groups > step.ready_groups:
+                raise ValueError(f"{event}: only {step.ready_groups} groups wait")
+            step = replace(step, trained_groups=step.trained_groups + groups)
+        case Tick():
+            pass
+    return _settle(step, now)

@@ -1,0 +1,274 @@
+"""What happens to a worker's session, what it asks of its driver, and the bounds it keeps. Data only.
+
+Exit codes of the worker's process, which the job script acts on:
+
+    0   drained        the daemon let it go: the job ends
+    69  no daemon      none answered, or took it, for `orphan_s`: the job ends rather than hold a GPU for nobody
+    70  engine failed  the engine died, could not be built, or cannot serve weights: the job ends, the daemon counts it against the node
+    72  cannot start   what it needs is not as it must be where it runs, as a key file on a file system that is not mounted: the job ends,
+                       the daemon counts it against the node
+    75  preempted      SIGTERM: the job script requeues its own job
+    78  refused        the daemon refused key, run or protocol, or the job was submitted for another release: trying again would not
+                       help, the job ends, no node is blamed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from scavenger.protocol import messages
+from scavenger.protocol.worker.engine import Delta, Request
+
+EXIT_DRAINED = 0
+EXIT_NO_DAEMON = 69
+EXIT_ENGINE_FAILED = 70
+EXIT_CANNOT_START = 72
+EXIT_PREEMPTED = 75
+EXIT_REFUSED = 78
+
+
+class WorkerPhase(Enum):
+    """How far the present connection has come."""
+
+    CONNECTING = "connecting"
+    REGISTERING = "greeting"
+    JOINED = "joined"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, for its hello. `jitter` in [0, 1) spreads reconnects of a fleet; `slot` names a reserved engine's place
+    in its training job, and is empty for a harvested one."""
+
+    kind: str
+    run: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    engine: str
+    code_version: str
+    pid: int
+    jitter: float = 0.0
+    slot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Bounds of a session.
+
+    `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
+    `orphan_s` bounds both a daemon's absence and being turned away with the promise of a later welcome.
+    `notice_s` is what a goodbye after SIGTERM may take. Where Slurm gives no grace, slurmd looks 0.17, 0.67 and 1.67 s after its signal
+    whether a job's processes are gone: one whose daemon is slow to answer is to be gone at the second look. What it said is on its way.
+    """
+
+    hello_s: float = 2.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+    missed_heartbeats: int = 3
+    refusals: int = (
+        3  # of the key, in a row, before the worker believes them: a daemon may still be reading its list
+    )
+    orphan_s: float = 900.0
+    notice_s: float = 0.45
+    drain_s: float = 5.0
+    max_unacked: int = 1 << 18
+    message_tokens: int = 1 << 16
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of what happens to a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTick(Event):
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected(Event):
+    """There is a new socket; nothing was said on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable(Event):
+    """No socket could be made: no daemon has announced itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRefused(Event):
+    """The daemon does not accept this worker's key."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Event):
+    message: messages.ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Generated(Event):
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddRefused(Event):
+    """The engine can never serve this request."""
+
+    handle: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied(Event):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Event):
+    version: int
+    root: bytes
+    pull_s: float
+    load_s: float
+    verify_s: float = 0.0
+    merged: bytes = b""  # digest of what was merged, where its trainer states one
+
+
+@dataclass(frozen=True, slots=True)
+class Built(Event):
+    """The engine is there, without weights; what it says of itself (`EngineInfo`)."""
+
+    cache_tokens: int
+    best_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    """`refused`: all bytes came, and the engine does not serve them; `differs`: because what sits in it is not what was published."""
+
+    version: int
+    reason: str
+    differs: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Serves(Event):
+    """What this worker gives out of a version changed."""
+
+    serving: messages.Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Slept(Event):
+    """The engine gave its memory back, as `SleepEngine` of this order asked. `bytes_held`: what it holds yet."""
+
+    order: int
+    bytes_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken(Event):
+    """The engine has its memory, `bytes_held` of it, and its weights again, after so many seconds, as `WakeEngine` of this order asked."""
+
+    order: int
+    seconds: float
+    bytes_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate(Event):
+    """SIGTERM."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAction:
+    """Base of what a session asks of its driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send(WorkerAction):
+    message: messages.WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(WorkerAction):
+    """Drop the socket, wait, read the rendezvous again, make a new one; answer Connected or Unreachable."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Build(WorkerAction):
+    spec: messages.EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights(WorkerAction):
+    """Pull, verify and load; supersedes a load in progress. Answer Loaded or LoadFailed."""
+
+    weights: messages.UseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class MoreHolders(WorkerAction):
+    """The load in progress may pull from these too."""
+
+    weights: messages.UseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Add(WorkerAction):
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(WorkerAction):
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SleepEngine(WorkerAction):
+    """Answer Slept, of the same order."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeEngine(WorkerAction):
+    """Answer Woken, of the same order."""
+
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorker(WorkerAction):
+    """End the process with `code`."""
+
+    code: int
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogNote(WorkerAction):
+    """A line for the log."""
+
+    event: str
+    detail: str

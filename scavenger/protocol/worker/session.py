@@ -1,0 +1,359 @@
+"""The worker's side of the conversation with the daemon: a sans-IO state machine. Theory of operation:
+
+    CONNECTING --Connected--> GREETING --Welcome--> JOINED          any of the three --Leave--> GONE
+         ^                       |  ^                  |
+         +------- no answer -----+  +---HelloAgain-----+ (or 3 heartbeats unanswered: CONNECTING)
+
+`handle(event, now)` takes one event and returns the actions that the driver performs, in order. The connection may be lost at any
+moment and so may any message: the engine goes on meanwhile (up to `max_unacked` tokens), every token is kept until the daemon says
+that it is durable, and after each Welcome everything above the durable length is sent again (`work`).
+
+Leaving is an intent beside the phase: it flushes, says Goodbye and goes when that is acked or its deadline has passed.
+Owns the phases, what is awaited and until when. Knows no socket, thread or clock; `now` is monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scavenger.errors import ScavengerError
+from scavenger.protocol import messages
+from scavenger.protocol.worker.events import (
+    EXIT_DRAINED,
+    EXIT_ENGINE_FAILED,
+    EXIT_NO_DAEMON,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    AddRefused,
+    Build,
+    Built,
+    Connect,
+    Connected,
+    EndWorker,
+    EngineDied,
+    Event,
+    Generated,
+    Identity,
+    KeyRefused,
+    Loaded,
+    LoadFailed,
+    LogNote,
+    Received,
+    Send,
+    Serves,
+    Slept,
+    Terminate,
+    Unreachable,
+    Woken,
+    WorkerAction,
+    WorkerLimits,
+    WorkerPhase,
+    WorkerTick,
+)
+from scavenger.protocol.worker.work import Work
+
+#: Versions in a row of which the engine held other weights than were published; then it counts as dead.
+MAX_MISMATCHES = 2
+LEGAL: dict[WorkerPhase, frozenset[WorkerPhase]] = {
+    WorkerPhase.CONNECTING: frozenset({WorkerPhase.CONNECTING, WorkerPhase.REGISTERING, WorkerPhase.GONE}),
+    WorkerPhase.REGISTERING: frozenset(
+        {WorkerPhase.REGISTERING, WorkerPhase.JOINED, WorkerPhase.CONNECTING, WorkerPhase.GONE}
+    ),
+    WorkerPhase.JOINED: frozenset(
+        {WorkerPhase.REGISTERING, WorkerPhase.CONNECTING, WorkerPhase.JOINED, WorkerPhase.GONE}
+    ),
+    WorkerPhase.GONE: frozenset(),
+}
+
+
+class IllegalTransition(ScavengerError):
+    """A bug: the session was asked for a phase that cannot follow."""
+
+
+class Session:
+    """One worker process's session. See the module's theory of operation."""
+
+    def __init__(self, identity: Identity, limits: WorkerLimits, now: float) -> None:
+        self.phase = WorkerPhase.CONNECTING
+        self.work = Work(limits.message_tokens, now)
+        self.progress = 0
+        self._identity = identity
+        self._limits = limits
+        self._welcome: messages.Welcome | None = None
+        self._spec: messages.EngineSpec | None = None
+        self._ending: EndWorker | None = None
+        self._end_by = 0.0
+        self._heard_at = now
+        self._attempts = 0
+        self._refusals = 0
+        self._turned_away: messages.Rejected | None = (
+            None  # the last refusal that may pass, since the last Welcome
+        )
+        self._reply_by = 0.0
+        self._unanswered = 0
+        self._heartbeat_at = 0.0
+
+    # ------------------------------------------------------------ driver's face
+
+    def handle(self, event: Event, now: float) -> list[WorkerAction]:
+        """Take one event; returns what to do, in order. Does nothing once the session is GONE."""
+        if self._is_gone():
+            return []
+        actions = _ON_EVENT[type(event)](self, event, now)
+        return actions if self._is_gone() else [*actions, *self._due(now)]
+
+    def next_deadline(self) -> float:
+        """When a `WorkerTick` is due if nothing else happens."""
+        times = [self._heard_at + self._limits.orphan_s]
+        if self._ending:
+            times.append(self._end_by)
+        if self.phase is WorkerPhase.REGISTERING:
+            times.append(self._reply_by)
+        if self.phase is WorkerPhase.JOINED:
+            times.append(self._heartbeat_at)
+            if self.work.flush_at is not None:
+                times.append(self.work.flush_at)
+        return min(times)
+
+    @property
+    def may_generate(self) -> bool:
+        """False while too much is held that may be lost: the engine then pauses."""
+        return self._ending is None and self.work.leases.unacked() < self._limits.max_unacked
+
+    # ------------------------------------------------------------ connection
+
+    def _is_gone(self) -> bool:
+        return self.phase is WorkerPhase.GONE
+
+    def _enter(self, phase: WorkerPhase) -> None:
+        if phase not in LEGAL[self.phase]:
+            raise IllegalTransition(f"the session cannot go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+        self.work.hears = phase is WorkerPhase.JOINED
+
+    def _connected(self, _event: Connected, now: float) -> list[WorkerAction]:
+        return self._greet(now)
+
+    def _unreachable(self, event: Unreachable, now: float) -> list[WorkerAction]:
+        return [LogNote("unreachable", event.reason), *self._reconnect(now)]
+
+    def _greet(self, now: float) -> list[WorkerAction]:
+        self._enter(WorkerPhase.REGISTERING)
+        self._reply_by = now + self._limits.hello_s
+        me = self._identity
+        hello = messages.WorkerHello(
+            protocol=messages.PROTOCOL,
+            kind=me.kind,
+            run=me.run,
+            session=me.session,
+            incarnation=me.incarnation,
+            job_id=me.job_id,
+            node=me.node,
+            gpus=me.gpus,
+            engine=me.engine,
+            code_version=me.code_version,
+            pid=me.pid,
+            loaded_version=self.work.loaded_version,
+            held=self.work.held(),
+            slot=me.slot,
+            leaving=self._ending is not None,
+            loaded_root=self.work.loaded_root,
+            loaded_merged=self.work.loaded_merged,
+            ledger=self.work.ledger,
+            cache_tokens=self.work.cache_tokens,
+            best_batch=self.work.best_batch,
+            memory=self.work.memory,
+            memory_order=self.work.memory_order,
+            bytes_held=self.work.bytes_held,
+        )
+        return [Send(hello)]
+
+    def _greet_again(self, message: messages.HelloAgain, now: float) -> list[WorkerAction]:
+        # Several messages may each have been answered so; one hello answers all.
+        return (
+            [LogNote("hello-again", message.reason), *self._greet(now)]
+            if self.phase is WorkerPhase.JOINED
+            else []
+        )
+
+    def _key_refused(self, event: KeyRefused, now: float) -> list[WorkerAction]:
+        self._refusals += 1
+        if self._refusals >= self._limits.refusals:
+            return self._gone(
+                EndWorker(
+                    EXIT_REFUSED,
+                    event.reason,
+                    "a key is minted for one job and dies with it; submit a new job",
+                )
+            )
+        return [LogNote("key-refused", event.reason), *self._reconnect(now)]
+
+    def _reconnect(self, now: float) -> list[WorkerAction]:
+        self._enter(WorkerPhase.CONNECTING)
+        limits = self._limits
+        delay = min(limits.backoff_max_s, limits.backoff_s * 2.0 ** min(self._attempts, 30))
+        self._attempts += 1
+        # Half of the wait is spread by the session's own number, lest a whole fleet come back in one instant.
+        return [Connect(delay * (0.5 + 0.5 * self._identity.jitter))]
+
+    def _welcomed(self, welcome: messages.Welcome, now: float) -> list[WorkerAction]:
+        if self.phase is not WorkerPhase.REGISTERING:
+            return [LogNote("stray-welcome", self.phase.value)]
+        if self._spec is not None and welcome.engine != self._spec:
+            return self._gone(EndWorker(EXIT_PREEMPTED, "the run's engine changed; a fresh worker is needed"))
+        self._enter(WorkerPhase.JOINED)
+        first, self._welcome = self._spec is None, welcome
+        self._attempts = self._unanswered = self._refusals = 0
+        self._heartbeat_at = now + welcome.heartbeat_s
+        self._turned_away = None
+        void = self.work.welcomed(welcome, now)
+        note = LogNote(
+            "welcome", f"worker {welcome.worker_id} of run {welcome.run}, generation {welcome.generation}"
+        )
+        if self._ending:
+            return [note, *void, *self._farewell()]
+        if first:
+            self._spec = welcome.engine
+            return [note, Build(welcome.engine)]
+        return [note, *void, *self.work.resume()]
+
+    def _rejected(self, message: messages.Rejected, now: float) -> list[WorkerAction]:
+        if message.retry:
+            self._turned_away = message
+            return [LogNote("rejected", f"{message.reason}; trying again"), *self._reconnect(now)]
+        return self._gone(EndWorker(EXIT_REFUSED, message.reason, message.remedy))
+
+    def _received(self, event: Received, now: float) -> list[WorkerAction]:
+        message = event.message
+        if not isinstance(message, messages.Rejected):
+            self._heard_at = now  # to be turned away again and again is to hear of no daemon that wants us
+        self._unanswered = 0
+        if self._spec is None and isinstance(message, _ORDERS):
+            # It follows a welcome that came after its hello was given up: there is no engine to order about, and it will be said again.
+            return [LogNote("stray-order", type(message).__name__)]
+        return _ON_MESSAGE[type(message)](self, message, now)
+
+    # ------------------------------------------------------------ time
+
+    def _due(self, now: float) -> list[WorkerAction]:
+        """What time alone asks for."""
+        if self._ending and now >= self._end_by:
+            return self._gone(self._ending)
+        if now - self._heard_at >= self._limits.orphan_s:
+            return self._gone(self._orphaned())
+        if self.phase is WorkerPhase.REGISTERING and now >= self._reply_by:
+            return [LogNote("no-answer", "the hello was not answered"), *self._reconnect(now)]
+        if self.phase is not WorkerPhase.JOINED or self._welcome is None:
+            return []
+        if now >= self._heartbeat_at:
+            return self._heartbeat(self._welcome.heartbeat_s, now)
+        if self.work.flush_at is not None and now >= self.work.flush_at:
+            return self.work.flush()
+        return []
+
+    def _orphaned(self) -> EndWorker:
+        waited, away = f"for {self._limits.orphan_s:g} s", self._turned_away
+        if away is not None:
+            return EndWorker(EXIT_NO_DAEMON, f"turned away {waited}: {away.reason}", away.remedy)
+        return EndWorker(EXIT_NO_DAEMON, f"no daemon {waited}", "start it: `scavenger daemon`")
+
+    def _heartbeat(self, heartbeat_s: float, now: float) -> list[WorkerAction]:
+        # Heartbeats are counted, not timed: after a SIGSTOP the answers may be waiting in the socket.
+        if self._unanswered >= self._limits.missed_heartbeats:
+            return [
+                LogNote("silent", f"{self._unanswered} heartbeats without an answer"),
+                *self._reconnect(now),
+            ]
+        self._unanswered += 1
+        self._heartbeat_at = now + heartbeat_s
+        return self.work.beat(self.progress, now, unacked_s=self._limits.missed_heartbeats * heartbeat_s)
+
+    # ------------------------------------------------------------ leaving
+
+    def _begin_end(self, end: EndWorker, within_s: float, now: float) -> list[WorkerAction]:
+        """Flush, say goodbye, go when it is acked or after `within_s`. A later reason only brings the deadline nearer."""
+        if self._ending is not None:
+            self._end_by = min(self._end_by, now + within_s)
+            return []
+        self._ending, self._end_by = end, now + within_s
+        abort = self.work.close()
+        # That the engine died is worth a reconnect: the samples that it held may have killed it.
+        to_say = self.work.leases.unacked() or end.code == EXIT_ENGINE_FAILED
+        if self.phase is WorkerPhase.CONNECTING and not to_say:
+            return self._gone(end)  # nobody knows of us, or nothing is left to say
+        return [*(self._farewell() if self.phase is WorkerPhase.JOINED else []), *abort]
+
+    def _load_failed(self, event: LoadFailed, now: float) -> list[WorkerAction]:
+        """The second mismatch in a row is the engine's death, counted against its node: what it held was looked at in between."""
+        actions = self.work.load_failed(event, now)
+        died = self.work.mismatches >= MAX_MISMATCHES
+        return [
+            *actions,
+            *(
+                self._begin_end(EndWorker(EXIT_ENGINE_FAILED, event.reason), self._limits.drain_s, now)
+                if died
+                else []
+            ),
+        ]
+
+    def _farewell(self) -> list[WorkerAction]:
+        assert self._ending is not None
+        code = self._ending.code
+        goodbye = messages.Goodbye(
+            messages.words(self._ending.reason),
+            notice=code == EXIT_PREEMPTED,
+            failed=code == EXIT_ENGINE_FAILED,
+        )
+        return [*self.work.flush(), Send(goodbye)]
+
+    def _gone(self, end: EndWorker) -> list[WorkerAction]:
+        self._enter(WorkerPhase.GONE)
+        return [end]
+
+
+_Handler = Callable[[Session, Any, float], list[WorkerAction]]
+#: Messages that need an engine.
+_ORDERS = (
+    messages.UseWeights,
+    messages.Assign,
+    messages.Yield,
+    messages.Revoke,
+    messages.Sleep,
+    messages.Wake,
+)
+
+_ON_EVENT: dict[type[Event], _Handler] = {
+    Received: Session._received,
+    Connected: Session._connected,
+    Unreachable: Session._unreachable,
+    KeyRefused: Session._key_refused,
+    Generated: lambda s, e, now: s.work.generated(e, now),
+    AddRefused: lambda s, e, now: s.work.add_refused(e, now),
+    EngineDied: lambda s, e, now: s._begin_end(
+        EndWorker(EXIT_ENGINE_FAILED, e.reason), s._limits.drain_s, now
+    ),
+    Loaded: lambda s, e, now: s.work.loaded(e, now),
+    LoadFailed: Session._load_failed,
+    Built: lambda s, e, now: s.work.built(e, now),
+    Woken: lambda s, e, now: s.work.woken(e, now),
+    Serves: lambda s, e, now: s.work.serves(e, now),
+    Slept: lambda s, e, now: s.work.fell_asleep(e, now),
+    Terminate: lambda s, e, now: s._begin_end(EndWorker(EXIT_PREEMPTED, e.reason), s._limits.notice_s, now),
+    WorkerTick: lambda _s, _e, _now: [],
+}
+_ON_MESSAGE: dict[type[messages.Message], _Handler] = {
+    messages.Welcome: Session._welcomed,
+    messages.Rejected: Session._rejected,
+    messages.HelloAgain: Session._greet_again,
+    messages.HeartbeatAck: lambda s, m, now: s.work.beat_acked(m, now),
+    messages.UseWeights: lambda s, m, now: s.work.use_weights(m, now),
+    messages.Assign: lambda s, m, now: s.work.assign(m, now),
+    messages.Yield: lambda s, m, now: s.work.yield_(m, now),
+    messages.Revoke: lambda s, m, now: s.work.revoked(m, now),
+    messages.Ack: lambda s, m, now: s.work.acked(m, now),
+    messages.Sleep: lambda s, m, now: s.work.sleep(m, now),
+    messages.Wake: lambda s, m, now: s.work.wake(m, now),
+    messages.Drain: lambda s, m, now: s._begin_end(EndWorker(EXIT_DRAINED, m.reason), s._limits.drain_s, now),
+    messages.GoodbyeAck: lambda s, _m, _now: s._gone(s._ending) if s._ending else [],
+}

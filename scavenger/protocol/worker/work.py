@@ -1,0 +1,373 @@
+"""What a worker does for its run: the weights it holds, the leases it serves, whether it sleeps, and what of that the daemon was told.
+
+Sans-IO, like `session`, which hands it what it hears and tells it how the conversation stands: `hears` (somebody listens) and
+`closed` (the worker leaves: nothing new begins). What cannot be said now is said by what follows the next Welcome.
+Owns tokens until they are durable. Knows nothing of connections, retries or goodbyes; `now` is monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scavenger.protocol import messages
+from scavenger.protocol.worker.events import (
+    Abort,
+    Add,
+    AddRefused,
+    Built,
+    Generated,
+    Loaded,
+    LoadFailed,
+    LoadWeights,
+    LogNote,
+    MoreHolders,
+    Send,
+    Serves,
+    SleepEngine,
+    Slept,
+    WakeEngine,
+    Woken,
+    WorkerAction,
+)
+from scavenger.protocol.worker.leases import LeaseTable, WorkerLease
+
+
+class Work:
+    """The work of one session. Every method returns what to do, in order."""
+
+    def __init__(self, message_tokens: int, now: float) -> None:
+        self.leases = LeaseTable()
+        self.loaded_version = -1
+        self.hears = False
+        self.closed = False
+        self.flush_at: float | None = None
+        self.loaded_root = self.loaded_merged = b""
+        self.mismatches = 0  # versions in a row of which the engine held other weights than were published
+        self._wanted: messages.UseWeights | None = None  # being pulled or loaded
+        self._serving: dict[int, messages.Serving] = {}  # what is given out to other workers
+        self._waiting: list[messages.Lease] = []  # assigned for the version that is being loaded
+        self.memory: messages.Memory = "awake"  # of its GPUs: what the engine does with it
+        self.memory_order = 0  # number of the last order to sleep or wake that came
+        self.bytes_held = 0  # as the engine said last
+        self._engine_order = 0  # of those, the last that the engine was given
+        self._terms: messages.Welcome | None = None
+        self._message_tokens = message_tokens
+        self._acked_at = now
+        self._rate_tokens = 0
+        self._rate_since = now
+        self.cache_tokens = self.best_batch = 0  # as the engine says, once it is built
+        self._wake_s = 0.0
+        self._heard = 0  # number of the last heartbeat ack of this conversation
+
+    # ------------------------------------------------------------ the conversation
+
+    def welcomed(self, welcome: messages.Welcome, now: float) -> list[WorkerAction]:
+        """A new conversation: whatever was sent on the last one may be lost.
+
+        Under another history of the ledger (an older one was restored) the same numbers name other samples and weights: all is void.
+        """
+        void = self._terms is not None and welcome.ledger != self._terms.ledger
+        self._terms, self._heard = welcome, 0
+        self._rewind(now)
+        if not void:
+            return []
+        dropped = self.leases.all()
+        actions = self._forget(dropped)
+        self._wanted, self._waiting, self.loaded_version = None, [], -1
+        self.loaded_root = self.loaded_merged = b""
+        return [
+            LogNote(
+                "ledger-restored",
+                f"{len(dropped)} leases and the loaded weights are of its other history: dropped",
+            ),
+            *actions,
+        ]
+
+    @property
+    def ledger(self) -> str:
+        """Which history of the ledger all of this is of."""
+        return self._terms.ledger if self._terms is not None else ""
+
+    def resume(self) -> list[WorkerAction]:
+        """What could not be said while the connection was away; everything else is in the hello."""
+        return [
+            *self.flush(),
+            *self._settled(),
+            *(action for serving in self._serving.values() for action in self._say_serving(serving)),
+        ]
+
+    def close(self) -> list[WorkerAction]:
+        """The worker leaves: stop what the engine is at. What was made stays until it is durable."""
+        self.closed, self._waiting = True, []
+        handles = tuple(held.handle for held in self.leases.all() if held.runs)
+        return [Abort(handles)] if handles else []
+
+    def beat(self, progress: int, now: float, unacked_s: float) -> list[WorkerAction]:
+        """The heartbeat, after all that is unsent; everything is unsent again when no ack came for `unacked_s`."""
+        rate = self._rate_tokens / max(now - self._rate_since, 1e-9)
+        self._rate_tokens, self._rate_since = 0, now
+        if self.leases.unsettled() and now - self._acked_at >= unacked_s:
+            # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
+            self._rewind(now)
+        memory = (self.memory, self.memory_order, self.bytes_held)
+        return [
+            *self.flush(),
+            Send(
+                messages.Heartbeat(
+                    self.held(), progress, self.loaded_version, rate, self._heard, self._wake_s, *memory
+                )
+            ),
+        ]
+
+    def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
+        self._heard = message.number
+        return []
+
+    def held(self) -> tuple[messages.Held, ...]:
+        """Every lease that was received and not given back, those that wait for their version among them."""
+        waiting = (messages.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in self._waiting)
+        return (*self.leases.held(), *waiting)
+
+    def flush(self) -> list[WorkerAction]:
+        """Everything not yet sent on this connection, in messages of bounded size."""
+        self.flush_at = None
+        if not self.hears:
+            return []
+        actions: list[WorkerAction] = []
+        while chunks := self.leases.chunks(self._message_tokens):
+            actions.append(Send(messages.Chunks(tuple(chunks))))
+        back = self.leases.to_yield()
+        if back:
+            actions.append(Send(messages.Yielded(tuple(held.held() for held in back))))
+        return actions
+
+    def _send(self, message: messages.WorkerMessage) -> list[WorkerAction]:
+        return [Send(message)] if self.hears else []
+
+    def _rewind(self, now: float) -> None:
+        self._acked_at = now
+        for held in self.leases.all():
+            held.rewind()
+
+    # ------------------------------------------------------------ tokens
+
+    def generated(self, event: Generated, now: float) -> list[WorkerAction]:
+        actions: list[WorkerAction] = []
+        terms = self._terms
+        if not self.leases.unsettled():
+            self._acked_at = now  # nothing was owed until now
+        for delta in event.deltas:
+            held = self.leases.of_handle(delta.handle)
+            if held is None or held.yielded or self.closed:
+                continue  # revoked or given back while the engine was at it, or too late for the goodbye
+            if delta.error is not None:
+                actions += self._fail(held, delta.error)
+                continue
+            held.extend(delta)
+            self._rate_tokens += len(delta.token_ids)
+            if terms is not None and held.pending >= terms.flush_tokens:
+                self.flush_at = now
+        if self.flush_at is None and terms is not None:
+            self.flush_at = now + terms.flush_ms / 1000.0
+        return actions
+
+    def acked(self, message: messages.Ack, now: float) -> list[WorkerAction]:
+        for durable in message.durable:
+            held = self.leases.find(durable.sample_id, durable.epoch)
+            if held is None:
+                continue
+            if held.acked(durable.length):
+                self._acked_at = now
+            if held.settled:
+                self.leases.drop(held)
+        return []
+
+    def add_refused(self, event: AddRefused, _now: float) -> list[WorkerAction]:
+        held = self.leases.of_handle(event.handle)
+        return self._fail(held, event.reason) if held is not None else []
+
+    def _fail(self, held: WorkerLease, reason: str) -> list[WorkerAction]:
+        actions = self.flush()  # what it made before stays
+        self.leases.drop(held)
+        return [
+            *actions,
+            *self._send(
+                messages.SampleFailed(held.lease.sample_id, held.lease.epoch, messages.words(reason))
+            ),
+        ]
+
+    # ------------------------------------------------------------ leases
+
+    def assign(self, message: messages.Assign, now: float) -> list[WorkerAction]:
+        if self.closed:
+            return []  # not held: the goodbye, and every heartbeat, says so
+        if self.memory in (
+            "falling-asleep",
+            "asleep",
+        ):  # the order to wake was lost, and is repeated: nothing else may wake it
+            return [LogNote("asleep", f"{len(message.leases)} leases came to an engine that sleeps")]
+        return [action for lease in message.leases for action in self._assigned(lease, now)]
+
+    def _assigned(self, lease: messages.Lease, now: float) -> list[WorkerAction]:
+        present = self.leases.find(lease.sample_id)
+        if present is not None and present.lease.epoch >= lease.epoch:
+            return []  # a repeat
+        if self._wanted is not None and lease.version == self._wanted.version:
+            self._waiting = [w for w in self._waiting if w.sample_id != lease.sample_id] + [lease]
+            return []
+        if lease.version != self.loaded_version:
+            return [
+                LogNote(
+                    "wrong-version",
+                    f"sample {lease.sample_id} needs {lease.version}, loaded is {self.loaded_version}",
+                )
+            ]
+        actions = self._forget([present]) if present is not None else []
+        held = self.leases.take(lease)
+        if held.finish is None:
+            return [*actions, Add(held.request())]
+        self.flush_at = now  # complete already: say so
+        return actions
+
+    def _forget(self, leases: Iterable[WorkerLease]) -> list[WorkerAction]:
+        """Drop leases with all their tokens."""
+        handles = []
+        for held in leases:
+            self.leases.drop(held)
+            if held.runs:
+                handles.append(held.handle)
+        return [Abort(tuple(handles))] if handles else []
+
+    def _yield_leases(self, leases: Iterable[WorkerLease], now: float) -> list[WorkerAction]:
+        handles = []
+        for held in leases:
+            held.yielded = True
+            handles.append(held.handle)
+        self.flush_at = now
+        return [Abort(tuple(handles))] if handles else []
+
+    def yield_(self, message: messages.Yield, now: float) -> list[WorkerAction]:
+        """Asked to give leases back. One that ended meanwhile ends; one that waits for its version goes as it came."""
+        asked = set(message.leases)
+        waiting = [w for w in self._waiting if (w.sample_id, w.epoch) in asked]
+        self._waiting = [w for w in self._waiting if (w.sample_id, w.epoch) not in asked]
+        untouched = tuple(messages.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in waiting)
+        found = [held for name in message.leases if (held := self.leases.find(*name)) is not None]
+        for held in found:
+            held.yield_sent = False  # asked again: said again
+        abort = self._yield_leases([held for held in found if held.runs], now)
+        return [*abort, *self.flush(), *(self._send(messages.Yielded(untouched)) if untouched else [])]
+
+    def revoked(self, message: messages.Revoke, _now: float) -> list[WorkerAction]:
+        over = set(message.leases)
+        self._waiting = [w for w in self._waiting if (w.sample_id, w.epoch) not in over]
+        found = (self.leases.find(sample_id, epoch) for sample_id, epoch in message.leases)
+        return self._forget([held for held in found if held is not None])
+
+    # ------------------------------------------------------------ weights, sleep
+
+    def use_weights(self, message: messages.UseWeights, _now: float) -> list[WorkerAction]:
+        if self.closed:
+            return []
+        if self._wanted is not None and self._wanted.version == message.version:
+            return [MoreHolders(message)] if _holders(message) != _holders(self._wanted) else []
+        if message.more:
+            return []  # holders of a version that is here by now, or that was given up
+        if message.version == self.loaded_version:
+            return self._send(self._loaded_message(message.version, 0.0, 0.0))
+        # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
+        actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.finish is None])]
+        self._wanted, self._waiting, self.loaded_version = message, [], -1
+        return [*actions, LoadWeights(message)]
+
+    def loaded(self, event: Loaded, now: float) -> list[WorkerAction]:
+        self.mismatches = 0
+        if self._wanted is None or event.version != self._wanted.version:
+            return [LogNote("superseded", f"version {event.version} was loaded after a newer one was wanted")]
+        self.loaded_version, self.loaded_root, self.loaded_merged, self._wanted = (
+            event.version,
+            event.root,
+            event.merged,
+            None,
+        )
+        waiting, self._waiting = self._waiting, []
+        actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s, event.verify_s))
+        return actions + [a for lease in waiting for a in self._assigned(lease, now)]
+
+    def _loaded_message(
+        self, version: int, pull_s: float, load_s: float, verify_s: float = 0.0
+    ) -> messages.WeightsLoaded:
+        known = (self.cache_tokens, self.best_batch)
+        return messages.WeightsLoaded(
+            version, self.loaded_root, pull_s, load_s, *known, verify_s, self.loaded_merged
+        )
+
+    def built(self, event: Built, _now: float) -> list[WorkerAction]:
+        self.cache_tokens, self.best_batch = event.cache_tokens, event.best_batch
+        return []
+
+    def woken(self, event: Woken, _now: float) -> list[WorkerAction]:
+        self._wake_s = event.seconds
+        if event.order != self._engine_order:
+            return []  # told to sleep meanwhile: the engine does both in order
+        self.memory, self.bytes_held = "awake", event.bytes_held
+        return self._settled()
+
+    def serves(self, event: Serves, _now: float) -> list[WorkerAction]:
+        """Others may pull a version from here, or may not any more."""
+        serving = event.serving
+        if serving.source is None:
+            self._serving.pop(serving.version, None)
+        else:
+            self._serving[serving.version] = serving
+        return self._say_serving(serving)
+
+    def _say_serving(self, serving: messages.Serving) -> list[WorkerAction]:
+        wanted = self._terms is not None and self._terms.relay
+        return self._send(serving) if wanted else []
+
+    def load_failed(self, event: LoadFailed, _now: float) -> list[WorkerAction]:
+        self.mismatches += event.differs
+        if self._wanted is None or event.version != self._wanted.version:
+            return []
+        self._wanted, self._waiting = None, []
+        failed = messages.WeightsFailed(event.version, messages.words(event.reason), event.refused)
+        return [LogNote("weights-failed", event.reason), *self._send(failed)]
+
+    def sleep(self, message: messages.Sleep, _now: float) -> list[WorkerAction]:
+        if message.order <= self.memory_order:
+            return self._settled()  # a repeat
+        self.memory_order = message.order
+        if self.memory in ("falling-asleep", "asleep"):
+            return self._settled()  # the order to wake in between was lost
+        self.memory, self._engine_order, self._waiting = "falling-asleep", message.order, []
+        return [*self.flush(), *self._forget(self.leases.all()), SleepEngine(message.order)]
+
+    def wake(self, message: messages.Wake, _now: float) -> list[WorkerAction]:
+        if message.order <= self.memory_order:
+            return self._settled()
+        self.memory_order = message.order
+        if self.memory in ("waking", "awake"):
+            return self._settled()
+        self.memory, self._engine_order = "waking", message.order
+        return [WakeEngine(message.order)]
+
+    def fell_asleep(self, event: Slept, _now: float) -> list[WorkerAction]:
+        if event.order != self._engine_order:
+            return []  # woken meanwhile: the engine does both in order
+        self.memory, self.bytes_held = "asleep", event.bytes_held
+        return self._settled()
+
+    def _settled(self) -> list[WorkerAction]:
+        """Say that the last order is carried out, if it is: the daemon takes the engine for neither asleep nor awake before."""
+        match self.memory:
+            case "asleep":
+                return self._send(messages.Asleep(self.memory_order, self.bytes_held))
+            case "awake" if self.memory_order:
+                return self._send(messages.Awake(self.memory_order, self.bytes_held))
+        return []
+
+
+def _holders(weights: messages.UseWeights) -> tuple[tuple[messages.WeightSource, ...], ...]:
+    """Of the version, and of its base."""
+    return weights.sources, weights.base.sources if weights.base is not None else ()

@@ -1,0 +1,121 @@
+"""What must hold between the core's tables after every event, recounted from scratch. Pure; for tests and for a suspicious admin."""
+
+from __future__ import annotations
+
+from scavenger.policy.interface import Standard
+from scavenger.router.core import policy_driver, policy_view, worker_counts
+from scavenger.router.core import samples as sm
+from scavenger.router.core.state import Memory, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.core.tables import Core
+
+
+def check(core: Core) -> None:
+    """Raise AssertionError when the tables contradict each other, or when something is due that was not done."""
+    for sample in core.samples.values():
+        _check_sample(core, sample)
+    for worker in core.workers.values():
+        _check_worker(core, worker)
+    for run in core.runs.values():
+        _check_run(core, run)
+    for group in core.groups.values():
+        open_ones = sum(not s.done for s in group.samples)
+        assert group.unfinished == open_ones, (
+            f"group {group.id}: {group.unfinished} counted as not done, {open_ones} are"
+        )
+
+
+def _check_sample(core: Core, sample: Sample) -> None:
+    leased = sample.status in (SampleStatus.LEASED, SampleStatus.UNCONFIRMED)
+    assert leased == bool(sample.worker_id), (
+        f"sample {sample.id}: {sample.status} with worker {sample.worker_id}"
+    )
+    if leased:
+        assert core.workers[sample.worker_id].leases.get(sample.id) is sample, (
+            f"sample {sample.id}: lease not held"
+        )
+    queued = sample.id in sample.group.run.queue
+    assert queued == (sample.status is SampleStatus.QUEUED), (
+        f"sample {sample.id}: {sample.status}, in queue: {queued}"
+    )
+    assert sample.durable <= sample.accepted <= sample.group.sampling.max_tokens, (
+        f"sample {sample.id}: lengths out of order"
+    )
+    assert core.groups.get(sample.group.id) is sample.group, f"sample {sample.id}: its group is forgotten"
+    known = sample.seen
+    assert known is None or known == policy_view.fresh_view(sample), (
+        f"sample {sample.id} changed since policies saw it: {known}"
+    )
+
+
+def _check_worker(core: Core, worker: Worker) -> None:
+    seen = worker.slots
+    assert seen is None or seen.leases == len(worker.leases), (
+        f"worker {worker.id}: its leases changed since policies saw it: {seen}"
+    )
+    for sample in worker.leases.values():
+        assert sample.worker_id == worker.id, (
+            f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
+        )
+    for sample_id, asked in worker.yielding.items():
+        held = worker.leases.get(sample_id)
+        assert held is not None, f"worker {worker.id} is to give sample {sample_id} back and does not hold it"
+        assert held.epoch == asked.epoch, (
+            f"worker {worker.id} is to give back an older lease of sample {sample_id}"
+        )
+    told, memory = worker.status, worker.memory
+    if told is WorkerStatus.SLEEPING or told is WorkerStatus.ASLEEP:
+        expected = Memory.FALLING_ASLEEP if told is WorkerStatus.SLEEPING else Memory.ASLEEP
+        assert memory is expected, f"worker {worker.id} is {told}, and its memory is {memory}"
+    elif told is not WorkerStatus.DRAINING and told is not WorkerStatus.AWAY:
+        assert memory in (Memory.AWAKE, Memory.WAKING), (
+            f"worker {worker.id} is {told}, and its memory is {memory}"
+        )
+    if worker.conn is not None:
+        assert core.by_conn.get(worker.conn) is worker, (
+            f"worker {worker.id}: connection {worker.conn} is not its own"
+        )
+    assert worker.run.workers.get(worker.id) is worker, f"worker {worker.id} is not among its run's"
+
+
+def _check_run(core: Core, run: Run) -> None:
+    leased: dict[int, int] = {}
+    for worker in run.workers.values():
+        for sample in worker.leases.values():
+            leased[sample.lease_version] = leased.get(sample.lease_version, 0) + 1
+    assert run.leased == leased, (
+        f"run {run.id}: leases by version are counted as {run.leased}, and are {leased}"
+    )
+    waiting = {s.id for s in run.queue}
+    versions = {core.samples[i].group.version for i in waiting}
+    assert run.queue.versions() == versions, f"run {run.id}: the queue's versions"
+    assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, (
+        f"run {run.id}: the queue's order lacks samples"
+    )
+    if run.ended:
+        return
+    memory = worker_counts.memory_of(run)
+    assert run.memory_changed or run.memory_told == memory, (
+        f"run {run.id}: its memory is counted as {run.memory_told}, and is {memory}"
+    )
+    sizes = worker_counts.fleet_sizes(run)
+    assert run.restated or run.sizes == sizes, (
+        f"run {run.id}: its fleet is counted as {run.sizes}, and is {sizes}"
+    )
+    if run.serving is not None and not run.restated:
+        version, serving = run.serving
+        assert serving == [w for w in run.workers.values() if sm.servable(w, version)], (
+            f"run {run.id}: who serves version {version}"
+        )
+    if isinstance(run.policy, Standard):  # others may hold samples back
+        assert not policy_driver.placements(core, run), f"run {run.id}: samples could be placed and were not"
+    wanted = sm.target_version(run)
+    for worker in run.workers.values():
+        idle = (
+            worker.conn is not None
+            and not worker.leases
+            and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)
+        )
+        if idle and not worker.load_failures and run.held(wanted):
+            assert worker.asked_version == wanted, (
+                f"worker {worker.id} was asked for {worker.asked_version}, wanted is {wanted}"
+            )

@@ -1,0 +1,163 @@
+"""What of a policy's decisions is written down, so that the ledger explains a run and is not flooded by it. Pure.
+
+    place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
+    window, engines    one row when the answer is another one than before
+
+Rows of each kind are bounded (`told.Budget`), and what goes into one is made only where there is room for it; what was left out is counted
+in the next row's `inputs`. Owns the codes and the words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import Explains, Move, Placement
+from scavenger.router.core.state import EVERY_S, Budget, Run
+from scavenger.router.core.tables import Core
+
+#: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.
+NAMED = 16
+KINDS = 8
+#: What is told only when it is another than before: a run of short steps opens and closes its window each second or two.
+CHANGES, CHANGES_EVERY_S = ("window", "engines"), 1.0
+
+
+class Code(StrEnum):
+    """A decision in a word. Ledgers hold these and reports rely on them: they are added to, never renamed."""
+
+    PLACED = "placed"
+    MOVED = "moved"
+    MERGED = "merged"  # moved so that engines may go: the step's tail
+    OPENED = "opened"
+    REOPENED = "reopened"  # within a step in which it had been closed
+    CLOSED = "closed"
+    ALL_DONE = "all_done"  # closed, since nothing is left to generate
+    UNDECIDED = "undecided"  # the trainer's own rule decides
+    FLEET = "fleet"
+
+
+def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
+    """Samples were leased. A policy without reasons (`Standard`) has nothing to tell."""
+    told = [answer for answer in answers if answer.reason]
+    if told:
+        subject, why = _of_many(told[0].sample_id, told[0].reason, len(told))
+        _write(core, run, "placement", "lease", Code.PLACED, subject, why, lambda: _placements_row(run, told))
+
+
+def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
+    all_of = list(moves)
+    if all_of:
+        first = all_of[0]
+        subject, why = _of_many(
+            first.sample_id, f"{first.whole}: {first.reason}" if first.whole else first.reason, len(all_of)
+        )
+        code = Code.MERGED if first.merges else Code.MOVED
+        _write(core, run, "rebalance", "move", code, subject, why, lambda: _of_moves(run, all_of))
+
+
+def _of_many(sample_id: int, why: str, samples: int) -> tuple[str, str]:
+    """Subject and reason of one row for several samples."""
+    return f"sample {sample_id}", why if samples == 1 else f"{why} (and {samples - 1} more samples)"
+
+
+def _placements_row(run: Run, told: Sequence[Placement]) -> dict[str, Any]:
+    """`reasons`: how often each was the reason, up to its first comma, where its figures begin."""
+    kinds = Counter(answer.reason.partition(",")[0] for answer in told)
+    found: dict[str, Any] = {
+        "samples": len(told),
+        "by_worker": dict(Counter(str(answer.worker_id) for answer in told)),
+    }
+    found |= {"reasons": dict(kinds.most_common(KINDS))}
+    return found | (
+        {"by": by} if isinstance(run.policy, Explains) and (by := run.policy.placed_by(told)) else {}
+    )
+
+
+def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "samples": len(moves),
+        "moves": [[m.sample_id, m.from_worker, m.to_worker] for m in moves[:NAMED]],
+    }
+    if any(move.gain_s for move in moves):
+        found["gain_s"] = sum(move.gain_s for move in moves)
+    return found | (
+        {"by": by} if isinstance(run.policy, Explains) and (by := run.policy.moved_by(moves)) else {}
+    )
+
+
+def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
+    """The policy says another thing of the window than before: `run.window`, by these figures."""
+    told, said = run.told, run.window
+    code = Code.UNDECIDED
+    if said == "close":
+        told.closed_in = run.newest
+        code = Code.ALL_DONE if all_done else Code.CLOSED
+    elif said == "open":
+        code = Code.REOPENED if told.closed_in == run.newest else Code.OPENED
+    why = run.window_reason or "nobody decides"
+    _write(
+        core,
+        run,
+        "window",
+        said or "none",
+        code,
+        run.name,
+        why,
+        lambda: {"step": run.newest[1], "by": dict(inputs)},
+    )
+
+
+def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
+    """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
+    before = run.told.engines
+    if number != before and _write(
+        core,
+        run,
+        "engines",
+        "want",
+        Code.FLEET,
+        run.name,
+        reason,
+        lambda: _of_engines(run, number, before, benefit),
+    ):
+        run.told.engines = number  # what was left out is said as soon as there is room
+
+
+def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"engines": number, "before": before, "by": benefit}
+    return found | (
+        {"sized": by} if isinstance(run.policy, Explains) and (by := run.policy.sized_by()) else {}
+    )
+
+
+def _write(
+    core: Core,
+    run: Run,
+    policy: str,
+    action: str,
+    code: Code,
+    subject: str,
+    reason: str,
+    inputs_of: Callable[[], dict[str, Any]],
+) -> bool:
+    """Whether there was room for it."""
+    budget = run.told.budgets.setdefault(
+        policy, Budget(at=core.now, every_s=CHANGES_EVERY_S if policy in CHANGES else EVERY_S)
+    )
+    if not budget.take(core.now):
+        core.count("decisions_left_out")
+        return False
+    inputs = inputs_of() | {"run": run.name}
+    if budget.left_out:
+        inputs["left_out"], budget.left_out = budget.left_out, 0
+    core.record(
+        rec.Decision(policy, action, subject, reason, msgspec.json.encode(inputs).decode(), core.now, code)
+    )
+    return True

@@ -1,0 +1,207 @@
+"""What goes into the router's core and what comes out: frozen structs. Pure.
+
+A connection is an integer that the driver gives (`conn`); the core never sees a socket or a routing id. Authority is `Identity`, which the
+driver takes from the connection's CURVE key, never from what a message says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from scavenger.ledger.records import GroupState, Record, Snapshot
+from scavenger.policy.demand import Demand
+from scavenger.policy.interface import Fact
+from scavenger.protocol.messages import Assign, Call, GroupDone, Message, WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLife:
+    """One engine of a harvested job, which shows that the job held GPUs. `seen_at`: when it was last heard, its goodbye too. Unix s.
+
+    `here`: it has not left, nor been given up.
+    """
+
+    intent_id: str
+    incarnation: int
+    node: str
+    joined_at: float
+    seen_at: float
+    here: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is at the other end. `owner`: an enrolled public key, may own runs. `worker`: a key minted for one job of one run."""
+
+    role: str  # "owner" | "worker"
+    public_key: str
+    run: str = ""
+    intent_id: str = ""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    conn: int
+    identity: Identity
+    hello: WorkerHello
+
+
+class WorkerSent(msgspec.Struct, frozen=True, gc=False):
+    """Any message of a worker after its hello. `faults`: what `payload_check` found, by position of the chunk in the message.
+
+    The tokens that the core compares (`samples.overlaps`) are in memory.
+    """
+
+    conn: int
+    message: Message
+    faults: Mapping[int, str] | None = None
+
+
+class Heard(msgspec.Struct, frozen=True, gc=False):
+    """Something came from this connection, and waits until tokens are read back from the ledger: its worker lives."""
+
+    conn: int
+
+
+class TrainerCalled(msgspec.Struct, frozen=True, gc=False):
+    conn: int
+    identity: Identity
+    call: Call
+
+
+class Committed(msgspec.Struct, frozen=True, gc=False):
+    """Every record up to and including this ticket is durable."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRead:
+    """The ledger's answer to `ReadHistory`: groups that steps after the resumed checkpoint had consumed."""
+
+    run_id: int
+    attempt: int
+    groups: tuple[GroupState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobGone:
+    """The scheduler says that a harvested job's incarnation is over. `crashed`: neither preempted, cancelled nor a lost node."""
+
+    intent_id: str
+    incarnation: int
+    reason: str
+    crashed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IntentRevoked:
+    """A harvested job was given back by policy: its worker is drained."""
+
+    intent_id: str
+    reason: str
+
+
+class Tick(msgspec.Struct, frozen=True, gc=False):
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRead:
+    """What the ledger holds, for a core that has just begun."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class PastRead:
+    """What the policies of runs are to learn again after a restart: run -> facts, each with the time (Unix s) at which it became known."""
+
+    facts: Mapping[int, tuple[tuple[float, Fact], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRead:
+    """The scheduler's topology: (node, its switch)."""
+
+    switches: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageReceived:
+    """A peer sent what no message is."""
+
+    public_key: str
+    cause: str
+
+
+class DemandAsked(msgspec.Struct, frozen=True, gc=False):
+    """How many harvested engines can each run use? Answered by `DemandStated`; a policy may learn from being asked."""
+
+
+RouterEvent = (
+    HelloReceived
+    | WorkerSent
+    | Heard
+    | TrainerCalled
+    | Committed
+    | HistoryRead
+    | JobGone
+    | IntentRevoked
+    | Tick
+    | LedgerRead
+    | PastRead
+    | TopologyRead
+    | GarbageReceived
+    | DemandAsked
+)
+
+# ---------------------------------------------------------------- actions
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    conn: int
+    message: Message
+
+
+class Fill(msgspec.Struct, frozen=True, gc=False):
+    """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample.
+
+    All of them are durable: what is not in memory can be read from the ledger.
+    """
+
+    conn: int
+    message: Assign | GroupDone
+    lengths: tuple[int, ...]
+
+
+class Write(msgspec.Struct, frozen=True, gc=False):
+    """Commit these records in this order; answer `Committed(ticket)`. Tickets grow by one."""
+
+    ticket: int
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHistory:
+    """Read what steps after `after_step` consumed, and answer `HistoryRead`."""
+
+    run_id: int
+    attempt: int
+    after_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DemandStated:
+    """The answer to `DemandAsked`: the runs by their ids."""
+
+    demand: tuple[Demand, ...]
+
+
+RouterAction = Send | Fill | Write | ReadHistory | DemandStated

@@ -1,0 +1,255 @@
+"""The router's core: one state machine over runs, samples, leases and workers. Theory of operation:
+
+    driver (server.py live, simulate/ in virtual time)          core (this package, pure)
+    -----------------------------------------------------       -------------------------------------------------
+    HelloReceived / WorkerSaid / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
+    commit of a ticket: Committed(ticket)                 --->  releases what waited: leases, acks, replies, deliveries
+    LedgerRead / PastRead / TopologyRead                  --->  what the ledger and the scheduler know, read by the driver
+
+`handle` is the only door: nothing else changes the core, so the log of events, each with its time, makes an equal core again. What the
+payload store answers, when it compares a resend with what was accepted, is the one input beside it.
+
+Nothing that promises durability is sent before the commit that makes it true: a lease (its epoch must never be granted twice), an ack,
+a reply to the trainer, a complete group. The core reads no clock and draws no random number; ties are broken by ids.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scavenger.ledger import records as rec
+from scavenger.policy.demand import Demand
+from scavenger.policy.interface import NewPolicy
+from scavenger.protocol.messages import Awake, Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
+from scavenger.router.core import (
+    audit,
+    policy_driver,
+    registration,
+    restore,
+    runs,
+    worker_commands,
+    worker_counts,
+    workers,
+)
+from scavenger.router.core import samples as sm
+from scavenger.router.core.events import (
+    Committed,
+    DemandAsked,
+    DemandStated,
+    GarbageReceived,
+    Heard,
+    HelloReceived,
+    HistoryRead,
+    IntentRevoked,
+    JobGone,
+    LedgerRead,
+    PastRead,
+    RouterAction,
+    RouterEvent,
+    Tick,
+    TopologyRead,
+    TrainerCalled,
+    WorkerSent,
+)
+from scavenger.router.core.payloads import Payloads
+from scavenger.router.core.state import Limits, MemoryTold, Run, Worker
+from scavenger.router.core.tables import Core
+
+
+class Router:
+    """Feed it events in any order; perform the actions it returns, in order."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        generation: int,
+        payloads: Payloads,
+        ledger: str = "",
+        restored: bool = False,
+        new_policy: NewPolicy | None = None,
+    ) -> None:
+        self.core = Core(limits, generation, payloads, ledger, restored)
+        if new_policy is not None:
+            self.core.new_policy = new_policy
+
+    def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        core = self.core
+        core.now = now
+        match event:
+            case WorkerSent(conn=conn, message=message, faults=faults):
+                workers.said(core, conn, message, faults)
+            case Heard(conn=conn):
+                workers.heard(core, conn)
+            case Committed(ticket=ticket):
+                sm.confirm_durable(core, core.settle(ticket))
+            case HelloReceived(conn=conn, identity=identity, hello=hello):
+                registration.hello(core, conn, identity, hello)
+            case TrainerCalled(conn=conn, identity=identity, call=call):
+                runs.called(core, conn, identity, call)
+            case HistoryRead(run_id=run_id, attempt=attempt, groups=groups):
+                restore.history_read(core, run_id, attempt, groups)
+            case JobGone():
+                self._job_gone(event)
+            case IntentRevoked():
+                for worker in self._of_intent(event.intent_id):
+                    worker_commands.drain(core, worker, event.reason)
+            case Tick():
+                self._tick()
+            case TopologyRead(switches=switches):
+                core.switches.update(switches)
+            case GarbageReceived(public_key=public_key, cause=cause):
+                if core.told(public_key):
+                    core.event("garbage", 0, public_key, cause)
+                else:
+                    core.count("garbage")
+            case DemandAsked():
+                return [DemandStated(self._demand())]  # its rows go with those of the next event
+            case LedgerRead(snapshot=snapshot):
+                restore.restore(core, snapshot)
+                return core.finish_event()  # more is read before anything is decided
+            case PastRead(facts=facts):
+                policy_driver.learn(core, facts)
+                return core.finish_event()
+        self._settle_fleet(event)
+        return core.finish_event()
+
+    def _settle_fleet(self, event: RouterEvent) -> None:
+        """After every event: idle workers load what is needed, queued samples find a worker, the trainer learns of changes.
+
+        A run's `dirty` says that any of this may be due. The many events that move only tokens leave it false, so that a chunk costs the
+        same with one worker as with a thousand; `check` proves that nothing was due where it was false.
+        """
+        timed = isinstance(event, Tick)
+        everything = _may_change_anything(event)
+        for run in self.core.runs.values():
+            if run.ended or not (run.dirty or run.stirred or timed or everything):
+                continue
+            fleet = run.dirty or everything
+            if fleet or timed or run.restated:
+                run.serving = None
+            if fleet or run.stirred:
+                self._steer_idle(run, anyway=fleet)
+                if run.restated:
+                    run.serving = None
+            if fleet or run.stirred or run.queue:
+                policy_driver.place_queued(self.core, run)
+            self._ask(run, fleet=fleet, timed=timed)
+            run.dirty = run.stirred = False  # what settling itself changed is settled
+            self._notify_trainer(run, timed=timed)
+
+    def _steer_idle(self, run: Run, *, anyway: bool) -> None:
+        """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
+        target = sm.target_version(run)
+        everyone = anyway or target != run.target
+        idle = run.workers.values() if everyone else run.idled
+        run.target, run.idled = target, []
+        for worker in idle:
+            if not worker.leases and worker.id in run.workers:
+                worker_commands.steer(self.core, worker, target)
+
+    def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
+        """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
+        sizes = (
+            worker_counts.counted(run)
+            if fleet or timed
+            else worker_counts.counted_again(run)
+            if run.recount
+            else run.sizes
+        )
+        run.recount = False
+        fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
+        if fresh or timed:
+            policy_driver.rebalance(self.core, run, timed=not fresh)
+            policy_driver.window(self.core, run, timed=not fresh)
+
+    def _notify_trainer(self, run: Run, *, timed: bool) -> None:
+        if run.conn is None:
+            return
+        last = run.fleet
+        told = (
+            None if last is None else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window)
+        )
+        memory = worker_counts.memory_counted(run)
+        known = None if last is None else MemoryTold(last.order, last.asleep, last.holding, last.bytes_held)
+        moved = told != (*run.sizes, run.window) or known != memory
+        if not moved and not timed:
+            return
+        fleet = worker_counts.fleet_of(run)
+        if fleet != last:
+            run.fleet = fleet
+            self.core.send(run.conn, fleet)
+
+    def _of_intent(self, intent_id: str) -> list[Worker]:
+        return [w for w in self.core.workers.values() if w.intent_id == intent_id]
+
+    def _job_gone(self, event: JobGone) -> None:
+        for worker in self._of_intent(event.intent_id):
+            if worker.incarnation <= event.incarnation:
+                workers.gone(self.core, worker, event.reason, crashed=event.crashed)
+
+    def _tick(self) -> None:
+        core = self.core
+        # Silence while this daemon itself did not run (stopped, swapped out, waiting for its disk) is nobody's death.
+        absent = core.now - (core.ticked_at if core.ticked_at is not None else core.now)
+        core.ticked_at = core.now
+        if absent > core.limits.suspect_s:
+            for worker in core.workers.values():
+                worker.last_seen = min(core.now, worker.last_seen + absent)
+                worker.moved_at = min(core.now, worker.moved_at + absent)
+            for run in core.runs.values():
+                run.trainer_seen = min(core.now, run.trainer_seen + absent)
+        if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
+            for worker in core.workers.values():
+                worker.moved_at = (
+                    core.now
+                )  # the disk stands still, and with it what was not acknowledged: no engine hangs
+        for worker in list(self.core.workers.values()):
+            workers.watch(self.core, worker)
+
+    def demand(self, now: float) -> list[Demand]:
+        """How many harvested engines each run can use. Between two steps it is what the last step could use: engines stay."""
+        (stated,) = self.handle(DemandAsked(), now)
+        assert isinstance(stated, DemandStated)
+        return list(stated.demand)
+
+    def _demand(self) -> tuple[Demand, ...]:
+        wanted = []
+        for run in sorted(self.core.runs.values(), key=lambda r: r.id):
+            engines, reason = policy_driver.engines_for(self.core, run, self.core.now, self.core.limits)
+            wanted.append(
+                Demand(
+                    run.id,
+                    run.name,
+                    engines,
+                    run.gpus_per_engine,
+                    reason,
+                    run.engine.name,
+                    policy_driver.benefit(run),
+                )
+            )
+        return tuple(wanted)
+
+    def ask_at(self) -> float:
+        """When a policy wants to be asked again at the latest (s): a driver in virtual time ticks then. Live, ticks come anyway."""
+        return min([run.ask_window_at for run in self.core.runs.values() if not run.ended], default=math.inf)
+
+    def restore(self, snapshot: rec.Snapshot, now: float) -> list[RouterAction]:
+        """Rebuild the tables from the ledger after a restart; open leases stay with their holders until `reconnect_s` is over."""
+        return self.handle(LedgerRead(snapshot), now)
+
+    def check(self) -> None:
+        """Raise AssertionError when the tables contradict each other. For tests: call it after every event."""
+        audit.check(self.core)
+
+
+#: The frequent events, whose few consequences mark the run themselves.
+_QUIET = frozenset({Committed, Tick, Heard, TopologyRead, GarbageReceived})
+_QUIET_WORDS = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
+
+
+def _may_change_anything(event: RouterEvent) -> bool:
+    if isinstance(event, WorkerSent):
+        return type(event.message) not in _QUIET_WORDS
+    if isinstance(event, TrainerCalled):
+        return type(event.call.body) not in _QUIET_WORDS
+    return type(event) not in _QUIET

@@ -1,0 +1,208 @@
+"""Asks a run's policy, and does what it answers: leases, moves, the window, engines wanted. Pure.
+
+A policy may be wrong about what can be done: every answer is checked against the tables and what cannot be followed is dropped and counted
+(`advice_dropped`), so that no policy can break I1 to I6. What it decided goes into the ledger's `decisions`, with its reason.
+
+A move: Yield -> the worker flushes, answers Yielded -> release -> lease to the other, epoch + 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.interface import Fact, Move, Placement, Weighs
+from scavenger.protocol.messages import Held, Revoke, Yield
+from scavenger.router.core import decision_log
+from scavenger.router.core import samples as sm
+from scavenger.router.core.policy_view import LiveView
+from scavenger.router.core.state import Limits, Run, SampleStatus, Worker, Yielding
+from scavenger.router.core.tables import Core
+
+
+def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:
+    """Runs that go on after a restart get policies that are told what was known before it, in order."""
+    for run in core.runs.values():
+        if run.id in facts:
+            run.policy = core.new_policy(run.name)
+            for at, fact in facts[run.id]:
+                run.policy.observe(fact, at)
+
+
+def placements(core: Core, run: Run) -> list[Placement]:
+    """What the policy would lease now, as far as it can be: nothing where nothing waits or nobody serves."""
+    if not run.queue or run.stopped or run.ended:
+        return []
+    view = LiveView(core, run)
+    for slot in view.slots():
+        if slot.leases < slot.max_batch:
+            break
+    else:
+        return []
+    answers = run.policy.place(view, core.now)
+    if not answers:
+        return []
+    free = {slot.worker_id: slot.max_batch - slot.leases for slot in view.slots()}
+    version, taken, kept = view.version, set[int](), []
+    for answer in answers:
+        sample = core.samples.get(answer.sample_id)
+        waits = (
+            sample is not None
+            and sample.id in run.queue
+            and sample.group.version == version
+            and sample.id not in taken
+        )
+        if not waits or free.get(answer.worker_id, 0) < 1:
+            core.count("advice_dropped")
+            continue
+        free[answer.worker_id] -= 1
+        taken.add(answer.sample_id)
+        kept.append(answer)
+    return kept
+
+
+def place_queued(core: Core, run: Run) -> None:
+    """Lease queued samples as the policy says. A lease is sent once it is durable."""
+    answers = placements(core, run)
+    if not answers:
+        return
+    run.queue.discard_all([core.samples[answer.sample_id] for answer in answers])
+    batches: dict[int, list[Placement]] = {}
+    for answer in answers:
+        batches.setdefault(answer.worker_id, []).append(answer)
+    for worker_id, batch in batches.items():
+        sm.lease(core, core.workers[worker_id], [core.samples[p.sample_id] for p in batch])
+    decision_log.placed(core, run, answers)
+
+
+def rebalance(core: Core, run: Run, *, timed: bool) -> None:
+    """Ask for moves: after what changed the fleet or the queue, and every `every_s`."""
+    if run.ended or run.stopped or (timed and core.now - run.rebalanced_at < run.policy.every_s):
+        return
+    run.rebalanced_at = core.now
+    moves = run.policy.rebalance(LiveView(core, run), core.now)
+    leaving: dict[int, list[Move]] = {}
+    able = [move for move in moves if _may_move(core, run, move)]
+    for move in able:
+        leaving.setdefault(move.from_worker, []).append(move)
+    if len(able) < len(moves):
+        core.count("advice_dropped", len(moves) - len(able))
+    for worker_id, batch in leaving.items():
+        _take(core, core.workers[worker_id], batch)
+    decision_log.moved(core, run, able)
+
+
+def _may_move(core: Core, run: Run, move: Move) -> bool:
+    sample, worker = core.samples.get(move.sample_id), run.workers.get(move.from_worker)
+    if (
+        sample is None
+        or worker is None
+        or worker.conn is None
+        or sample.id in worker.yielding
+        or move.from_worker == move.to_worker
+    ):
+        return False
+    target = run.workers.get(move.to_worker)
+    if move.to_worker and (target is None or not sm.servable(target, sample.group.version)):
+        return False
+    return sample.status is SampleStatus.LEASED and sample.worker_id == worker.id and sample.group.run is run
+
+
+def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
+    """Ask a worker to give samples back."""
+    held = [(move, core.samples[move.sample_id]) for move in moves]
+    names = tuple((sample.id, sample.epoch) for _, sample in held)
+    for move, sample in held:
+        worker.yielding[sample.id] = Yielding(sample.epoch, move.to_worker, move.reason, core.now)
+        sample.seen = None
+    core.send_durable(worker.conn, Yield(names, moves[0].reason))  # behind the leases themselves
+
+
+def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
+    """A worker flushed and gave leases back, as it was asked to: perhaps by a daemon before this one."""
+    over: list[tuple[int, int]] = []
+    for held in leases:
+        sample = core.samples.get(held.sample_id)
+        if (
+            sample is not None
+            and sample.done
+            and sample.epoch == held.epoch
+            and sample.last_worker_id == worker.id
+        ):
+            continue  # it ended with the flush: its ack is on the way
+        if (
+            sample is None
+            or sample.worker_id != worker.id
+            or sample.epoch != held.epoch
+            or sample.status is not SampleStatus.LEASED
+        ):
+            core.send(worker.conn, Revoke(((held.sample_id, held.epoch),), "the sample moved on"))
+            continue
+        if held.length > sample.accepted:
+            core.count("yields_early")  # what came before it was lost: it is sent again, and so is this
+            continue
+        asked = worker.yielding.get(sample.id)
+        over.append((sample.id, sample.epoch))
+        reason = f"moved: {asked.reason}" if asked is not None else "given back"
+        sm.release(core, sample, reason)
+        if asked is not None:
+            give(core, asked.to_worker, sample.id)
+    if over:
+        core.send_durable(
+            worker.conn, Revoke(tuple(over), "given back")
+        )  # only then may it forget the tokens
+
+
+def give(core: Core, worker_id: int, sample_id: int) -> None:
+    """Lease a sample that was just released to the worker that it was taken for, if that can still take it; else it waits."""
+    sample, worker = core.samples[sample_id], core.workers.get(worker_id)
+    run = sample.group.run
+    if worker is None or sample.id not in run.queue or run.stopped or run.ended:
+        return
+    if sm.servable(worker, sample.group.version) and len(worker.leases) < run.engine.max_batch:
+        run.queue.discard(sample)
+        sm.lease(core, worker, [sample])
+
+
+def window(core: Core, run: Run, *, timed: bool) -> None:
+    """Ask whether reserved engines go on generating. The answer travels in the next `Fleet`."""
+    if run.ended or run.stopped or (timed and core.now < run.ask_window_at):
+        return
+    view = LiveView(core, run)
+    answer = run.policy.window(view, core.now)
+    run.ask_window_at = math.inf if answer is None else answer.again_at
+    said = "" if answer is None else "close" if answer.close else "open"
+    if said != run.window:
+        run.window, run.window_reason = said, "" if answer is None else answer.reason
+        decision_log.window(
+            core, run, view.step.finished >= view.step.samples, {} if answer is None else answer.inputs
+        )
+
+
+def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+    """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
+    engines, reason = _wanted(core, run, now, limits)
+    decision_log.engines(core, run, engines, reason, benefit(run))
+    return engines, reason
+
+
+def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+    if run.ended or run.stopped:
+        return 0, "the run is over"
+    if not run.harvest:
+        return 0, "run.harvest = false"
+    if not run.versions:
+        return 0, "no weights are published yet"
+    silent = now - run.trainer_seen
+    if silent > limits.trainer_gone_s:
+        return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
+    if silent > limits.trainer_silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
+        return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
+    engines, reason = run.policy.engines(LiveView(core, run), now)
+    return max(0, min(engines, run.max_engines)), reason
+
+
+def benefit(run: Run) -> Benefit | None:
+    """What one more engine of the run is worth, by the answer that its policy gave last; None where it does not say."""
+    return run.policy.benefit() if isinstance(run.policy, Weighs) else None

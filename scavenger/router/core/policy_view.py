@@ -1,0 +1,175 @@
+"""A run as its policy may see it, made from the core's tables. Pure; reads them, and changes nothing.
+
+Made when asked for: a policy that looks at one thing does not pay for the others. A view is good for the one call that it was made for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from scavenger.policy.interface import SampleView, StepView, WorkerView
+from scavenger.policy.placement import QueuedSamples, Slots
+from scavenger.router.core import samples as sm
+from scavenger.router.core.state import Run, Sample, SampleStatus, Worker
+from scavenger.router.core.tables import Core
+
+
+class LiveView:
+    """A `policy.RunView` of the present moment."""
+
+    def __init__(self, core: Core, run: Run) -> None:
+        self._core, self._run = core, run
+
+    @property
+    def name(self) -> str:
+        return self._run.name
+
+    @property
+    def harvest(self) -> bool:
+        return self._run.harvest
+
+    @property
+    def max_engines(self) -> int:
+        return self._run.max_engines
+
+    @property
+    def max_batch(self) -> int:
+        return self._run.engine.max_batch
+
+    @property
+    def waits(self) -> int:
+        return len(self._run.queue)
+
+    @cached_property
+    def version(self) -> int:
+        return sm.target_version(self._run)
+
+    @cached_property
+    def step(self) -> StepView:
+        run = self._run
+        purpose, step = run.newest
+        version = -1
+        groups = finished = delivered = 0
+        for group in run.by_key.values():
+            if group.step != step or group.purpose != purpose or group.orphaned:
+                continue
+            if not groups:
+                version = group.version
+            groups += 1
+            finished += len(group.samples) - group.unfinished
+            delivered += group.delivered_to == run.attempt
+        return StepView(
+            step=step,
+            purpose=purpose,
+            version=version,
+            submitted_at=run.submitted_at,
+            samples=run.step_samples,
+            finished=finished,
+            groups=groups,
+            delivered=delivered,
+            reserved_awake=run.reserved_awake,
+            window_since=run.window_since,
+            decided=run.window,
+        )
+
+    @cached_property
+    def samples(self) -> Sequence[SampleView]:
+        found: list[SampleView] = []
+        ended = SampleStatus.ENDED
+        for group in sorted(self._run.by_key.values(), key=lambda group: group.id):
+            if not group.orphaned:
+                found += [
+                    sample.seen or sample_view(sample)
+                    for sample in group.samples
+                    if sample.status is not ended
+                ]
+        return found
+
+    @cached_property
+    def queued(self) -> Sequence[SampleView]:
+        return [sample.seen or sample_view(sample) for sample in self._run.queue.waiting(self.version)]
+
+    @cached_property
+    def workers(self) -> Sequence[WorkerView]:
+        return [self._worker(worker) for _, worker in sorted(self._run.workers.items())]
+
+    @property
+    def came(self) -> object:
+        return self.version, self._run.queue.came
+
+    def is_waiting(self, sample_id: int) -> bool:
+        return self._run.queue.waits_for(sample_id, self.version)
+
+    def waiting(self) -> Iterator[QueuedSamples]:
+        return (QueuedSamples(s.id, s.failed_nodes) for s in self._run.queue.waiting(self.version))
+
+    def slots(self) -> Sequence[Slots]:
+        return self._slots
+
+    @cached_property
+    def _slots(self) -> Sequence[Slots]:
+        most = self.max_batch
+        version = self.version
+        run = self._run
+        if run.serving is None or run.serving[0] != version:
+            run.serving = version, [w for w in run.workers.values() if sm.servable(w, version)]
+        return [
+            w.slots if w.slots is not None and w.slots.max_batch == most else _slots_of(w, most)
+            for w in run.serving[1]
+        ]
+
+    def _worker(self, worker: Worker) -> WorkerView:
+        return WorkerView(
+            id=worker.id,
+            kind=worker.kind,
+            node=worker.node,
+            gpus=worker.gpus,
+            status=worker.status.value,
+            serves=sm.servable(worker, self.version),
+            leases=len(worker.leases),
+            max_batch=self.max_batch,
+            joined_at=worker.joined_at,
+            idle_since=worker.idle_since,
+            tokens_per_s=worker.tokens_per_s,
+            warm=worker.loads > 0,
+            beat_at=worker.beat_at,
+            cache_tokens=worker.cache_tokens,
+            best_batch=worker.best_batch,
+        )
+
+
+def _slots_of(worker: Worker, most: int) -> Slots:
+    slots = worker.slots = Slots(worker.id, len(worker.leases), most, worker.node)
+    return slots
+
+
+def sample_view(sample: Sample) -> SampleView:
+    """Made once for as long as nothing of it changes: a step has a thousand samples, and policies look every few seconds."""
+    if sample.seen is None:
+        sample.seen = fresh_view(sample)
+    return sample.seen
+
+
+def fresh_view(sample: Sample) -> SampleView:
+    group, length, accepted, worker_id = sample.group, sample.reported, sample.accepted, sample.worker_id
+    cap = group.sampling.max_tokens
+    if length > cap:
+        length = cap
+    holder = group.run.workers.get(worker_id) if worker_id else None
+    return SampleView(
+        id=sample.id,
+        group_id=group.id,
+        index=sample.index,
+        prompt_tokens=len(group.prompt) // 4,
+        cap=cap,
+        accepted=accepted,
+        length=length if length > accepted else accepted,
+        worker_id=worker_id,
+        leased_at=sample.leased_at,
+        lease_offset=sample.lease_offset,
+        moving=holder is not None and bool(holder.yielding) and sample.id in holder.yielding,
+        moves=sample.moves,
+        done=sample.done,
+        avoid=sample.failed_nodes,
+    )

@@ -1,0 +1,55 @@
+"""When a run has to end because no engine serves a version that it published. Pure.
+
+One engine that refuses what it has, byte for byte, may sit on bad memory: it is another's turn. Engines of `poison_after` nodes, or of all
+nodes that there are, are not wrong together: then the version is, or what its trainer states of it, and its samples would wait for ever.
+Owns that count. One engine that holds the version as it was published ends it.
+"""
+
+from __future__ import annotations
+
+from scavenger.errors import ONE_RELEASE
+from scavenger.protocol.messages import RunStopped, words
+from scavenger.router.core.state import Run, Version, Worker
+from scavenger.router.core.tables import Core
+
+#: Engines on fewer nodes than `poison_after`: a site of one node never reaches more.
+LIVES_A_NODE = 3
+LEAST_NODES = 2
+REMEDY = (
+    "start the training job again: it goes on from its newest checkpoint and publishes anew. Where that is refused too,"
+    f" publish weights of the run's own model; {ONE_RELEASE}"
+)
+
+
+def proved(run: Run, version: int) -> None:
+    """An engine holds the version as it was published."""
+    known = run.versions[version]
+    known.proved = True
+    known.refusers.clear()
+
+
+def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
+    """An engine that had every byte of the version will not serve it. Enough of them stop the run, once."""
+    run, known = worker.run, worker.run.versions.get(version)
+    if known is None or known.proved or run.stopped:
+        return
+    known.refusers[worker.id] = worker.node
+    if not _by_enough(run, known):
+        return
+    nodes, last = len(set(known.refusers.values())), reason.partition("\n")[0]
+    run.stopped = words(
+        f"version {version} is served by no engine: {len(known.refusers)} on {nodes} node(s) refused it, the last: {last}"
+    )
+    run.stop_remedy = REMEDY
+    core.event(
+        "version_refused", run.id, f"version {version}", run.stopped, engines=len(known.refusers), nodes=nodes
+    )
+    core.send_durable(run.conn, RunStopped(run.stopped, run.stop_remedy))
+
+
+def _by_enough(run: Run, known: Version) -> bool:
+    nodes = len(set(known.refusers.values()))
+    if nodes >= run.poison_after or len(known.refusers) >= LIVES_A_NODE * run.poison_after:
+        return True
+    others = any(worker.id not in known.refusers for worker in run.workers.values())
+    return nodes >= LEAST_NODES and not others

@@ -1,0 +1,323 @@
+"""A worker's hello: who it is, whether it may come, what of its leases it keeps. Pure.
+
+A later incarnation of a job ends the earlier one; a reserved engine that greets in another's slot does so too. A worker that returns after
+the daemon was away keeps what the ledger says it holds.
+"""
+
+from __future__ import annotations
+
+from scavenger.ledger import records as rec
+from scavenger.policy.interface import WorkerJoined
+from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
+from scavenger.router.core import refusals, worker_commands, workers
+from scavenger.router.core import samples as sm
+from scavenger.router.core.events import Identity
+from scavenger.router.core.state import (
+    MEMORY_FOUND,
+    OWNER_BURST,
+    Memory,
+    Run,
+    SampleStatus,
+    SampleStep,
+    Worker,
+    WorkerStatus,
+    WorkerStep,
+)
+from scavenger.router.core.tables import Core
+
+#: Reserved engines of one run that lost their slots and are refused should they still live.
+MAX_EVICTED = 1024
+_INT_LIMIT = 2**31
+
+
+def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
+    """Greet a worker, new or back again, or say why not."""
+    refusal = _hello_fault(core, identity, hello)
+    if refusal is not None:
+        _refuse(core, conn, identity, hello, refusal)
+        return
+    run = core.runs[hello.run]
+    same = (hello.session, identity.intent_id, hello.kind)
+    worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    if worker is None and not _may_join(core, identity, hello, run):
+        core.count("hello_refused")
+        why = "this key greets as new workers again and again"
+        core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
+        return
+    run.dirty = run.memory_changed = True
+    known = worker is not None and worker.status is not WorkerStatus.AWAY
+    worker = _join(core, conn, identity, hello, run) if worker is None else _back(core, conn, worker)
+    core.by_conn[conn] = worker
+    worker.cache_tokens, worker.best_batch = hello.cache_tokens, hello.best_batch
+    if hello.loaded_version >= 0 and not worker.loads:
+        worker.loads = 1  # before the daemon restarted: the next one is no start
+    worker.moved_at, worker.attempt = core.now, run.attempt
+    core.departed.pop(conn, None)
+    limits = core.limits
+    pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
+    core.send_durable(
+        conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True)
+    )
+    worker.loaded_version = worker.asked_version = _proved_version(run, hello)
+    if worker.loaded_version >= 0:
+        refusals.proved(run, worker.loaded_version)
+    _resume_leases(core, worker, hello)
+    _resume_memory(core, worker, hello, known=known)
+    if hello.leaving:
+        worker.drain_reason = worker.drain_reason or "it greeted to say goodbye"
+        if worker.status is not WorkerStatus.DRAINING:
+            worker.step(WorkerStep.DRAIN)
+    told_to_sleep = run.reserved_told and not run.reserved_awake
+    if (
+        worker.kind == "reserved"
+        and told_to_sleep
+        and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY)
+    ):
+        worker_commands.put_to_sleep(core, worker)  # and was sent the order, behind its Welcome
+    else:
+        worker_commands.repeat(core, worker, hello.memory_order)
+        if run.reserved_awake:
+            worker_commands.wake(core, worker)
+    worker_commands.steer(core, worker)
+
+
+def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> bool:
+    """Charge a new session, which is two rows, to the job whose key it is; all reserved engines have their owner's: to the run and slot."""
+    if hello.kind != "reserved":
+        return core.affords(f"greets {identity.public_key}")
+    # A slot is whatever the engine says: their number is bounded by what the owner has in all.
+    return core.affords(f"greets {run.id} {hello.slot}") and core.affords(
+        f"greets {run.owner_key}", OWNER_BURST
+    )
+
+
+def advanced(core: Core, run: Run) -> None:
+    """The run committed a step: its reserved engines work, however often they were started."""
+    for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.slots, ""})):
+        core.advanced(f"greets {peer}")
+
+
+def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
+    if not refusal.retry:
+        if core.told(identity.public_key):
+            core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+        else:
+            core.count("hello_refused")
+    # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
+    drained = hello.kind == "harvested" and hello.protocol != PROTOCOL
+    core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
+
+
+def _proved_version(run: Run, hello: WorkerHello) -> int:
+    """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
+    return (
+        -1
+        if run.unproved(hello.loaded_version, hello.loaded_root, hello.loaded_merged)
+        else hello.loaded_version
+    )
+
+
+def _disowned(run: Run, hello: WorkerHello) -> int:
+    """The version that the worker holds as other weights than were published, by what it says itself; -1: it says no such thing (as those
+    of older releases, or of a version whose digest was stated after it was loaded, say nothing)."""
+    known = run.versions.get(hello.loaded_version)
+    if known is None or not hello.loaded_root:
+        return -1
+    other = known.root != hello.loaded_root or (
+        known.merged and hello.loaded_merged not in (b"", known.merged)
+    )
+    return known.version if other else -1
+
+
+def _siblings(run: Run, identity: Identity) -> list[Worker]:
+    """Earlier processes of the same harvested job."""
+    return [w for w in run.workers.values() if identity.intent_id and w.intent_id == identity.intent_id]
+
+
+def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
+    """Another process greets as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
+
+    Where the trainer is another by now, the whole job died, and the engine with it.
+    """
+    if hello.kind != "reserved" or not hello.slot:
+        return
+    _evict_from_slot(run, hello)
+    for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
+        workers.gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
+    lost = run.silenced.pop(hello.slot, None)
+    if lost is None or lost.attempt != run.attempt:
+        return
+    for sample_id in lost.samples:
+        sample = core.samples.get(sample_id)
+        if sample is not None and not sample.done and sm.charge(core, sample, lost.node):
+            sm.poison(core, sample, "its reserved engine was started again")
+
+
+def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
+    """Who had the slot before never gets it back: two live engines would evict each other for ever, and each time charge the samples."""
+    before = run.slots.get(hello.slot, hello.session)
+    run.slots[hello.slot] = hello.session
+    if before != hello.session:
+        evict(run, before)
+
+
+def evict(run: Run, session: str) -> None:
+    """Let it in no more."""
+    run.evicted[session] = None
+    while len(run.evicted) > MAX_EVICTED:
+        run.evicted.popitem(last=False)
+
+
+def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
+    if hello.protocol != PROTOCOL:
+        why = f"protocol {hello.protocol}: this daemon speaks {PROTOCOL}"
+        return Rejected(why, "run workers and daemon of one release")
+    numbers = (hello.incarnation, hello.job_id, hello.gpus)
+    names = (hello.session, hello.node, hello.engine, hello.slot)
+    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, names)) > 256 or not hello.session:
+        return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
+    if identity.role == "worker" and identity.run != hello.run:
+        return Rejected(
+            f"this key was minted for another run than {hello.run!r}",
+            "start the worker with its own key file",
+        )
+    if hello.kind not in ("harvested", "reserved") or (hello.kind == "harvested") != (
+        identity.role == "worker"
+    ):
+        why = f"a {hello.kind} worker cannot greet with the key of a {identity.role}"
+        return Rejected(why, "harvested workers use the key of their job")
+    run = core.runs.get(hello.run)
+    if run is None or run.attempt == 0:
+        return Rejected(
+            f"run {hello.run!r} is not open",
+            "it is tried again until its trainer has opened the run",
+            retry=True,
+        )
+    if identity.role == "owner" and identity.public_key != run.owner_key:
+        return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
+    if run.ended:
+        return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    if hello.kind == "reserved" and hello.session in run.evicted:
+        return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
+    if any(w.incarnation > hello.incarnation for w in _siblings(run, identity)):
+        return Rejected(
+            f"a later incarnation of this job than {hello.incarnation} is at work",
+            "nothing: this process is a leftover",
+        )
+    return None
+
+
+def _back(core: Core, conn: int, worker: Worker) -> Worker:
+    workers.disconnect(core, worker)
+    worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
+    if worker.status is WorkerStatus.AWAY:
+        worker.step(WorkerStep.RETURN)
+    return worker
+
+
+def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
+    for other in _siblings(run, identity):
+        workers.gone(core, other, "a later incarnation greeted", crashed=False)
+    _slot_taken(core, run, hello)
+    taken = (hello.slot, hello.session)
+    run.silent_slots = {
+        slot: session
+        for slot, session in run.silent_slots.items()
+        if slot not in taken and session not in taken
+    }
+    worker = Worker(
+        core.next_worker_id,
+        run,
+        hello.kind,
+        identity.intent_id,
+        hello.session,
+        hello.incarnation,
+        hello.job_id,
+        hello.node,
+        hello.gpus,
+        conn,
+        core.now,
+        idle_since=core.now,
+        slot=hello.slot,
+        joined_at=core.now,
+        beat_at=core.now,
+    )
+    worker.step(WorkerStep.JOIN)
+    core.next_worker_id += 1
+    core.workers[worker.id] = run.workers[worker.id] = worker
+    run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
+    core.record(
+        rec.WorkerJoined(
+            worker.id,
+            run.id,
+            hello.kind,
+            identity.intent_id,
+            hello.session,
+            hello.incarnation,
+            hello.job_id,
+            hello.node,
+            hello.gpus,
+            hello.engine,
+            core.now,
+        )
+    )
+    return worker
+
+
+def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: bool) -> None:
+    """What it does with its memory, where this daemon has not ordered it: it may sleep since before the daemon restarted.
+
+    Of one that is known, only what answers the newest order is news.
+    """
+    if worker.kind != "reserved":
+        return
+    if known:
+        if hello.memory_order == worker.memory_order and hello.memory == "asleep":
+            worker_commands.asleep(core, worker, hello.memory_order, hello.bytes_held)
+        elif hello.memory_order == worker.memory_order and hello.memory == "awake":
+            worker_commands.awake(core, worker, hello.memory_order, hello.bytes_held)
+        return
+    found = MEMORY_FOUND.get(Memory(hello.memory))
+    if found is not None:
+        worker.step_memory(found)
+    worker.memory_order, worker.bytes_held = hello.memory_order, hello.bytes_held
+    if worker.memory is Memory.FALLING_ASLEEP:
+        worker.step(WorkerStep.FOUND_FALLING_ASLEEP)
+        worker.commanded_at = core.now
+    elif worker.memory is Memory.ASLEEP:
+        worker.step(WorkerStep.FOUND_ASLEEP)
+
+
+def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
+    """Reconcile what a greeting worker holds with what it may hold.
+
+    Nothing, if it was leased in another history of the ledger; nothing that it generates with weights that nobody published (I8).
+    """
+    foreign, disowned = core.foreign(hello.ledger), _disowned(worker.run, hello)
+    known = () if foreign else tuple(h for h in hello.held if workers.may_hold(core, worker, h))
+    may = tuple(h for h in known if core.samples[h.sample_id].lease_version != disowned)
+    other = worker.run.unproved(disowned, hello.loaded_root, hello.loaded_merged)
+    holds = {(h.sample_id, h.epoch) for h in may}
+    for sample in list(worker.leases.values()):
+        if (sample.id, sample.epoch) not in holds:
+            sm.release(
+                core,
+                sample,
+                other if sample.lease_version == disowned else "the worker does not hold it any more",
+            )
+        elif sample.status is SampleStatus.UNCONFIRMED:
+            sample.step(SampleStep.CONFIRM)
+    stale = tuple((h.sample_id, h.epoch) for h in hello.held if h not in may)
+    if stale:
+        moved = (
+            "it was leased in another history of the ledger"
+            if foreign
+            else "the sample moved on while the worker was away"
+        )
+        core.connection_event(
+            worker, "stale_leases", f"worker {worker.id}", other if may != known else moved, count=len(stale)
+        )
+        core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
+    durable = tuple(Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in may)
+    if durable:
+        core.send_durable(worker.conn, Ack(durable))

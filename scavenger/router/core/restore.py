@@ -1,0 +1,227 @@
+"""From the ledger's rows back to the core's tables: after the daemon's restart, and for a trainer that resumes. Pure.
+
+Holds what a restart may not forget (I2, I3, I10). A group from the ledger is *orphaned* until the present attempt claims it, by
+attaching with its id or by submitting it again: an older attempt may have left it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
+from scavenger.router.core import samples as sm
+from scavenger.router.core.state import Group, Run, Sample, SampleStep, Version, Worker, WorkerStep
+from scavenger.router.core.tables import Core
+from scavenger.weights import manifest as manifests
+from scavenger.weights.directory import Directory
+
+
+def restore(core: Core, snapshot: rec.Snapshot) -> None:
+    """Rebuild everything that a restarted daemon needs; open leases stay with their holders, who have not come back yet."""
+    core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
+    core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
+    by_id: dict[int, Run] = {}
+    for state in snapshot.runs:
+        run = _restore_run(core, state)
+        core.runs[run.name] = by_id[run.id] = run
+    for worker_state in snapshot.workers:
+        if worker_state.joined.run_id in by_id:
+            _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
+    for state_of_group in _newest_retries(snapshot.groups):
+        owner = by_id.get(state_of_group.created.run_id)
+        if owner is None or not _unsettled(owner, state_of_group):
+            continue
+        group = adopt_state(core, owner, state_of_group)
+        for row, sample in zip(state_of_group.samples, group.samples, strict=True):
+            # One that an older attempt left is generated anew: it stops nobody.
+            if (
+                row.state == "poisoned"
+                and row.ended_attempt == owner.attempt
+                and owner.on_poison == "stop"
+                and not owner.stopped
+            ):
+                sm.stop_run(sample, row.reason)
+    for run_id, purpose, step, prompt_index, retry in snapshot.retries:
+        if run_id in by_id:
+            by_id[run_id].retries[purpose, step, prompt_index] = retry + 1
+    for run in by_id.values():
+        run.newest, run.step_samples = _newest_step(snapshot.groups, run.id)
+        run.submitted_at = run.window_since = core.now
+
+
+def _unsettled(run: Run, state: rec.GroupState) -> bool:
+    """Whether somebody may still ask for the group: it is in flight, or no step that stands has taken it.
+
+    `last_step` was set back when the present attempt began, so a later train step was taken by an older attempt: the present one is
+    to be offered what that consumed.
+    """
+    if any(s.state in ("open", "complete") for s in state.samples):
+        return True
+    return (
+        state.created.step > run.last_step
+        if state.created.purpose == "train"
+        else any(s.state == "poisoned" for s in state.samples)
+    )
+
+
+def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> tuple[tuple[str, int], int]:
+    """The run's newest step and its samples: what its fleet is sized for, or its engines would be given back until the next one."""
+    mine = [g for g in _newest_retries(groups) if g.created.run_id == run_id]
+    newest = max(mine, key=lambda g: g.created.group_id, default=None)
+    if newest is None:
+        return ("train", 0), 0
+    step = (newest.created.purpose, newest.created.step)
+    return step, sum(len(g.samples) for g in mine if (g.created.purpose, g.created.step) == step)
+
+
+def _newest_retries(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
+    """One group for each prompt of a step: the newest."""
+    newest: dict[tuple[int, str, int, int], rec.GroupState] = {}
+    for state in sorted(groups, key=lambda g: g.created.group_id):
+        made = state.created
+        newest[(made.run_id, made.purpose, made.step, made.prompt_index)] = state
+    return sorted(newest.values(), key=lambda g: g.created.group_id)
+
+
+def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
+    """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
+    run = next((r for r in core.runs.values() if r.id == run_id), None)
+    if run is None or run.attempt != attempt or run.opening is None:
+        return
+    for state in _newest_retries(groups):
+        known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
+        if known is None and state.created.purpose == "train" and state.created.step > run.resume_step:
+            adopt_state(core, run, state)
+    run.conn, call_id, _ = run.opening
+    run.opening = None
+    versions = tuple(
+        (v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version)
+    )
+    core.send_durable(
+        run.conn,
+        Reply(
+            call_id,
+            RunOpened(
+                run.id, run.attempt, core.generation, run.next_version, run.last_step, versions, core.ledger
+            ),
+        ),
+    )
+
+
+def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
+    """Rebuild a group from the ledger, orphaned. Open leases become *unconfirmed* under their old epoch."""
+    made = state.created
+    root = run.versions[state.version].root if state.version in run.versions else b""
+    sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
+    group = Group(
+        made.group_id,
+        run,
+        made.purpose,
+        made.step,
+        made.prompt_index,
+        made.retry,
+        state.version,
+        root,
+        made.prompt,
+        made.meta,
+        sampling,
+        orphaned=True,
+    )
+    for row in state.samples:
+        sample = Sample(
+            row.sample_id,
+            group,
+            row.index,
+            epoch=row.epoch,
+            finish=row.finish,
+            moves=row.moves,
+            reward=row.reward,
+            reward_version=row.reward_version,
+            accepted=row.length,
+            durable=row.length,
+            reported=row.length,
+        )
+        core.samples[sample.id] = sample
+        group.add(sample)
+        _restore_status(core, run, sample, row)
+    core.groups[group.id] = group
+    run.by_key[group.key] = group
+    return group
+
+
+def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
+    if row.state == "complete":
+        sample.step(SampleStep.RESTORE_COMPLETE)
+    elif row.state != "open":
+        sample.error = (row.reason or "poisoned") if row.state == "poisoned" else None
+        sample.step(SampleStep.RESTORE_ENDED)
+    elif row.lease is not None and row.lease[1] in run.workers:
+        epoch, worker_id, version = row.lease
+        sample.step(SampleStep.RESTORE_LEASED)
+        sample.epoch, sample.lease_version = epoch, version
+        sample.worker_id = sample.last_worker_id = worker_id
+        sample.lease_offset, sample.leased_at, sample.chunk_at, sample.assigned_at = (
+            sample.accepted,
+            core.now,
+            core.now,
+            core.now,
+        )
+        run.workers[worker_id].leases[sample.id] = sample
+        run.leased[version] = run.leased.get(version, 0) + 1
+    else:
+        if row.lease is not None:  # its holder left while the daemon was down
+            core.record(
+                rec.LeaseEnded(
+                    sample.id, sample.epoch, "holder unknown after a restart", sample.accepted, 0, core.now
+                )
+            )
+        sample.step(SampleStep.QUEUE)
+        run.queue.add(sample)
+
+
+def _restore_run(core: Core, state: rec.RunState) -> Run:
+    made = state.created
+    engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
+    policy, directory = core.new_policy(made.name), Directory(core.switches)
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy, directory=directory)
+    config = msgspec.json.decode(state.config.encode())
+    section = config.get("run", {})
+    run.reserved_told = False  # its trainer may be at work on the GPUs where they sleep
+    run.harvest = bool(section.get("harvest", True))
+    run.max_engines, run.gpus_per_engine = (
+        int(section.get("max_engines", 0)),
+        int(section.get("gpus_per_engine", 1)),
+    )
+    run.poison_after, run.on_poison = (
+        int(section.get("poison_after", 3)),
+        str(section.get("on_poison", "stop")),
+    )
+    run.encrypt = bool(config.get("weights", {}).get("encrypt", False))
+    run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
+    run.trainer_seen, run.ended, run.job_id = core.now, state.ended, state.job_id
+    for v in state.versions:
+        base, merged = manifests.base_of(v.manifest), manifests.merged_of(v.manifest)
+        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest, base=base, merged=merged)
+    run.next_version = max(run.versions, default=0) + 1
+    return run
+
+
+def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
+    worker = Worker(
+        joined.worker_id,
+        run,
+        joined.kind,
+        joined.intent_id,
+        joined.session,
+        joined.incarnation,
+        joined.job_id,
+        joined.node,
+        joined.gpus,
+        None,
+        core.now,
+        idle_since=core.now,
+        joined_at=core.now,
+    )
+    worker.step(WorkerStep.RESTORE)
+    core.workers[worker.id] = run.workers[worker.id] = worker

@@ -1,0 +1,394 @@
+"""What a trainer may ask: open a run, submit groups, publish versions, commit steps. Pure; every call may be repeated.
+
+Holds I3: a new attempt fences the older; what it had not consumed for good is offered again only under an equal root hash, else superseded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scavenger.errors import ONE_RELEASE
+from scavenger.ledger import records as rec
+from scavenger.policy.interface import WindowMoved
+from scavenger.protocol.messages import (
+    PROTOCOL,
+    Attach,
+    Call,
+    CallBody,
+    CloseRun,
+    CommitStep,
+    Denied,
+    EndReserved,
+    HelloAgain,
+    Ok,
+    OpenRun,
+    Ping,
+    Pong,
+    PublishVersion,
+    RecordCheckpoint,
+    Reply,
+    ReplyBody,
+    RunStopped,
+    SetReserved,
+    SubmitGroups,
+)
+from scavenger.router.core import registration, steps, worker_commands, worker_counts, workers
+from scavenger.router.core import samples as sm
+from scavenger.router.core.events import Identity
+from scavenger.router.core.state import PEER_BURST, PEER_EVERY_S, Run, SampleStatus, Version, WorkerStatus
+from scavenger.router.core.tables import Core
+from scavenger.weights import manifest as manifests
+from scavenger.weights.directory import Directory
+
+#: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources: each engine is sent both in one message.
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_SOURCES = 256
+ENDS = ("finished", "failed", "stopped")
+_TOO_OFTEN = (
+    f"over {PEER_BURST} openings, versions and checkpoints of this run, and no step was committed among them",
+    f"look why its training job makes no progress; one more is taken every {PEER_EVERY_S:g} s",
+)
+_TOO_MANY = (
+    f"over {PEER_BURST} runs of this owner were opened for the first time",
+    f"give a run's trainer the name that the run has; one more is taken every {PEER_EVERY_S:g} s",
+)
+
+
+def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
+    """Answer one call. Replies wait for the commit of what they promise."""
+    run = core.runs.get(call.run)
+    denied = _may_call(core, conn, identity, call, run)
+    if denied is not None:
+        core.send(conn, Reply(call.id, denied))
+        return
+    if isinstance(call.body, OpenRun):
+        _open(core, conn, identity, call, call.body, run)
+        return
+    assert run is not None
+    run.trainer_seen = core.now
+    if isinstance(call.body, Attach):
+        reply: ReplyBody = _attach(core, conn, run, call.body)
+    elif isinstance(call.body, Ping):
+        known = call.body.aside or run.conn == conn
+        if run.conn == conn and call.body.trained is not None:
+            steps.trained(core, run, call.body.trained)
+        core.send(conn, Reply(call.id, Pong(core.generation)) if known else HelloAgain("attach first"))
+        return
+    elif run.conn != conn:
+        core.send(conn, HelloAgain("attach first"))
+        return
+    else:
+        reply = _answer(core, run, call.body)
+    core.send_durable(conn, Reply(call.id, reply))
+
+
+def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | None) -> Denied | None:
+    if identity.role != "owner":
+        return Denied("not-owner", "a worker's key cannot act as a trainer", "use the owner's key")
+    if isinstance(call.body, OpenRun):
+        if call.body.protocol != PROTOCOL:
+            why = f"protocol {call.body.protocol}: this daemon speaks {PROTOCOL}"
+            return Denied("invalid", why, "run trainer and daemon of one release")
+        if run is not None and run.owner_key != identity.public_key:
+            return Denied("not-owner", f"run {call.run!r} belongs to another key", "choose another run.name")
+        return None
+    if isinstance(call.body, Attach) and core.foreign(call.body.ledger):
+        return Denied(
+            "restored",
+            f"the ledger was restored from a backup, in which attempt {call.attempt} of run {call.run!r} does not exist",
+            "start the training job again: it goes on from the newest checkpoint that the ledger knows",
+        )
+    if run is None:
+        return Denied("unknown-run", f"run {call.run!r} was never opened on this ledger", "open it first")
+    if run.owner_key != identity.public_key:
+        return Denied("not-owner", f"run {call.run!r} belongs to another key", "use the key that opened it")
+    if call.attempt != run.attempt:
+        return Denied(
+            "stale",
+            f"attempt {call.attempt} of run {call.run!r} was fenced: attempt {run.attempt} is the trainer now",
+            "end this job; only the newest trainer of a run goes on",
+        )
+    return None
+
+
+def _fault_of_charging(core: Core, run: Run) -> Denied | None:
+    """Charge a row that nothing else bounds: a trainer may ask for it as often as it likes. Work that is committed makes room."""
+    if core.affords(f"calls {run.id}"):
+        return None
+    core.count("calls_refused")
+    return Denied("invalid", *_TOO_OFTEN)
+
+
+def _checkpoint(core: Core, run: Run, body: RecordCheckpoint) -> ReplyBody:
+    if body.kept is not None and body.step not in body.kept:
+        return Denied(
+            "invalid",
+            f"the checkpoint of step {body.step} is recorded and not among those kept",
+            "name it in `kept`",
+        )
+    if (refusal := _fault_of_charging(core, run)) is not None:
+        return refusal
+    kept = "" if body.kept is None else msgspec.json.encode(sorted(set(body.kept))).decode()
+    core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now, kept))
+    return Ok()
+
+
+def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
+    match body:
+        case SubmitGroups():
+            return steps.submit(core, run, body)
+        case PublishVersion():
+            return _publish(core, run, body)
+        case CommitStep():
+            before, reply = run.last_step, steps.commit(core, run, body)
+            if run.last_step > before:
+                core.advanced(f"calls {run.id}")
+                registration.advanced(core, run)
+            return reply
+        case RecordCheckpoint():
+            return _checkpoint(core, run, body)
+        case SetReserved():
+            return _set_reserved(core, run, body)
+        case EndReserved():
+            return _end_reserved(core, run, body)
+        case CloseRun():
+            return _close(core, run, body)
+    return Denied("invalid", f"{type(body).__name__} is not a call")
+
+
+# ---------------------------------------------------------------- opening
+
+
+def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
+    if run is not None and run.opening is not None and run.opening[2] == body:
+        run.opening = (
+            conn,
+            call.id,
+            body,
+        )  # a repeat: its trainer connected again while the ledger is being read
+        return
+    if run is None and not core.affords(f"runs {identity.public_key}"):
+        core.count("calls_refused")
+        core.send(conn, Reply(call.id, Denied("invalid", *_TOO_MANY)))
+        return
+    if run is None:
+        run = Run(
+            core.next_run_id,
+            call.run,
+            identity.public_key,
+            body.seed,
+            body.engine,
+            policy=core.new_policy(call.run),
+        )
+        run.directory = Directory(core.switches)  # which may be learnt later
+        core.next_run_id += 1
+        core.runs[call.run] = run
+        core.record(
+            rec.RunCreated(
+                run.id,
+                run.name,
+                run.owner_key,
+                body.seed,
+                body.config,
+                msgspec.json.encode(body.engine).decode(),
+                body.tokenizer,
+                core.now,
+            )
+        )
+    elif (refusal := _open_fault(run, body) or _fault_of_charging(core, run)) is not None:
+        core.send(conn, Reply(call.id, refusal))
+        return
+    _supersede_opening(core, run)
+    run.attempt += 1
+    run.engine, run.harvest, run.max_engines, run.gpus_per_engine = (
+        body.engine,
+        body.harvest,
+        body.max_engines,
+        body.gpus_per_engine,
+    )
+    run.poison_after, run.on_poison, run.encrypt = body.poison_after, body.on_poison, body.encrypt
+    if run.encrypt:
+        run.directory.refuse_clear()
+    run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
+    run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
+    run.job_id = body.job_id
+    # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
+    run.reserved_order, run.silent_slots, run.memory_changed, run.reserved_told = 0, {}, True, True
+    for version in run.versions.values():
+        # Its bytes died with the trainer that served them; what lies on a disk does not.
+        version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
+    for group in list(run.by_key.values()):
+        if group.purpose == "eval" or group.step <= body.resume_step:
+            sm.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
+        else:
+            group.orphaned, group.delivered_to = True, 0
+    core.record(
+        rec.AttemptGranted(
+            run.id,
+            run.attempt,
+            body.host,
+            body.job_id,
+            body.resume_step,
+            body.config,
+            msgspec.json.encode(body.engine).decode(),
+            core.now,
+        )
+    )
+    if (
+        run.last_step != body.resume_step
+    ):  # behind it where the ledger never had the run: it begins at its checkpoint's step
+        core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
+    run.last_step = body.resume_step
+    core.read_history(run)
+
+
+def _supersede_opening(core: Core, run: Run) -> None:
+    """A trainer that still waits for its opening is told that a newer one came: unanswered, it would ask again and fence that one."""
+    if run.opening is not None:
+        conn, call_id, _ = run.opening
+        why = f"another trainer opened run {run.name!r} while this one waited"
+        core.send_durable(
+            conn,
+            Reply(call_id, Denied("stale", why, "end this job; only the newest trainer of a run goes on")),
+        )
+
+
+def _open_fault(run: Run, body: OpenRun) -> Denied | None:
+    if run.seed != body.seed:
+        why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
+        return Denied("invalid", why, "choose another run.name")
+    if body.resume_step > run.last_step:
+        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.last_step}"
+        remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"
+        return Denied("ahead", why, remedy, run.last_step)
+    return None
+
+
+def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
+    if run.opening is not None:
+        return Denied("detached", "the run is being opened", "try again")
+    run.conn = conn
+    run.fleet = None
+    have, wants = set(body.have), set(body.wants)
+    for group in list(run.by_key.values()):
+        group.orphaned = group.id not in have and group.id not in wants
+        group.delivered_to = run.attempt if group.id in have else 0
+        sm.deliver_if_done(core, group)
+    if run.stopped:
+        core.send_durable(conn, RunStopped(run.stopped, run.stop_remedy))
+    return Ok()
+
+
+# ---------------------------------------------------------------- steps
+
+
+def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
+    if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
+        why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
+        return Denied(
+            "invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them"
+        )
+    known, base, merged = (
+        run.versions.get(body.version),
+        manifests.base_of(body.manifest),
+        manifests.merged_of(body.manifest),
+    )
+    if known is not None and known.root == body.root:
+        return _publish_again(known, body, base, merged)
+    if body.version < run.next_version:
+        return Denied(
+            "invalid", f"version {body.version} was used before", f"the next one is {run.next_version}"
+        )
+    if base and not any(version.root == base for version in run.versions.values()):
+        why = f"version {body.version} is to be merged with weights of root {base.hex()}, and no version of this run has them"
+        return Denied("invalid", why, "publish the base first; adapters of another base do not fit this run")
+    if (refusal := _fault_of_charging(core, run)) is not None:
+        return refusal
+    run.versions[body.version] = Version(
+        body.version, body.step, body.root, body.manifest, body.sources, base, merged
+    )
+    run.next_version = body.version + 1
+    core.record(
+        rec.VersionPublished(
+            run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now
+        )
+    )
+    return Ok()
+
+
+def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: bytes) -> ReplyBody:
+    """The same bytes from other sources. What engines must make of them was said once and stays: samples were made by that."""
+    if known.merged and merged and known.merged != merged:
+        theirs, ours = merged.hex()[:16], known.merged.hex()[:16]
+        why = f"version {body.version} was published as merged to {ours}, and now, with the same adapters and base, to {theirs}"
+        return Denied("invalid", why, f"publish it under another number; {ONE_RELEASE}")
+    if (
+        known.merged and not merged
+    ):  # engines would find nothing to compare with in it, and be refused for that
+        body = msgspec.structs.replace(body, manifest=manifests.stating(body.manifest, known.merged))
+    known.proved &= merged in (
+        b"",
+        known.merged,
+    )  # stated later, it is another claim: who held the version was never asked for it
+    known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
+    known.base, known.merged = base, merged or known.merged
+    return Ok()
+
+
+def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
+    if 0 < body.order < run.reserved_order:
+        return Ok()  # said late: a newer word came before
+    run.reserved_told, run.memory_changed = True, True
+    run.reserved_order = body.order
+    if run.reserved_awake != body.awake:
+        run.window_since, run.fresh = core.now, True
+        run.policy.observe(WindowMoved(body.awake), core.now)
+    run.reserved_awake = body.awake
+    for worker in list(run.workers.values()):
+        if worker.kind != "reserved":
+            continue
+        if body.awake:
+            worker_commands.wake(core, worker)
+        elif worker.status in (WorkerStatus.READY, WorkerStatus.LOADING):
+            worker_commands.put_to_sleep(core, worker)
+    return Ok()
+
+
+def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
+    """Its trainer owns their processes: they are gone, whatever was heard of them last. One that was not is let in no more."""
+    run.memory_changed = run.dirty = True
+    for slot in body.slots:
+        run.silent_slots.pop(slot, None)
+        for worker in [
+            w for w in run.workers.values() if w.kind == "reserved" and worker_counts.slot_of(w) == slot
+        ]:
+            core.connection_event(
+                worker,
+                "reserved_ended",
+                f"worker {worker.id}",
+                body.reason,
+                slot=slot,
+                memory=worker.memory,
+                node=worker.node,
+            )
+            registration.evict(run, worker.session)
+            workers.gone(core, worker, body.reason, crashed=False)
+    return Ok()
+
+
+def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
+    if run.ended:
+        return Ok()
+    if body.state not in ENDS:
+        return Denied("invalid", "a run does not end so", f"give one of {', '.join(ENDS)}")
+    run.ended = True
+    for group in list(run.by_key.values()):
+        for sample in group.samples:
+            if sample.status is not SampleStatus.ENDED:
+                sm.abandon(core, sample, "surplus", f"the run {body.state}")
+        run.retries[group.key] = group.retry + 1
+        sm.forget(core, group)
+    for worker in list(run.workers.values()):
+        worker_commands.drain(core, worker, f"the run {body.state}")
+    core.record(rec.RunEnded(run.id, body.state, body.reason, core.now))
+    return Ok()

@@ -1,0 +1,490 @@
+"""What happens to samples: leases granted and ended, chunks accepted or refused, groups completed. Pure.
+
+Holds I1 (accepted tokens only grow, and only under the current lease), I2 (delivered after the commit), I5 (one budget over all leases) and
+I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from scavenger.ledger import records as rec
+from scavenger.policy.interface import SampleFinished
+from scavenger.protocol.messages import (
+    Ack,
+    Assign,
+    Chunk,
+    DoneSample,
+    GroupDone,
+    Held,
+    Lease,
+    Revoke,
+    RunStopped,
+)
+from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep, Worker, WorkerStatus
+from scavenger.router.core.tables import Core
+
+ASSIGN_BYTES = 4 * 1024 * 1024
+#: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
+ERROR_CHARS = 400
+
+
+class Fault(NamedTuple):
+    """Why a chunk cannot be accepted. `engine`: an engine made it wrong; a gap or a late chunk is no engine's fault."""
+
+    reason: str
+    engine: bool = False
+
+
+def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | None:
+    """Why a chunk cannot be accepted, or None. The first reason in the order of I1; looks at lengths, never at tokens."""
+    if sample is None:
+        return Fault("unknown sample")
+    if sample.status is not SampleStatus.LEASED or sample.worker_id != worker.id:
+        return Fault("no lease: the sample moved on")
+    if chunk.epoch != sample.epoch:
+        return Fault(f"stale epoch {chunk.epoch}, the lease is {sample.epoch}")
+    if chunk.version != sample.lease_version:
+        return Fault(f"weight version {chunk.version}, the lease names {sample.lease_version}")
+    offset, nbytes, last = chunk.offset, len(chunk.tokens), chunk.finish
+    if nbytes % 4 or offset < 0 or not nbytes == len(chunk.logprobs) == len(chunk.raw_logprobs):
+        return Fault("malformed payload", engine=True)
+    if offset > sample.accepted:
+        return Fault(f"gap: offset {offset}, accepted {sample.accepted}")
+    finish_alone = last is not None and 0 < offset == sample.accepted  # all its tokens are here already
+    if not nbytes and not finish_alone:
+        return Fault("no tokens", engine=True)
+    budget, end = sample.group.sampling.max_tokens, offset + nbytes // 4
+    if end > budget:
+        return Fault(f"over the budget of {budget} tokens", engine=True)
+    if last is None or last == "stop":
+        return None
+    if last != "length":
+        return Fault(f"unknown finish {last[:20]!r}", engine=True)
+    return (
+        Fault(f"finish 'length' below the budget of {budget} tokens", engine=True) if end < budget else None
+    )
+
+
+def accept_chunk(core: Core, worker: Worker, chunk: Chunk, flaw: str = "") -> None:
+    """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease.
+
+    `flaw`: what its values are found to be wrong in (`payload_check`); an engine made it so.
+    """
+    sample = core.samples.get(chunk.sample_id)
+    fault = chunk_fault(chunk, sample, worker)
+    if fault is None and flaw:
+        fault = Fault(flaw, engine=True)
+    if fault is not None:
+        refuse_chunk(core, worker, chunk, sample, fault)
+        return
+    assert sample is not None
+    if chunk.offset < sample.accepted:
+        rest = _resent(core, worker, sample, chunk)
+        if rest is None:
+            return
+        chunk = rest
+    if chunk.tokens:
+        _append(core, worker, sample, chunk)
+    elif chunk.finish is None:
+        core.send(
+            worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),))
+        )  # a resend: the ack was lost
+    if chunk.finish is not None:
+        finish(core, sample, chunk.finish)
+    elif sample.accepted == sample.group.sampling.max_tokens:
+        finish(core, sample, "length")
+
+
+def overlaps(core: Core, conn: int, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """Where `accept_chunk` will compare a chunk with what was accepted: (sample, offset, accepted length)."""
+    worker = core.by_conn.get(conn)
+    if worker is None:
+        return []
+    found, samples = [], core.samples
+    for chunk in chunks:
+        sample = samples.get(chunk.sample_id)
+        if (
+            sample is not None
+            and 0 <= chunk.offset < sample.accepted
+            and chunk.epoch == sample.epoch
+            and sample.worker_id == worker.id
+        ):
+            found.append((sample.id, chunk.offset, sample.accepted))
+    return found
+
+
+def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk | None:
+    """What is new of a chunk that begins below the accepted length; None when it differs, which ends the lease.
+
+    It differs too when it ends the sample before what followed.
+    """
+    known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
+    cut_short = chunk.finish is not None and chunk.offset + known < sample.accepted
+    if cut_short or not core.payloads.same(sample.id, chunk, known):
+        why = "a resend differs from what was accepted"
+        core.connection_event(worker, "resend_differs", f"sample {sample.id}", why, offset=chunk.offset)
+        core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
+        release(core, sample, "resend differs", crashed=True)
+        return None
+    new = 4 * known
+    return Chunk(
+        chunk.sample_id,
+        chunk.epoch,
+        sample.accepted,
+        chunk.version,
+        chunk.tokens[new:],
+        chunk.logprobs[new:],
+        chunk.raw_logprobs[new:],
+        chunk.finish,
+    )
+
+
+def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
+    length = len(chunk.tokens) // 4
+    core.payloads.append(sample.id, chunk.offset, chunk)
+    sample.accepted += length
+    if worker.kind == "reserved":
+        sample.by_reserved += length
+    else:
+        sample.by_harvested += length
+    sample.seen = None
+    sample.chunk_at = core.now
+    if length > sample.largest_flush:
+        sample.largest_flush = length
+    core.record(
+        rec.ChunkAccepted(
+            sample.id,
+            chunk.epoch,
+            chunk.offset,
+            chunk.tokens,
+            chunk.logprobs,
+            chunk.raw_logprobs,
+            chunk.version,
+            worker.id,
+            core.now,
+        )
+    )
+    core.length_accepted(sample)
+    core.count("tokens_accepted", length)
+
+
+def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
+    """Count and record a refusal. What the worker may not hold is revoked; a sample whose engine talks nonsense is given elsewhere."""
+    done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
+    if sample is not None and done and sample.last_worker_id == worker.id:
+        core.send(
+            worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),))
+        )  # a resend of what is complete
+        return
+    worker.refused += 1
+    detail = {
+        "worker": worker.id,
+        "epoch": chunk.epoch,
+        "offset": chunk.offset,
+        "refused_so_far": worker.refused,
+    }
+    core.connection_event(worker, "chunk_refused", f"sample {chunk.sample_id}", fault.reason, **detail)
+    core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault.reason))
+    mine = sample is not None and sample.worker_id == worker.id and sample.epoch == chunk.epoch
+    if sample is not None and mine and sample.status is SampleStatus.LEASED:
+        release(core, sample, f"chunk refused: {fault.reason}", crashed=fault.engine)
+
+
+def finish(core: Core, sample: Sample, reason: str) -> None:
+    """The sample has its last token."""
+    sample.step(SampleStep.FINISH)
+    sample.finish = reason
+    core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
+    _notify_finished(core, sample)
+    if sample.worker_id:
+        _end_lease(core, sample, "finished", 0)
+    core.length_accepted(sample)
+
+
+def _notify_finished(core: Core, sample: Sample) -> None:
+    group, worker = sample.group, core.workers.get(sample.worker_id)
+    kind, node = (worker.kind, worker.node) if worker is not None else ("", "")
+    group.run.policy.observe(
+        SampleFinished(
+            sample.id,
+            group.id,
+            group.step,
+            sample.accepted,
+            len(group.prompt) // 4,
+            sample.finish == "length",
+            sample.worker_id,
+            kind,
+            node,
+        ),
+        core.now,
+    )
+
+
+def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
+    worker, leased, version = (
+        core.workers.get(sample.worker_id),
+        sample.group.run.leased,
+        sample.lease_version,
+    )
+    left = leased[version] - 1
+    if left:
+        leased[version] = left
+    else:
+        del leased[version]
+    if worker is not None:
+        worker.leases.pop(sample.id, None)
+        worker.yielding.pop(sample.id, None)
+        worker.changed, worker.slots = True, None
+        if not worker.leases:
+            worker.idle_since = core.now
+            sample.group.run.idled.append(worker)
+    sample.regenerated += regenerated
+    core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
+    sample.worker_id, sample.seen = 0, None
+
+
+def lost_tokens(core: Core, sample: Sample) -> int:
+    """At most how many tokens of the sample died with its worker: what the last heartbeat named, or else one flush.
+
+    What a killed worker had generated since its last flush cannot be known; a flush interval holds no more than the largest flush of this
+    lease did, at a steady rate.
+    """
+    flush, most = sample.largest_flush, core.limits.flush_tokens
+    if flush > most:
+        flush = most
+    unheard = sample.reported - sample.accepted
+    return (
+        flush
+        if unheard <= flush
+        else max(flush, min(sample.reported, sample.group.sampling.max_tokens) - sample.accepted)
+    )
+
+
+def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
+    """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead."""
+    worker = core.workers.get(sample.worker_id)
+    sample.step(SampleStep.RELEASE)
+    if worker is not None:
+        _end_lease(core, sample, reason, regenerated)
+    run = sample.group.run
+    if crashed and worker is not None and charge(core, sample, worker.node):
+        poison(core, sample, reason)
+        return
+    run.queue.add(sample)
+
+
+def charge(core: Core, sample: Sample, node: str) -> bool:
+    """Count an engine's death on `node` against the sample that it held; True when these were too many."""
+    sample.failures += 1
+    sample.failed_nodes |= {node}
+    sample.seen = None
+    enough = sample.group.run.poison_after
+    # A site of one node could never reach `poison_after` different ones.
+    return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
+
+
+def poison(core: Core, sample: Sample, reason: str) -> None:
+    """Give a sample up: the run stops with its id, or the sample is masked and counted (`on_poison`)."""
+    run = sample.group.run
+    cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
+    abandon(core, sample, "poisoned", cause)
+    sample.give_up(cause)
+    core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
+    if run.on_poison == "stop":
+        if run.stopped:
+            return  # its trainer was told of the first
+        stop_run(sample, cause)
+        core.send_durable(run.conn, RunStopped(run.stopped, run.stop_remedy))
+    else:
+        deliver_if_done(core, sample.group)
+
+
+def stop_run(sample: Sample, cause: str) -> None:
+    """The run cannot go on, and says why and what to do to every trainer that attaches."""
+    run = sample.group.run
+    run.stopped = cause or f"sample {sample.id} is poisoned"
+    run.stop_remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
+
+
+def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
+    """End a sample that nobody will consume; its worker, if any, drops it."""
+    worker = core.workers.get(sample.worker_id)
+    if worker is not None:
+        core.send_durable(
+            worker.conn, Revoke(((sample.id, sample.epoch),), reason)
+        )  # behind the lease's own Assign
+        _end_lease(core, sample, state, 0)
+    sample.group.run.queue.discard(sample)
+    sample.step(SampleStep.ABANDON)
+    attempt = (
+        sample.group.run.attempt if state == "poisoned" else 0
+    )  # it stops this attempt, and none after it
+    core.record(
+        rec.SampleEnded(
+            sample.id, state, reason, 0, attempt, sample.reward, None, core.now, sample.reward_version
+        )
+    )
+
+
+def supersede(core: Core, group: Group, reason: str) -> None:
+    """The group's prompt is generated again: what exists of it is recorded and forgotten."""
+    for sample in group.samples:
+        if sample.status is not SampleStatus.ENDED:
+            abandon(core, sample, "superseded", reason)
+        elif sample.error is None:
+            core.record(
+                rec.SampleEnded(
+                    sample.id,
+                    "superseded",
+                    reason,
+                    0,
+                    0,
+                    sample.reward,
+                    None,
+                    core.now,
+                    sample.reward_version,
+                )
+            )
+    group.run.retries[group.key] = group.retry + 1
+    forget(core, group)
+
+
+def forget(core: Core, group: Group) -> None:
+    for sample in group.samples:
+        core.samples.pop(sample.id, None)
+        core.payloads.drop(sample.id)
+    group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
+    core.groups.pop(group.id, None)
+    if group.run.by_key.get(group.key) is group:
+        del group.run.by_key[group.key]
+
+
+def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
+    """A commit made these lengths durable: acknowledge them to the holders, deliver groups that are whole now."""
+    acks: dict[int, dict[int, Held]] = {}
+    groups: dict[int, Group] = {}
+    for sample, length in lengths:
+        if length > sample.durable:
+            sample.durable = length
+            core.payloads.durable(sample.id, length)
+        groups[sample.group.id] = sample.group
+        worker = core.workers.get(sample.last_worker_id)
+        if worker is not None and worker.conn is not None:
+            acks.setdefault(worker.conn, {})[sample.id] = Held(sample.id, sample.epoch, sample.durable)
+    for conn, held in acks.items():
+        core.send(conn, Ack(tuple(held.values())))
+    for group in groups.values():
+        deliver_if_done(core, group)
+
+
+def deliver_if_done(core: Core, group: Group) -> None:
+    """Send a whole, durable group to the trainer (I2); once to each attempt and connection."""
+    run = group.run
+    if (
+        group.orphaned
+        or group.delivered_to == run.attempt
+        or run.conn is None
+        or not (group.done and group.durable)
+    ):
+        return
+    if core.groups.get(group.id) is not group:
+        return
+    group.delivered_to = run.attempt
+    core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
+    samples = tuple(
+        DoneSample(
+            s.id,
+            s.index,
+            b"",
+            b"",
+            b"",
+            s.finish,
+            s.moves,
+            s.reward,
+            s.error and s.error[:ERROR_CHARS],
+            s.reward_version,
+            s.by_reserved,
+            s.by_harvested,
+            s.regenerated,
+        )
+        for s in group.samples
+    )
+    done = GroupDone(
+        group.id,
+        group.step,
+        group.version,
+        group.purpose,
+        group.prompt_index,
+        group.prompt,
+        group.meta,
+        samples,
+    )
+    core.send_filled(run.conn, done, tuple(s.accepted for s in group.samples))
+
+
+def servable(worker: Worker, version: int) -> bool:
+    """Whether a worker may take leases of this version now."""
+    return (
+        worker.status is WorkerStatus.READY
+        and worker.conn is not None
+        and not worker.suspect
+        and worker.loaded_version == version
+        and worker.asked_version == version
+    )
+
+
+def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
+    """Lease samples, taken out of the queue before, to a worker. It is sent once it is durable."""
+    leases = [_grant(core, sample, worker) for sample in samples]
+    for part in _in_messages(leases):
+        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
+
+
+def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
+    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
+    part: list[tuple[Lease, int]] = []
+    nbytes = 0
+    for lease, accepted in leases:
+        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
+        if part and nbytes + size > ASSIGN_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append((lease, accepted))
+        nbytes += size
+    if part:
+        yield part
+
+
+def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
+    """The lease, and how many accepted tokens go with it."""
+    sample.step(SampleStep.LEASE)
+    group, accepted, now = sample.group, sample.accepted, core.now
+    run, version = group.run, group.version
+    sample.epoch = epoch = sample.epoch + 1
+    sample.moves += accepted > 0
+    sample.worker_id = sample.last_worker_id = worker.id
+    sample.lease_version, sample.lease_offset = version, accepted
+    sample.leased_at = sample.chunk_at = now
+    sample.largest_flush = 0
+    sample.reported = accepted
+    worker.leases[sample.id] = sample
+    worker.changed, worker.slots, sample.seen = True, None, None
+    run.leased[version] = run.leased.get(version, 0) + 1
+    sample.assigned_at = None
+    core.lease_granted(sample)
+    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
+
+
+def target_version(run: Run) -> int:
+    """The version that the run's idle workers shall hold: the oldest one that samples wait for, else that others generate with, else the
+
+    newest. With steps in advance, who has nothing left to do for one step begins with the next.
+    """
+    for wanted in (run.queue.versions(), run.leased):
+        held = [version for version in wanted if run.held(version)]
+        if held:
+            return min(held)
+    return max(run.versions, default=-1)

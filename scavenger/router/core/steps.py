@@ -1,0 +1,304 @@
+"""A step of a run: groups submitted, adopted by a later attempt, committed with their samples' ends. Pure.
+
+Holds I3: a step's groups are made once, a replay gets those that exist, and each sample is consumed by one commit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.ledger import redaction
+from scavenger.policy.interface import StepFinished, StepSubmitted, TrainedGroups
+from scavenger.protocol.messages import (
+    MAX_CALL_SAMPLES,
+    MAX_GROUP_SAMPLES,
+    MAX_MESSAGE_BYTES,
+    Accepted,
+    CommitStep,
+    Denied,
+    GroupSpec,
+    Ok,
+    ReplyBody,
+    SampleOutcome,
+    SubmitGroups,
+    Trained,
+)
+from scavenger.router.core import samples as sm
+from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep
+from scavenger.router.core.tables import Core
+
+#: Of a run, submitted and not committed: each is a row and lies in memory.
+MAX_OPEN_GROUPS = 200_000
+OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
+
+
+def _seconds_are_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A trainer's figures without those that cannot be: what is no number, and times below zero."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if math.isfinite(value) and (value >= 0 or not name.startswith("seconds"))
+    }
+
+
+def _spec_fault(run: Run, spec: GroupSpec) -> str:
+    length = len(spec.prompt) // 4
+    if len(spec.prompt) % 4 or not length:
+        return f"prompt {spec.prompt_index} has no tokens"
+    if length + spec.sampling.max_tokens > run.engine.context_length:
+        return (
+            f"prompt {spec.prompt_index} has {length} tokens and may grow by {spec.sampling.max_tokens}, "
+            f"over the engine's context of {run.engine.context_length}"
+        )
+    whole = (
+        length * 4 + len(spec.meta) * 4 + spec.n * (12 * spec.sampling.max_tokens + 256 + 4 * sm.ERROR_CHARS)
+    )
+    if whole > MAX_MESSAGE_BYTES:
+        return f"prompt {spec.prompt_index}: its {spec.n} answers may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"
+    if spec.n < 1 or spec.sampling.max_tokens < 1:
+        return f"prompt {spec.prompt_index} asks for {spec.n} samples of {spec.sampling.max_tokens} tokens"
+    return ""
+
+
+def _size_fault(body: SubmitGroups) -> Denied | None:
+    """A short message may ask for many samples, which are made in one go: others would wait for that."""
+    large = next((spec for spec in body.groups if spec.n > MAX_GROUP_SAMPLES), None)
+    if large is not None:
+        why = f"prompt {large.prompt_index} asks for {large.n:,} samples, over the {MAX_GROUP_SAMPLES:,} of one group"
+        return Denied("invalid", why, "lower data.samples_per_prompt, or give the prompt to several groups")
+    total = sum(spec.n for spec in body.groups)
+    if total > MAX_CALL_SAMPLES:
+        why = f"{total:,} samples in one SubmitGroups, over the {MAX_CALL_SAMPLES:,} of one call"
+        return Denied("invalid", why, "submit the step's groups in several calls, as scavenger.client does")
+    return None
+
+
+def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
+    if body.version not in run.versions:
+        return Denied("invalid", f"version {body.version} was not published", "publish it first")
+    if body.purpose not in OUTCOMES:
+        return Denied("invalid", f"purpose {body.purpose!r}", 'use "train" or "eval"')
+    if run.ended or (body.purpose == "train" and body.step <= run.last_step):
+        why = (
+            "the run has ended"
+            if run.ended
+            else f"step {body.step} is not after the last committed one, {run.last_step}"
+        )
+        return Denied("invalid", why, "open the run again to go on from a checkpoint")
+    indices = [spec.prompt_index for spec in body.groups]
+    if len(indices) != len(set(indices)):
+        return Denied(
+            "invalid", f"step {body.step} names a prompt twice", "give each prompt its own prompt_index"
+        )
+    too_many = _size_fault(body)
+    if too_many is not None:
+        return too_many
+    if (
+        sum((body.purpose, body.step, index) not in run.by_key for index in indices) + len(run.by_key)
+        > MAX_OPEN_GROUPS
+    ):
+        return Denied(
+            "invalid", f"over {MAX_OPEN_GROUPS:,} groups are open", "commit steps, or submit fewer in advance"
+        )
+    for spec in body.groups:
+        fault = _spec_fault(run, spec)
+        if fault:
+            return Denied(
+                "invalid",
+                fault,
+                "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data",
+            )
+    groups = [_group_for(core, run, body, spec) for spec in body.groups]
+    run.step_samples = sum(
+        len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step)
+    )
+    run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
+    cap = max((spec.sampling.max_tokens for spec in body.groups), default=0)
+    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups), cap), core.now)
+    for group in groups:
+        sm.deliver_if_done(core, group)
+    return Accepted(tuple(g.id for g in groups))
+
+
+def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Group:
+    """The group of this prompt: an equal one that exists goes on (I3), anything else is superseded and made anew."""
+    root = run.versions[body.version].root
+    old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
+    if old is not None:
+        same = (old.root, old.prompt, old.sampling, len(old.samples)) == (
+            root,
+            spec.prompt,
+            spec.sampling,
+            spec.n,
+        )
+        poisoned = run.on_poison == "stop" and any(s.error is not None for s in old.samples)
+        if same and not poisoned:
+            _adopt(core, run, old, body.version)
+            return old
+        why = "generated by other weights" if old.root != root else "the prompt or its sampling changed"
+        sm.supersede(core, old, f"attempt {run.attempt}: {'a sample is poisoned' if same else why}")
+    return _make_group(core, run, body, spec, root)
+
+
+def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
+    if not group.orphaned and group.version == version:
+        return
+    queued = [s for s in group.samples if s.id in run.queue]
+    for sample in queued:
+        run.queue.discard(sample)
+    group.orphaned, group.version, group.delivered_to = False, version, 0
+    for sample in queued:
+        run.queue.add(sample)
+    core.record(rec.GroupAdopted(group.id, version, core.now))
+    for sample in group.samples:
+        if sample.status is SampleStatus.ENDED and sample.error is None:
+            sample.step(SampleStep.REOPEN)
+            core.record(rec.SampleReopened(sample.id, run.attempt, core.now))
+
+
+def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root: bytes) -> Group:
+    retry = run.retries.get((body.purpose, body.step, spec.prompt_index), 0)
+    group = Group(
+        core.next_group_id,
+        run,
+        body.purpose,
+        body.step,
+        spec.prompt_index,
+        retry,
+        body.version,
+        root,
+        spec.prompt,
+        spec.meta,
+        spec.sampling,
+    )
+    core.next_group_id += 1
+    first = core.next_sample_id
+    core.next_sample_id += spec.n
+    for index in range(spec.n):
+        sample = Sample(first + index, group, index)
+        group.add(sample)
+        sample.step(SampleStep.QUEUE)
+        core.samples[sample.id] = sample
+        run.queue.add(sample)
+    core.groups[group.id] = run.by_key[group.key] = group
+    core.record(
+        rec.GroupCreated(
+            group.id,
+            run.id,
+            body.purpose,
+            body.step,
+            spec.prompt_index,
+            retry,
+            body.version,
+            spec.prompt,
+            spec.n,
+            first,
+            msgspec.json.encode(spec.sampling).decode(),
+            spec.meta,
+            core.now,
+        )
+    )
+    return group
+
+
+def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
+    groups = [
+        g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned
+    ]
+    if not groups:
+        known = (
+            body.step <= run.last_step
+            if body.purpose == "train"
+            else all(o.sample_id < core.next_sample_id for o in body.outcomes)
+        )
+        return (
+            Ok()
+            if known
+            else Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
+        )
+    fault = _commit_fault(body, groups)
+    if fault:
+        return Denied("invalid", fault, "commit each sample of the step exactly once")
+    outcomes = {o.sample_id: o for o in body.outcomes}
+    for group in groups:
+        for sample in group.samples:
+            if sample.status is SampleStatus.COMPLETE:
+                _end(core, run, body, sample, outcomes[sample.id])
+        sm.forget(core, group)
+    core.record(
+        rec.StepCommitted(
+            run.id,
+            body.step,
+            body.purpose,
+            run.attempt,
+            body.version,
+            msgspec.json.encode(redaction.metrics(body.metrics)).decode(),
+            core.now,
+        )
+    )
+    run.policy.observe(StepFinished(body.step, body.purpose, _seconds_are_times(body.metrics)), core.now)
+    if body.purpose == "train":
+        run.last_step = body.step
+        for group in [
+            g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step
+        ]:
+            sm.supersede(core, group, f"attempt {run.attempt} took step {body.step} without it")
+        retire_versions(run)
+    return Ok()
+
+
+def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
+    expected = {s.id: s for g in groups for s in g.samples}
+    got = {o.sample_id for o in body.outcomes}
+    if len(got) != len(body.outcomes):
+        return f"step {body.step} names a sample twice"
+    allowed = OUTCOMES.get(body.purpose, ())
+    for outcome in body.outcomes:
+        sample = expected.get(outcome.sample_id)
+        if sample is None:
+            return f"sample {outcome.sample_id} does not belong to step {body.step}"
+        if not sample.done or outcome.outcome not in allowed:
+            return f"sample {outcome.sample_id} is {sample.status} and cannot be {outcome.outcome!r}"
+    missing = [i for i, s in expected.items() if i not in got and s.error is None]
+    return (
+        f"{len(missing)} samples of step {body.step} have no outcome, first: {missing[0]}" if missing else ""
+    )
+
+
+def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: SampleOutcome) -> None:
+    sample.step(SampleStep.END)
+    core.record(
+        rec.SampleEnded(
+            sample.id,
+            outcome.outcome,
+            redaction.reason(outcome.outcome, outcome.reason),
+            body.step,
+            run.attempt,
+            outcome.reward,
+            outcome.advantage,
+            core.now,
+            redaction.version(outcome.reward_version),
+        )
+    )
+
+
+def trained(core: Core, run: Run, body: Trained) -> None:
+    """How far the trainer is; pings repeat it."""
+    if run.newest == ("train", body.step) and body != run.trained:
+        run.trained = body
+        run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
+
+
+def retire_versions(run: Run, keep: int = 4) -> None:
+    """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
+    used = {g.version for g in run.by_key.values()}
+    bases = {run.versions[v].base for v in (*used, *sorted(run.versions)[-keep:]) if v in run.versions}
+    for version in sorted(run.versions)[:-keep]:
+        if version not in used and run.versions[version].root not in bases:
+            run.versions[version].manifest = b""
+            run.versions[version].sources = ()
+            run.directory.forget(version)

@@ -1,0 +1,98 @@
+"""How many engines a run has, and in what state: what its trainer is told and its policy is asked by. Pure.
+
+Counted as workers change, not looked up: a fleet of a thousand is asked about with every event.
+"""
+
+from __future__ import annotations
+
+from scavenger.protocol.messages import MAX_SLOTS, Fleet, words
+from scavenger.router.core.state import Memory, MemoryTold, Run, Worker, WorkerStatus
+
+
+def fleet_sizes(run: Run) -> tuple[int, int, int]:
+    """Harvested workers that can generate, reserved ones awake, reserved ones asleep or going to sleep.
+
+    A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
+    reserved ones asleep for nothing.
+    """
+    sizes = [0, 0, 0]
+    for worker in run.workers.values():
+        role = _role(worker)
+        if role >= 0:
+            sizes[role] += 1
+    return sizes[0], sizes[1], sizes[2]
+
+
+def counted(run: Run) -> tuple[int, int, int]:
+    """The sizes, counted anew."""
+    run.restated.clear()
+    for worker in run.workers.values():
+        worker.role = _role(worker)
+    return fleet_sizes(run)
+
+
+def counted_again(run: Run) -> tuple[int, int, int]:
+    """The sizes as counted last, with those workers counted again that are another since: a fleet loads one by one."""
+    sizes = list(run.sizes)
+    for worker in run.restated:
+        before, worker.role = worker.role, _role(worker)
+        if before >= 0:
+            sizes[before] -= 1
+        if worker.role >= 0:
+            sizes[worker.role] += 1
+    run.restated.clear()
+    return sizes[0], sizes[1], sizes[2]
+
+
+def memory_of(run: Run) -> MemoryTold:
+    """Whose memory is free, by the workers' own word, and whose is not: who is silent or about to leave holds what it held."""
+    reserved = [worker for worker in run.workers.values() if worker.kind == "reserved"]
+    asleep = [worker for worker in reserved if worker.memory is Memory.ASLEEP]
+    holding = {
+        slot_of(worker) for worker in reserved if worker.memory is not Memory.ASLEEP
+    } | run.silent_slots.keys()
+    slots = sorted(slot_of(worker) for worker in asleep)
+    held = sum(worker.bytes_held for worker in asleep)
+    return MemoryTold(
+        run.reserved_order, tuple(slots[:MAX_SLOTS]), tuple(sorted(holding)[:MAX_SLOTS]), min(held, 2**53)
+    )
+
+
+def slot_of(worker: Worker) -> str:
+    """What its trainer knows a reserved worker by; one that names no slot goes by its number here, which no slot of a job is."""
+    return worker.slot or f"worker {worker.id}"
+
+
+def memory_counted(run: Run) -> MemoryTold:
+    """The same, counted anew only where a worker came, went or changed."""
+    if run.memory_changed:
+        run.memory_told, run.memory_changed = memory_of(run), False
+    return run.memory_told
+
+
+def _role(worker: Worker) -> int:
+    status = worker.status
+    if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:
+        return -1
+    if worker.kind == "harvested":
+        return 0 if status is WorkerStatus.READY else -1
+    return 1 if status is WorkerStatus.READY or status is WorkerStatus.LOADING else 2
+
+
+def fleet_of(run: Run) -> Fleet:
+    """The run's workers as its trainer sees them."""
+    open_samples = sum([g.unfinished for g in run.by_key.values() if not g.orphaned])
+    held = sum([len(w.leases) for w in run.workers.values() if w.kind == "reserved" and _role(w) >= 0])
+    sizes = fleet_sizes(run) if run.restated else run.sizes
+    memory = memory_counted(run)
+    return Fleet(
+        *sizes,
+        open_samples,
+        held,
+        run.window,
+        words(run.window_reason),
+        memory.order,
+        memory.asleep,
+        memory.holding,
+        memory.bytes_held,
+    )

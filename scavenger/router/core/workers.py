@@ -1,0 +1,333 @@
+"""What happens to workers: greeting, loading, sleeping, going silent, leaving. Pure.
+
+A worker is *suspect* when it was silent for `suspect_s` (no new leases) and dead when it said goodbye, when Slurm says that its job is
+over, when a later incarnation greets under its key, or after `dead_s` of silence. Fencing by epoch makes an early move safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scavenger.ledger import records as rec
+from scavenger.policy.interface import EngineProgress, Toggled, WorkerLost
+from scavenger.protocol.messages import (
+    Asleep,
+    Awake,
+    Chunks,
+    Goodbye,
+    GoodbyeAck,
+    Heartbeat,
+    HeartbeatAck,
+    Held,
+    HelloAgain,
+    Revoke,
+    SampleFailed,
+    Serving,
+    WeightsFailed,
+    WeightsLoaded,
+    Yield,
+    Yielded,
+)
+from scavenger.router.core import policy_driver, worker_commands, worker_counts
+from scavenger.router.core import samples as sm
+from scavenger.router.core.events import WorkerLife
+from scavenger.router.core.state import Memory, Sample, Silenced, Worker, WorkerStatus, WorkerStep
+from scavenger.router.core.tables import Core
+
+#: Departed connections whose repeats are answered: a fleet's worth.
+MAX_DEPARTED = 4096
+#: Of the time between two heartbeats: what comes sooner comes after one that was late.
+LEAST_BEAT = 0.9
+#: Where all samples of an engine ran throughout, what they gained on average is this near the most that one of them did, as a share of it.
+ALIKE = 0.05
+
+
+def disconnect(core: Core, worker: Worker) -> None:
+    if worker.conn is not None and core.by_conn.get(worker.conn) is worker:
+        del core.by_conn[worker.conn]
+    worker.conn = None
+
+
+def may_hold(core: Core, worker: Worker, held: Held) -> bool:
+    sample = core.samples.get(held.sample_id)
+    if sample is None or sample.epoch != held.epoch:
+        return False
+    return sample.worker_id == worker.id or (sample.done and sample.last_worker_id == worker.id)
+
+
+def heard(core: Core, conn: int) -> None:
+    """Something came from a worker and waits for the ledger: it is not silent."""
+    worker = core.by_conn.get(conn)
+    if worker is not None:
+        worker.last_seen = core.now
+
+
+def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | None = None) -> None:
+    """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
+    worker = core.by_conn.get(conn)
+    if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
+        if isinstance(message, Goodbye):
+            core.send_durable(conn, GoodbyeAck())
+        return
+    if worker is None:
+        core.send(conn, HelloAgain("this connection is not known"))
+        return
+    worker.last_seen = core.now
+    if worker.suspect:
+        worker.suspect = False
+        worker.run.dirty = True
+        core.connection_event(
+            worker, "worker_back", f"worker {worker.id}", "heard again before it was given up"
+        )
+    match message:
+        case Chunks(chunks=chunks):
+            for at, chunk in enumerate(chunks):
+                sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
+        case Heartbeat():
+            _heartbeat(core, worker, message)
+        case Yielded(leases=leases):
+            policy_driver.handed_back(core, worker, leases)
+        case WeightsLoaded(version=version):
+            worker_commands.loaded(core, worker, message, version)
+        case WeightsFailed():
+            worker_commands.load_failed(core, worker, message)
+        case Serving():
+            worker_commands.serving(core, worker, message)
+        case SampleFailed():
+            _sample_failed(core, worker, message)
+        case Asleep(order=order, bytes_held=bytes_held):
+            worker_commands.asleep(core, worker, order, bytes_held)
+        case Awake(order=order, bytes_held=bytes_held):
+            worker_commands.awake(core, worker, order, bytes_held)
+        case Goodbye(reason=reason, notice=notice, failed=failed):
+            worker.notice = notice
+            core.send_durable(conn, GoodbyeAck())
+            gone(core, worker, reason, crashed=failed, flushed=True)
+            core.departed[conn] = None
+            while len(core.departed) > MAX_DEPARTED:
+                core.departed.popitem(last=False)
+
+
+def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    if beat.progress != worker.progress:
+        worker.progress, worker.moved_at = beat.progress, core.now
+    leases, now = worker.leases, core.now
+    here = gained = most = context = 0
+    others: list[Held] = []  # that are not its leases, as far as is known here
+    for held in beat.held:
+        sample = leases.get(held.sample_id)
+        if sample is None or sample.epoch != held.epoch:
+            others.append(held)
+            continue
+        here += 1
+        length, reported = held.length, sample.reported
+        if length != reported:
+            if length > reported:
+                worker.moved_at = now
+                gain = length - reported
+                gained += gain
+                if gain > most:
+                    most = gain
+            sample.reported, sample.seen = length, None
+        context += len(sample.group.prompt) // 4 + length
+    if here < len(leases):
+        _release_lost(core, worker, beat)
+    stale = tuple([(held.sample_id, held.epoch) for held in others if not may_hold(core, worker, held)])
+    if stale:
+        core.send(worker.conn, Revoke(stale, "the sample moved on"))
+    worker.acks += 1
+    core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
+    _measure(core, worker, gained, most, context)
+    if beat.wake_s != worker.wake_s:
+        worker.wake_s = beat.wake_s
+        worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
+    _ask_again(core, worker)
+    worker_commands.reconcile(core, worker, beat)
+    worker_commands.steer(core, worker)
+
+
+def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    """Leases that it does not name: those that it should have heard of by now never reached it."""
+    named = {(held.sample_id, held.epoch) for held in beat.held}
+    for sample in list(worker.leases.values()):
+        if (sample.id, sample.epoch) not in named and _assignment_lost(sample, beat):
+            sm.release(core, sample, "the assignment was lost")
+
+
+def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -> None:
+    """What its engine did since its last heartbeat; for the policy only where it ran the same samples throughout.
+
+    A beat that comes early is one that comes after a late one: on a busy machine an engine would look several times as fast as it is.
+    All samples that run gain a token a step, `most` of them in this beat: where they gained less on average, some were prefilled meanwhile
+    or waited for room in its KV cache, and the batch was not that of its leases.
+    """
+    seconds, batch = core.now - worker.beat_at, len(worker.leases)
+    steady = (
+        not worker.changed and batch > 0 and gained > 0 and seconds >= LEAST_BEAT * core.limits.heartbeat_s
+    )
+    steady = steady and most * batch - gained <= max(ALIKE * most, 1.0) * batch
+    worker.beat_at, worker.changed = core.now, False
+    if seconds <= 0:
+        return
+    worker.tokens_per_s = gained / seconds
+    if steady:
+        at_mean = context - gained / 2
+        worker.run.policy.observe(
+            EngineProgress(worker.id, worker.kind, worker.node, worker.gpus, batch, at_mean, gained, seconds),
+            core.now,
+        )
+
+
+def _ask_again(core: Core, worker: Worker) -> None:
+    """It holds what it was asked to give back before it sent this: the request was lost, or its answer was. A repeat does no harm."""
+    asked = tuple(
+        (sample_id, one.epoch)
+        for sample_id, one in worker.yielding.items()
+        if one.at < core.now - core.limits.heartbeat_s
+    )
+    if asked:
+        core.send_durable(worker.conn, Yield(asked, "asked before"))
+
+
+def _assignment_lost(sample: Sample, beat: Heartbeat) -> bool:
+    """The worker has heard what was sent after this lease, and does not hold it. Time alone proves nothing: a loaded host is slow."""
+    return sample.assigned_at is not None and beat.heard > sample.assigned_after
+
+
+def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
+    sample = worker.leases.get(message.sample_id)
+    if sample is None or sample.epoch != message.epoch:
+        return
+    core.connection_event(
+        worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node
+    )
+    sm.release(core, sample, message.reason, crashed=True)
+
+
+def gone(
+    core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: bool = False, silent: bool = False
+) -> None:
+    """The worker is dead or has left: every lease of its moves with all tokens that were accepted. `flushed`: nothing else existed.
+
+    `silent`: nothing proves that its process is gone, so a reserved engine may hold its memory until its trainer says otherwise.
+    """
+    samples = list(worker.leases.values())
+    salvaged = sum(s.accepted for s in samples)
+    regenerated = 0
+    for sample in samples:
+        lost = 0 if flushed else sm.lost_tokens(core, sample)
+        regenerated += lost
+        sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
+    core.record(
+        rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now)
+    )
+    preempted = worker.status is not WorkerStatus.DRAINING and not crashed
+    worker.run.policy.observe(
+        WorkerLost(
+            worker.id,
+            worker.kind,
+            worker.node,
+            worker.gpus,
+            core.now - worker.joined_at,
+            preempted,
+            reason,
+            len(samples),
+        ),
+        core.now,
+    )
+    if worker.intent_id and worker.status is not WorkerStatus.AWAY:
+        core.lived.append(_life(worker, here=False))
+    core.count("workers_lost")
+    worker.run.directory.gone(worker.id)
+    if worker.kind == "reserved":
+        worker.run.memory_changed = True
+        if silent and worker.memory is not Memory.ASLEEP and worker.attempt in (0, worker.run.attempt):
+            worker.run.silent_slots[worker_counts.slot_of(worker)] = worker.session
+    worker.step(WorkerStep.LEAVE)
+    worker.run.workers.pop(worker.id, None)
+    core.workers.pop(worker.id, None)
+    worker.run.dirty = True
+    disconnect(core, worker)
+
+
+def lives(core: Core) -> list[WorkerLife]:
+    """Harvested engines that were heard since this daemon began: those that are gone, the newest of them, and those that are there."""
+    here = [
+        _life(w, here=True)
+        for w in core.workers.values()
+        if w.intent_id and w.status is not WorkerStatus.AWAY
+    ]
+    return [*core.lived, *here]
+
+
+def _life(worker: Worker, *, here: bool) -> WorkerLife:
+    return WorkerLife(
+        worker.intent_id, worker.incarnation, worker.node, worker.joined_at, worker.last_seen, here
+    )
+
+
+def watch(core: Core, worker: Worker) -> None:
+    """Time passed: suspect the silent, give up the long silent, retry a load that failed."""
+    silent = core.now - worker.last_seen
+    limits = core.limits
+    if worker.status is WorkerStatus.AWAY:
+        if silent > limits.reconnect_s:
+            gone(
+                core,
+                worker,
+                f"did not come back within {limits.reconnect_s:g} s of the daemon's restart",
+                crashed=False,
+                silent=True,
+            )
+    elif silent > limits.dead_s:
+        if worker.slot and worker.leases:  # should its slot be filled again, it did crash
+            worker.run.silenced[worker.slot] = Silenced(worker.attempt, worker.node, tuple(worker.leases))
+        gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False, silent=True)
+    elif _stalled(core, worker):
+        _give_up_stalled(core, worker)
+    elif silent > limits.suspect_s and not worker.suspect:
+        worker.suspect = worker.run.dirty = True
+        core.connection_event(
+            worker,
+            "worker_suspect",
+            f"worker {worker.id}",
+            f"silent for {limits.suspect_s:g} s",
+            node=worker.node,
+        )
+    else:
+        worker_commands.steer(core, worker)
+        worker_commands.more_holders(core, worker)
+
+
+def _stalled(core: Core, worker: Worker) -> bool:
+    """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
+    if core.now - worker.moved_at <= core.limits.stalled_s:
+        return False  # the usual case: nobody looks at each sample of a fleet four times a second
+    given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
+    if not given or worker.suspect:
+        return False
+    moved = max(
+        worker.moved_at,
+        min(given),
+        *(s.chunk_at for s in worker.leases.values() if s.accepted > s.lease_offset),
+    )
+    return core.now - moved > core.limits.stalled_s
+
+
+def _give_up_stalled(core: Core, worker: Worker) -> None:
+    """Its samples go elsewhere and count the failure; the worker is asked to leave."""
+    reason = f"its engine stalled: nothing moved for {core.limits.stalled_s:g} s"
+    held = list(worker.leases.values())
+    core.event(
+        "engine_stalled",
+        worker.run.id,
+        f"worker {worker.id}",
+        reason,
+        node=worker.node,
+        samples=len(held),
+        progress=worker.progress,
+    )
+    core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
+    for sample in held:
+        sm.release(core, sample, reason, regenerated=sm.lost_tokens(core, sample), crashed=True)
+    worker_commands.drain(core, worker, reason)

@@ -1,0 +1,5 @@
+"""The router's edge: bytes in, checked message, event to the core, actions out, bytes out.
+
+Owns the ROUTER socket under CURVE and the order of messages while tokens are read back from the ledger.
+Read `server.py` first, then `pipeline.py`.
+"""

@@ -1,0 +1,163 @@
+"""The deltas that a process can give: from each of the last versions to the next, kept when the bytes are gone.
+
+Owns the encoded deltas and the choice between a chain and the whole chunk (`Chains`), and the thread of a publisher that makes them beside
+training (`Encoder`). An engine makes none: it keeps those that it was sent, once what they made had the right hash, and gives them on. A
+request for which there is none (yet) is answered with the whole chunk, so nobody waits for a delta. Knows no socket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scavenger.weights import delta
+from scavenger.weights.manifest import Manifest
+
+MOST_NBYTES = 4 << 30
+
+
+@dataclass(slots=True)
+class _Step:
+    """From one version's weights to those of a later one: a chain for each chunk."""
+
+    parent: bytes
+    root: bytes
+    chunks: dict[int, bytes] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class Chains:
+    """The last `steps` steps, in at most `nbytes`: the oldest go first; what is still beyond is not kept. For any thread."""
+
+    def __init__(self, steps: int, nbytes: int = MOST_NBYTES) -> None:
+        self.steps = steps
+        self._most = nbytes
+        self._steps: OrderedDict[bytes, _Step] = OrderedDict()  # by the root that a step leads to
+        self._nbytes = 0  # of all steps
+        self._lock = threading.Lock()
+        self.used = 0
+
+    def begin(self, parent: bytes, root: bytes) -> None:
+        """A new step, the newest; what led to the same weights before is forgotten."""
+        with self._lock:
+            self._begin(parent, root)
+
+    def _begin(self, parent: bytes, root: bytes) -> _Step:
+        self._forget(root)
+        step = self._steps[root] = _Step(parent, root)
+        while len(self._steps) > self.steps:
+            self._forget(next(iter(self._steps)))
+        return step
+
+    def add(self, parent: bytes, root: bytes, chunk: int, encoded: bytes) -> bool:
+        """A chunk's chain from the parent's weights that makes the right bytes. False where there is no room for it."""
+        with self._lock:
+            step = self._steps.get(root)
+            if step is None or step.parent != parent:
+                step = self._begin(parent, root)
+            if chunk in step.chunks:
+                return True
+            while (
+                self._steps
+                and self._nbytes + len(encoded) > self._most
+                and (oldest := next(iter(self._steps))) != root
+            ):
+                self._forget(oldest)
+            if root not in self._steps or self._nbytes + len(encoded) > self._most:
+                return False
+            step.chunks[chunk] = encoded
+            step.nbytes += len(encoded)
+            self._nbytes += len(encoded)
+            return True
+
+    def _forget(self, root: bytes) -> None:
+        step = self._steps.pop(root, None)
+        self._nbytes -= step.nbytes if step is not None else 0
+
+    def bound(self, nbytes: int) -> None:
+        """Keep so many bytes at most from the next delta on."""
+        with self._lock:
+            self._most = nbytes
+
+    def find(self, parent: bytes, root: bytes, chunk: int, nbytes: int) -> bytes | None:
+        """The chunk's chain from the parent's weights, where there is one and it is worth its while."""
+        with self._lock:
+            found = self._found(parent, root, chunk)
+            if (
+                not found
+                or sum(map(len, found)) > delta.WORTH * nbytes
+                or sum(map(delta.links, found)) > delta.MOST_LINKS
+            ):
+                return None
+            self.used += 1
+        return b"".join(found[::-1])
+
+    def _found(self, parent: bytes, root: bytes, chunk: int) -> list[bytes]:
+        """The steps' chains, the last one first; none where one is missing."""
+        found: list[bytes] = []
+        at = root
+        while at != parent:
+            step = self._steps.get(at)
+            made = step.chunks.get(chunk) if step is not None else None
+            if (
+                step is None or made is None or len(found) >= self.steps
+            ):  # weights that came back, A -> B -> A, lead round for ever
+                return []
+            found.append(made)
+            at = step.parent
+        return found
+
+
+class Encoder:
+    """Adds the step from each version to the next to `chains`, as they are published."""
+
+    def __init__(self, chains: Chains) -> None:
+        self._chains = chains
+        self._last: tuple[Manifest, memoryview] | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def published(self, manifest: Manifest, blob: memoryview, chunks: Sequence[int] | None = None) -> None:
+        """The next version; its deltas from the one before are made from here on. Both must stay as they are meanwhile.
+
+        `chunks`: those that are here, the same ones in every version; None = all.
+        """
+        before, self._last = self._last, (manifest, blob)
+        if before is None or not delta.same_layout(before[0], manifest) or before[0].root == manifest.root:
+            return
+        self.wait(stop=True)  # one that was not ready by now is left as far as it is
+        self._chains.begin(before[0].root, manifest.root)
+        self._ended = threading.Event()
+        mine = range(len(manifest.chunk_hashes)) if chunks is None else chunks
+        work = (before, (manifest, blob), mine, self._ended)
+        self._thread = threading.Thread(target=self._encode, args=work, name="weights-deltas", daemon=True)
+        self._thread.start()
+
+    def _encode(
+        self,
+        old: tuple[Manifest, memoryview],
+        new: tuple[Manifest, memoryview],
+        chunks: Sequence[int],
+        ended: threading.Event,
+    ) -> None:
+        manifest = new[0]
+        for chunk in chunks:
+            if ended.is_set():
+                return
+            start, stop = manifest.chunk_range(chunk)
+            made = delta.chain(
+                [delta.encode(old[1][start:stop], new[1][start:stop], delta.width_of(manifest, chunk))]
+            )
+            if len(made) <= delta.WORTH * (stop - start) and not self._chains.add(
+                old[0].root, manifest.root, chunk, made
+            ):
+                return  # there is room for no more
+
+    def wait(self, *, stop: bool = False) -> None:
+        """Until the newest version's deltas are made, or (`stop`) until their making has ended."""
+        if stop:
+            self._ended.set()
+        if self._thread is not None:
+            self._thread.join()

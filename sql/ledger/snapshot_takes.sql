@@ -1,6 +1,0 @@
--- How often each prompt's group was given up, by the newest of them: the next group of that prompt is another take.
-SELECT g.run_id, g.purpose, g.step, g.prompt_index, MAX(g.take) AS take
-FROM groups g
-WHERE g.group_id IN (SELECT group_id FROM samples WHERE state IN ('superseded', 'poisoned', 'surplus'))
-GROUP BY g.run_id, g.purpose, g.step, g.prompt_index
-ORDER BY g.run_id, g.purpose, g.step, g.prompt_index;

@@ -1,0 +1,59 @@
+"""`sacct -D` as lives of jobs, from what Slurm 22.05 printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from scavenger.cluster.model import JobLife
+from scavenger.cluster.slurm import accounting, commands
+from scavenger.errors import ClusterUnavailable
+
+#: A preempted life whose processes had to be killed lost its start; job 3 was cancelled while it waited; a user wrote job 4's name.
+PRINTED = """\
+1|PREEMPTED|1795392563|Unknown|1795392566|1|node1|billing=1,cpu=1,gres/gpu=2,node=1|scv-000000000000000a
+1|CANCELLED by 0|1795392571|1795392577|Unknown|2|node[1-2]|billing=2,cpu=2,gres/gpu=4,node=2|scv-000000000000000a
+3|CANCELLED by 0|1795391301|None|1795391312|1|None assigned||scv-000000000000000b
+4|COMPLETED|1795391305|1795391305|1795391312|1|node2|cpu=1|a|b
+"""
+
+
+def test_each_life_of_a_requeued_job_is_a_row() -> None:
+    first, second, waited, theirs = accounting.parse(PRINTED)
+    name = "scv-000000000000000a"
+    assert first == JobLife(1, name, "PREEMPTED", 1795392563.0, 0.0, 1795392566.0, ("node1",), 2)
+    assert second == JobLife(1, name, "CANCELLED", 1795392571.0, 1795392577.0, 0.0, ("node1", "node2"), 4)
+    assert (waited.nodes, waited.start_time, waited.gpus) == ((), 0.0, 0)
+    assert theirs.name == "a|b"
+    assert accounting.parse("") == ()
+
+
+@pytest.mark.parametrize(
+    "printed",
+    ["1|PREEMPTED|17", PRINTED.replace("1|PRE", "x|PRE"), PRINTED.replace("1795392566", "yesterday")],
+)
+def test_an_answer_that_is_not_as_it_was_asked_for_is_none(printed: str) -> None:
+    with pytest.raises(ClusterUnavailable, match="sacct's answer is malformed"):
+        accounting.parse(printed)
+
+
+def test_it_is_asked_for_all_lives_however_long_ago() -> None:
+    argv = accounting.argv((7, 9))
+    assert argv[:2] == ["sacct", "-D"]
+    assert argv[argv.index("-S") + 1] < "1971"
+    assert argv[argv.index("-j") + 1] == "7,9"
+    for nonsense in ((), (0,), (-3,)):
+        with pytest.raises(ValueError, match="not job ids"):
+            accounting.argv(nonsense)
+
+
+@pytest.mark.parametrize(("kind", "there"), [("slurmdbd", True), ("none", False), ("filetxt", False)])
+def test_the_configuration_says_whether_there_is_accounting(kind: str, there: bool) -> None:
+    config = f"""\
+AccountingStorageType   = accounting_storage/{kind}
+ClusterName             = c
+KillWait                = 30 sec
+MessageTimeout          = 10 sec
+PreemptType             = preempt/partition_prio
+SLURM_VERSION           = 22.05.8
+"""
+    assert commands.parse_info(config, user="u").accounting is there

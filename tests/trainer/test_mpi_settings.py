@@ -1,0 +1,178 @@
+"""Which launcher and settings the ranks get: the decision, on what real libraries print;
+and the tiny world, under a real mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import launch, mpi_settings, reach
+from trainer.mpi_settings import NO_MPI, UNREACHABLE, WRONG_SIZE, GiveUp, Library, Settings, Trial, Try, Use
+
+OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+OPEN_MPI_5 = "mpirun (Open MPI) 5.0.7\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+LIBRARY_5 = "Open MPI v5.0.7, package: Debian OpenMPI, ident: 5.0.7, repo rev: v5.0.7, Feb 14, 2025"
+HYDRA = """HYDRA build details:
+    Version:                                 4.0.2
+    Release Date:                            Thu Apr  7 12:34:45 CDT 2022
+    CC:                              gcc -Wdate-time -D_FORTIFY_SOURCE=2 -Wl,-z,relro
+    Process Manager:                         pmi
+"""
+MPICH = "MPICH Version:      4.2.3\nMPICH Release date: Thu Oct  3 09:51:43 AM CDT 2024\nMPICH ABI:          16:2:4\n"
+INTEL = (
+    "Intel(R) MPI Library for Linux* OS, Version 2021.12 Build 20240213 (id: 4f55822)\nCopyright 2003-2024.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "make", "version"),
+    [
+        (OPEN_MPI_4, "Open MPI", (4, 1, 4)),
+        (OPEN_MPI_5, "Open MPI", (5, 0, 7)),
+        (LIBRARY_5, "Open MPI", (5, 0, 7)),
+        (HYDRA, "MPICH", (4, 0, 2)),
+        (MPICH, "MPICH", (4, 2, 3)),
+        (INTEL, "Intel MPI", (2021, 12)),
+        ("", "", ()),
+    ],
+)
+def test_a_library_is_known_by_what_it_prints(text: str, make: str, version: tuple[int, ...]) -> None:
+    assert mpi_settings.library(text) == Library(make, version)
+
+
+def chosen(text: str, *trials: Trial, launchers: tuple[str, ...] = ("srun", "mpirun")) -> Try | Use | GiveUp:
+    return mpi_settings.decide(mpi_settings.library(text), launchers, 2, trials)
+
+
+def test_open_mpi_4_is_tried_with_tcp_first_and_5_with_nothing_set() -> None:
+    four, five = chosen(OPEN_MPI_4), chosen(OPEN_MPI_5)
+    assert isinstance(four, Try)
+    assert four.settings.environ["OMPI_MCA_btl"] == "self,tcp"
+    assert isinstance(five, Try)
+    assert not five.settings.environ
+
+
+@pytest.mark.parametrize("text", [HYDRA, INTEL, ""])
+def test_what_is_not_open_mpi_gets_none_of_its_settings(text: str) -> None:
+    first = chosen(text)
+    assert first == Try("srun", Settings("its own settings"))
+    assert isinstance(chosen(text, Trial("srun", first.settings, WRONG_SIZE, "a world of 1")), Try)
+
+
+def test_open_mpi_5_that_finds_no_route_to_its_own_node_pairs_addresses_by_weight() -> None:
+    first = chosen(OPEN_MPI_5, launchers=("mpirun",))
+    assert isinstance(first, Try)
+    failed = Trial("mpirun", first.settings, 14, "unreachable")
+    second = chosen(OPEN_MPI_5, failed, launchers=("mpirun",))
+    assert isinstance(second, Try)
+    assert second.settings.environ["OMPI_MCA_reachable"] == "weighted"
+    used = chosen(OPEN_MPI_5, failed, Trial("mpirun", second.settings, 0), launchers=("mpirun",))
+    assert isinstance(used, Use)
+    assert used.settings == second.settings
+    assert used.reason == (
+        "2 ranks met under mpirun of Open MPI 5.0.7 with TCP alone, addresses paired by weight "
+        "(mpirun with its own choice of transport: unreachable)"
+    )
+
+
+def test_a_launcher_that_starts_worlds_of_one_is_tried_once_whatever_the_transport() -> None:
+    first = chosen(OPEN_MPI_4)
+    assert isinstance(first, Try)
+    second = chosen(OPEN_MPI_4, Trial("srun", first.settings, WRONG_SIZE, "a world of 1 and not of 2"))
+    assert isinstance(second, Try)
+    assert second.launcher == "mpirun"
+
+
+def test_when_no_candidate_is_left_each_one_s_words_are_told() -> None:
+    trials: list[Trial] = []
+    while isinstance(step := chosen(OPEN_MPI_5, *trials), Try):
+        code = UNREACHABLE if step.launcher == "srun" else None
+        trials.append(Trial(step.launcher, step.settings, code, f"word {len(trials)}"))
+    assert len(trials) == 6
+    assert isinstance(step, GiveUp)
+    assert step.reason.startswith(
+        "2 ranks cannot reach one another by MPI (Open MPI 5.0.7): srun with its own choice"
+    )
+    assert all(f"word {n}" in step.reason for n in range(6))
+    assert "SCAVENGER_MPI" in step.remedy
+    alike = [Trial(trial.launcher, trial.settings, trial.code, "unreachable") for trial in trials[:3]]
+    told = mpi_settings._told(alike)
+    assert told.startswith(
+        "srun with its own choice of transport or TCP alone, addresses paired by weight or TCP alone: "
+    )
+    assert told.count("unreachable") == 1
+
+
+def test_without_an_mpi_library_nothing_else_is_tried() -> None:
+    first = chosen(OPEN_MPI_5)
+    assert isinstance(first, Try)
+    absent = chosen(OPEN_MPI_5, Trial("srun", first.settings, NO_MPI, "ImportError: libmpi.so.40"))
+    assert isinstance(absent, GiveUp)
+    assert absent.reason == "ranks cannot load MPI: ImportError: libmpi.so.40"
+
+
+def test_everybody_exchanges_a_byte_with_rank_0_and_its_neighbours() -> None:
+    for size in range(2, 9):
+        pairs = {(rank, other) for rank in range(size) for other in reach.partners(rank, size)}
+        assert pairs == {(other, rank) for rank, other in pairs}, "what is sent is received"
+        assert all((0, rank) in pairs for rank in range(1, size))
+    assert reach.partners(3, 8) == (0, 2, 4)
+
+
+def test_who_cannot_be_connected_to_is_told_with_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert reach.connects("127.0.0.1", port) == ""
+    assert reach.connects("127.0.0.1", port) == f"127.0.0.1:{port}: Connection refused"
+    assert "n1.invalid:7: " in reach.connects("n1.invalid", 7)
+
+
+PROGRAM = Path(__file__).with_name("reach_program.py")
+
+
+def under_mpirun(*argv: str) -> subprocess.CompletedProcess[str]:
+    environ = launch.environment(os.environ, root=True)
+    program = ["mpirun", "-n", "3", sys.executable, *argv]
+    return subprocess.run(program, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.mpi
+def test_the_tiny_world_meets_or_says_why_not() -> None:
+    pytest.importorskip("mpi4py")
+    met = under_mpirun("-m", "trainer.world_probe", "3", "30")
+    assert met.returncode == 0, met.stderr
+    other = under_mpirun("-m", "trainer.world_probe", "4", "30")
+    assert other.returncode == WRONG_SIZE
+    assert "a world of 3 and not of 4" in other.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            "mute",
+            r"error: rank [01] on \S+ exchanged nothing by MPI with rank 2 within 2 s\n  remedy: is TCP open",
+        ),
+        (
+            "lost",
+            r"by TCP: rank 1 on n1\S* cannot reach rank 2 at n2.invalid:\d+: .*\n  remedy: each node's host name",
+        ),
+        ("well", ""),
+    ],
+)
+def test_ranks_that_do_not_reach_one_another_end_in_time_and_say_which(what: str, words: str) -> None:
+    pytest.importorskip("mpi4py")
+    done = under_mpirun(str(PROGRAM), what)
+    if not words:
+        assert (done.returncode, done.stdout.count("met")) == (0, 3), done.stderr
+        return
+    assert done.returncode == 2, done.stderr
+    assert re.search(words, done.stderr), done.stderr
+    assert "met" not in done.stdout

@@ -1,0 +1,1 @@
+"""Checkpoints: written beside the training, read at a resume. Read `checkpoint.py` first."""

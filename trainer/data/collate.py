@@ -1,0 +1,118 @@
+"""Tensors of a micro-batch. Knows rows and tensors, no model.
+
+Two layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
+company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. What the loss needs is flat in both: the
+answer tokens of one sample after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.batching import Micro, TrainRow
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`inputs` [L, T] int64; `positions` [1, T] and `borders` [S + 1] int32 where samples are packed, else None.
+
+    The rest is flat over answer tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens themselves,
+    `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
+    """
+
+    inputs: Tensor
+    positions: Tensor | None
+    borders: Tensor | None
+    longest: int
+    at: Tensor
+    targets: Tensor
+    row: Tensor
+    behaviour: Tensor
+    proximal: Tensor | None
+    advantages: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def padded(micro: Micro, dtype: torch.dtype) -> Batch:
+    """Rows padded on the right to the micro-batch's width. Causal attention never looks right, so padding needs no mask."""
+    width = micro.width - 1
+    inputs = torch.zeros(len(micro.rows), width, dtype=torch.int64)
+    for line, row in enumerate(micro.rows):
+        text = _ids(row.prompt + row.completion)[:-1]
+        inputs[line, : len(text)] = text
+    return _batch(micro, dtype, inputs, [line * width for line in range(len(micro.rows))])
+
+
+def packed(micro: Micro, dtype: torch.dtype) -> Batch:
+    """Rows one after another in a single line. The last token of each predicts nothing and is left out."""
+    texts = [_ids(row.prompt + row.completion) for row in micro.rows]
+    texts = [text[:-1] if len(text) > 1 else text for text in texts]
+    lengths = torch.tensor([len(text) for text in texts])
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    positions = torch.cat([torch.arange(len(text)) for text in texts]).unsqueeze(0)
+    return _batch(
+        micro, dtype, torch.cat(texts).unsqueeze(0), borders[:-1].tolist(), positions, borders.to(torch.int32)
+    )
+
+
+def _ids(tokens: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(tokens), dtype=torch.int32).to(torch.int64)
+
+
+def _batch(
+    micro: Micro,
+    dtype: torch.dtype,
+    inputs: Tensor,
+    starts: list[int],
+    positions: Tensor | None = None,
+    borders: Tensor | None = None,
+) -> Batch:
+    rows = micro.rows
+    at = [
+        torch.arange(start + _first(row), start + _first(row) + _completion_tokens(row))
+        for start, row in zip(starts, rows, strict=True)
+    ]
+    known = any(row.proximal for row in rows)
+    return Batch(
+        inputs=inputs,
+        positions=positions,
+        borders=borders,
+        longest=max(max(row.tokens - 1, 1) for row in rows),
+        at=torch.cat(at),
+        targets=torch.cat(
+            [_ids(row.completion) if row.completion else torch.zeros(0, dtype=torch.int64) for row in rows]
+        ),
+        row=torch.cat(
+            [torch.full((_completion_tokens(row),), position) for position, row in enumerate(rows)]
+        ),
+        behaviour=_floats([row.behaviour for row in rows], torch.float32, dtype),
+        proximal=_floats([row.proximal for row in rows], torch.float64, dtype) if known else None,
+        advantages=torch.tensor([row.advantage for row in rows], dtype=dtype),
+    )
+
+
+def _first(row: TrainRow) -> int:
+    """The place whose output predicts the first answer token: the prompt's last."""
+    return len(row.prompt) // 4 - 1
+
+
+def _completion_tokens(row: TrainRow) -> int:
+    return len(row.completion) // 4
+
+
+def _floats(parts: list[bytes], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
+    joined = b"".join(parts)
+    return (
+        torch.frombuffer(bytearray(joined), dtype=stored).to(dtype) if joined else torch.zeros(0, dtype=dtype)
+    )

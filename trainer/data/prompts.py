@@ -1,0 +1,259 @@
+"""Which problems a step trains on. Deterministic by seed and position, so a resumed run needs nothing but its step.
+
+Owns order and tokenisation; knows no reward, model or socket. Position p of the training stream is the same problem in every
+life of a run. A step takes the next n positions, or more where it replaces some; how many were taken is all that a resume needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from trainer.data import dataset
+from trainer.data.batching import shuffled
+from trainer.data.chat import Template
+from trainer.data.dataset import Item
+from trainer.tasks import sort
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """`index` is its position in the stream it was taken from; `meta` is what the reward verifies against."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    meta: dict[str, Any]
+
+
+#: (text, meta) of a problem.
+PromptRow = tuple[str, dict[str, Any]]
+
+
+class Stream(Protocol):
+    """An endless, seeded stream of training problems and a fixed set of held-out ones, as (text, meta)."""
+
+    def train(self, position: int) -> PromptRow: ...
+
+    def held_out(self, index: int) -> PromptRow: ...
+
+    def digest(self) -> str:
+        """Equal digests: the same training problems at all positions."""
+        ...
+
+
+class SortStream:
+    """The built-in task: problems are made, not read."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def train(self, position: int) -> tuple[str, dict[str, Any]]:
+        return sort.prompt_task(self._seed, position)
+
+    def held_out(self, index: int) -> tuple[str, dict[str, Any]]:
+        return sort.prompt_task(self._seed, index, held_out=True)
+
+    def digest(self) -> str:
+        return f"sort-{self._seed}"
+
+
+class FileStream:
+    """Rows of a data set, reshuffled each epoch. `held_out` of them, chosen by the seed, are never trained on."""
+
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        seed: int,
+        held_out: int,
+        other: Sequence[PromptRow] = (),
+        origin: str = "",
+    ) -> None:
+        """`other`: where held-out rows come from instead. `origin`: digest of what the rows were made from.
+
+        Raises `ConfigError` when there are too few rows.
+        """
+        order = shuffled(range(len(rows)), f"split/{seed}")
+        self._rows = rows
+        self._seed = seed
+        self._origin = origin
+        if other:
+            chosen = shuffled(range(len(other)), f"split/{seed}")[:held_out]
+            if len(chosen) < held_out:
+                raise ConfigError(
+                    f"eval.path has {len(other)} rows, eval.prompts = {held_out} wants more",
+                    "lower eval.prompts",
+                )
+            self._held_out, self._train = [other[index] for index in chosen], sorted(order)
+        else:
+            if held_out >= len(order):
+                raise ConfigError(
+                    f"data.path has {len(order)} rows, eval.prompts = {held_out} leaves none to train on",
+                    "lower eval.prompts",
+                )
+            self._held_out, self._train = (
+                [rows[index] for index in order[:held_out]],
+                sorted(order[held_out:]),
+            )
+        self._epoch: tuple[int, Sequence[int]] = (-1, ())
+
+    def train(self, position: int) -> PromptRow:
+        epoch, offset = divmod(position, len(self._train))
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, shuffled(self._train, f"epoch/{self._seed}/{epoch}"))
+        return self._rows[self._epoch[1][offset]]
+
+    def held_out(self, index: int) -> PromptRow:
+        return self._held_out[index]
+
+    def digest(self) -> str:
+        return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
+
+
+class PromptSource:
+    """The run's problems, tokenised. `say` gets a line where some are left out.
+
+    Raises `ConfigError` for a prompt that leaves no room for an answer: where problems are read from files, all are looked at first.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._say = say
+        self._max_prompt_tokens = config.model.context_length - config.sampling.max_tokens
+        self._per_step = config.data.prompts_per_step
+        self._eval_count = config.eval.prompts
+        #: Tokens of the longest prompt in the files; 0 where problems are made.
+        self.longest = 0
+        self._stream: Stream = SortStream(config.data.seed)
+        if config.data.path is not None and config.data.task != "sort":
+            self._stream = self._from_files(config.data.path)
+        #: Of the training problems and their order: what a resumed run must find as it left it.
+        self.digest = self._stream.digest()
+
+    def _from_files(self, path: Path) -> FileStream:
+        config = self._config
+        template = Template(config.model.path, config.data)
+        items, rows = self._fitting(dataset.read(config.data, path), template, path)
+        _, other = (
+            self._fitting(dataset.read(config.data, config.eval.path), template, config.eval.path)
+            if config.eval.path
+            else ((), ())
+        )
+        return FileStream(rows, config.data.seed, config.eval.prompts, other, origin_of(items, template))
+
+    def _fitting(
+        self, items: Sequence[Item], template: Template, path: Path
+    ) -> tuple[Sequence[Item], list[PromptRow]]:
+        """Every row as the model sees it; those that leave no room for an answer are reported, all at once."""
+        rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
+        lengths = [
+            len(found.ids)
+            for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)
+        ]
+        wrong = [offset for offset, length in enumerate(lengths) if not 0 < length <= self._max_prompt_tokens]
+        self.longest = max(
+            [self.longest, *(length for length in lengths if length <= self._max_prompt_tokens)]
+        )
+        if not wrong:
+            return items, rows
+        listed = ", ".join(f"row {rows[offset][1]['row']} has {lengths[offset]}" for offset in wrong[:5])
+        cause = f"{path}: {len(wrong)} of {len(rows)} prompts do not have 1 to {self._max_prompt_tokens} tokens: {listed}"
+        if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
+            raise ConfigError(
+                cause,
+                'raise model.context_length, lower sampling.max_tokens, or set data.on_overlong = "drop"',
+            )
+        self._say(f"{cause}; they are left out")
+        left_out = set(wrong)
+        kept = [offset for offset in range(len(rows)) if offset not in left_out]
+        return [items[offset] for offset in kept], [rows[offset] for offset in kept]
+
+    def of_step(self, step: int) -> list[PromptTask]:
+        """The problems of step `step` (counted from 1), where none is replaced."""
+        return self.take((step - 1) * self._per_step, self._per_step)
+
+    def take(self, position: int, count: int) -> list[PromptTask]:
+        """`count` problems of the training stream from `position` on."""
+        return [
+            self._prompt_task(offset, *self._stream.train(offset))
+            for offset in range(position, position + count)
+        ]
+
+    def held_out(self) -> list[PromptTask]:
+        return [self._prompt_task(index, *self._stream.held_out(index)) for index in range(self._eval_count)]
+
+    def _prompt_task(self, index: int, text: str, meta: dict[str, Any]) -> PromptTask:
+        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if not 0 < len(tokens) <= self._max_prompt_tokens:
+            raise ConfigError(
+                (
+                    f"problem {index} has {len(tokens)} prompt tokens, sampling.max_tokens leaves "
+                    f"room for 1 to {self._max_prompt_tokens}: {text[:60]!r}"
+                ),
+                "raise model.context_length, lower sampling.max_tokens or leave the problem out",
+            )
+        return PromptTask(index, text, tokens, meta)
+
+
+def origin_of(items: Sequence[Item], template: Template) -> str:
+    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date."""
+    hasher = blake3(template.source.encode())
+    for item in items:
+        hasher.update(json.dumps([item.prompt, item.meta], ensure_ascii=False).encode() + b"\n")
+    return hasher.hexdigest(16)
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder. Raises `ConfigError`."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {folder}", "name the model's folder")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"model.path: {folder} holds no tokenizer.json", "save the model's fast tokenizer there"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(
+            f"{path} is no tokenizer: {error}", "save the model's fast tokenizer there"
+        ) from error
+
+
+def stop_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:
+    """Which tokens end an answer: `sampling.stop_token_ids`, else the model's own. Raises `ConfigError` when there are none."""
+    if configured:
+        return configured
+    for name in ("generation_config.json", "config.json"):
+        found = _named_end(folder / name)
+        if found:
+            return found
+    raise ConfigError(f"{folder} names no eos_token_id", "set sampling.stop_token_ids")
+
+
+def _named_end(path: Path) -> tuple[int, ...]:
+    """What a model's JSON file names as `eos_token_id`, one or a list; () where it names none or is not there. Raises `ConfigError`."""
+    if not path.is_file():
+        return ()
+    remedy = "copy it from the model again, or set sampling.stop_token_ids"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", remedy) from error
+    named = found.get("eos_token_id") if isinstance(found, dict) else None
+    tokens = named if isinstance(named, list) else [] if named is None else [named]
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ConfigError(
+                f"{path}: eos_token_id = {json.dumps(named)} is no token and no list of tokens", remedy
+            )
+    return tuple(tokens)

@@ -1,0 +1,121 @@
+"""What rank 0 and its launcher tell each other of the reserved engines' processes. Theory of operation:
+
+    rank 0    --- Wanted(number, awake, end) --->    launcher        two files in a private folder of the launcher's node,
+    rank 0    <-- Present(number, running)   ---     launcher        each replaced as a whole by the one process that writes it
+
+The launcher owns the processes: it ends those in `end`, starts none while engines are to sleep, and repeats the number of the last
+word that it acted upon. So what rank 0 reads under its own number is not older than what it asked for. Reads are bounded and typed:
+what cannot be read is an error of this job, never an empty answer. Knows no engine and no daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from scavenger.errors import ConfigError
+from scavenger.protocol.messages.common import MAX_SLOTS, BoundedText, Slots
+
+#: Names the folder to the ranks.
+VARIABLE = "SCAVENGER_ENGINES"
+MAX_BYTES = 4 * 1024 * 1024
+_WANTED, _PRESENT = "wanted.json", "present.json"
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Engines are to be `awake`, or to sleep; the processes in slots `end` are to be ended, for `reason`. Nothing was said: number 0."""
+
+    number: _Number = 0
+    awake: bool = True
+    end: Slots = ()
+    reason: BoundedText = ""
+
+
+class Present(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The launcher's `slots`, and those whose engine has a process now, after the word of this number was acted upon."""
+
+    number: _Number = 0
+    slots: Slots = ()
+    running: Slots = ()
+
+
+T = TypeVar("T", Wanted, Present)
+
+
+class Launcher:
+    """The launcher's end. It makes the folder, readable by its own user alone, and takes it away."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="scavenger-engines-"))
+        self._said: Present | None = None
+
+    def wanted(self) -> Wanted:
+        """Rank 0's last word. Raises `ConfigError`."""
+        return _read(self.folder / _WANTED, Wanted) or Wanted()
+
+    def say(self, present: Present) -> None:
+        if present != self._said:
+            _write(self.folder / _PRESENT, present)
+            self._said = present
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Engines:
+    """Rank 0's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._wanted = Wanted()
+
+    def want(self, awake: bool) -> None:
+        """Engines may be started, or none shall be."""
+        self._say(Wanted(self._wanted.number + 1, awake))
+
+    def end(self, slots: tuple[str, ...], reason: str) -> None:
+        """End these processes; none is started again before engines are to be awake."""
+        self._say(Wanted(self._wanted.number + 1, False, slots[:MAX_SLOTS], reason))
+
+    def present(self) -> Present | None:
+        """What there is, as of what was said last; None: the launcher has not acted upon that yet. Raises `ConfigError`."""
+        present = _read(self._folder / _PRESENT, Present)
+        return present if present is not None and present.number == self._wanted.number else None
+
+    def _say(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        _write(self._folder / _WANTED, wanted)
+
+
+def of_job(environ: Mapping[str, str]) -> Engines | None:
+    """Rank 0's end, where a launcher on this node started it; None: somebody else starts the engines, and only they can end them."""
+    folder = environ.get(VARIABLE)
+    return Engines(Path(folder)) if folder and Path(folder).is_dir() else None
+
+
+def _write(path: Path, what: Wanted | Present) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_bytes(msgspec.json.encode(what))
+    os.replace(beside, path)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    try:
+        if len(data) > MAX_BYTES:
+            raise msgspec.ValidationError(f"over {MAX_BYTES:,} bytes")
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        why = f"{path} is not what the launcher and rank 0 tell each other: {error}"
+        raise ConfigError(why, "leave the folder to the training job") from error

@@ -1,0 +1,141 @@
+"""A step's figures: what the monitors show and the ledger keeps. Pure; the names are told in docs/training.md.
+
+`math.fsum` rounds once, so no order of arrival shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scavenger.protocol import messages
+from trainer.algorithms.mismatch import quantile
+from trainer.algorithms.scoring import ScoredGroup
+from trainer.model.learner import RowStats
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Where a step's time went. `seed`: the trainer's own GPUs generated; `wait`: they waited for others' groups."""
+
+    seed: float = 0.0
+    wait: float = 0.0
+    reward: float = 0.0
+    train: float = 0.0
+    update: float = 0.0
+
+
+def summarise(
+    groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, divisor: float
+) -> dict[str, float]:
+    """Of what was trained; ratios are per trained token, the loss per `divisor`."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.lengths]
+    rows = list(stats.values())
+    tokens, trained = sum(lengths), sum(row.tokens for row in rows)
+    per_token = 1.0 / trained if trained else 0.0
+    return {
+        "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
+        "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
+        "tokens": float(tokens),
+        "tokens_trained": float(trained),
+        "samples": float(len(rewards)),
+        "samples_trained": float(len(rows)),
+        "groups_filtered": float(sum(not group.informative for group in groups)),
+        "length_mean": math.fsum(lengths) / len(lengths) if lengths else 0.0,
+        "length_max": float(max(lengths, default=0)),
+        "entropy": math.fsum(row.entropy for row in rows) * per_token,
+        "kl": math.fsum(row.kl for row in rows) * per_token,
+        "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
+        "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
+        "mismatch_p99": quantile(
+            [sum(column) for column in zip(*(row.mismatch_bins for row in rows), strict=True)], 0.99
+        ),
+        "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
+        "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
+        "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
+    } | parts(groups)
+
+
+def parts(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """The mean of each part of the reward, without its weight, over the samples that have it: those that this attempt scored."""
+    found: dict[str, list[float]] = {}
+    for of_sample in (one for group in groups for one in group.parts):
+        for name, value in of_sample.items():
+            found.setdefault(f"reward_{name}", []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
+
+
+def alarm(metrics: Mapping[str, float], limit: float) -> str:
+    """What a person is told when engines and trainer disagree on the sampled tokens by more than `limit` (k3, nats a token; 0 = any)."""
+    k3 = metrics.get("mismatch_k3", 0.0)
+    if not limit or k3 <= limit:  # NaN is over every limit
+        return ""
+    return (
+        f"LOOK: trainer and engines give the sampled tokens other probabilities: k3 = {k3:.3g} a token, 99 % within "
+        f"{metrics.get('mismatch_p99', 0.0):.3g} nats; monitor.mismatch_alarm = {limit:g}. Lower optimizer.lr if samples are a step old; "
+        "else compare the engines' types and versions with the trainer's"
+    )
+
+
+@dataclass(slots=True)
+class Sources:
+    """Who generated a step's tokens, what was lost, and how old the weights were that did it."""
+
+    reserved: int = 0
+    harvested: int = 0
+    unknown: int = 0  # accepted before the present daemon began
+    wasted: int = 0
+    moves: int = 0
+    samples: int = 0
+    stale: int = 0  # optimizer steps between the weights of a sample and those that train it, summed
+    stalest: int = 0
+
+    def add(self, samples: Iterable[messages.DoneSample], staleness: int) -> None:
+        for sample in samples:
+            self.reserved += sample.by_reserved
+            self.harvested += sample.by_harvested
+            self.unknown += max(0, len(sample.tokens) // 4 - sample.by_reserved - sample.by_harvested)
+            self.wasted += sample.regenerated
+            self.moves += sample.moves
+            self.samples += 1
+            self.stale += staleness
+            self.stalest = max(self.stalest, staleness)
+
+    def as_metrics(self, seconds: float) -> dict[str, float]:
+        per_second = 1.0 / seconds if seconds > 0 else 0.0
+        return {
+            "moves": float(self.moves),
+            "tokens_reserved": float(self.reserved),
+            "tokens_harvested": float(self.harvested),
+            "tokens_unknown": float(self.unknown),
+            "tokens_wasted": float(self.wasted),
+            "tokens_per_s_reserved": self.reserved * per_second,
+            "tokens_per_s_harvested": self.harvested * per_second,
+            "staleness_mean": self.stale / self.samples if self.samples else 0.0,
+            "staleness_max": float(self.stalest),
+        }
+
+
+class Capacity:
+    """GPU-time of the fleet between looks. The ledger has it to the second, from Slurm; this is what the trainer saw."""
+
+    def __init__(self, ranks: int, gpus_per_engine: int, gpus_per_reserved: int, now: float) -> None:
+        self._ranks, self._gpus, self._of_reserved = ranks, gpus_per_engine, gpus_per_reserved
+        self._began = self._at = now
+        self._reserved_s = self._harvested_s = 0.0
+
+    def observe(self, fleet: messages.Fleet, now: float) -> None:
+        """`fleet` is what there was since the last look."""
+        seconds, self._at = now - self._at, now
+        self._reserved_s += fleet.reserved_awake * self._of_reserved * seconds
+        self._harvested_s += fleet.harvested * self._gpus * seconds
+
+    def as_metrics(self) -> dict[str, float]:
+        """In GPU-hours. `gpu_hours_trainer`: of the ranks, whatever they did; engines awake on the same GPUs count for themselves."""
+        return {
+            "gpu_hours_trainer": self._ranks * (self._at - self._began) / 3600,
+            "gpu_hours_reserved": self._reserved_s / 3600,
+            "gpu_hours_harvested": self._harvested_s / 3600,
+        }

@@ -1,0 +1,336 @@
+"""What a run tells people: the same entries to every sink, one protocol. Rank 0 only.
+
+Owns the sinks that need nothing installed: one JSON line an entry in `metrics.jsonl`, and on standard output a progress display where
+that is a terminal, else one plain line a step. TensorBoard and W&B are in `monitors`. Floats are written with all their digits, so two
+runs can be compared bit by bit.
+
+Sinks that need an extra: TensorBoard (`[tensorboard]`) and W&B (`[wandb]`).
+
+Owns what is theirs: imports, names, and what may go wrong. A missing package is an error before the run starts; a sink that fails later is
+left, aloud, and the run goes on. W&B's key is W&B's own business (`wandb login`): none stands in run.toml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError, ScavengerError
+
+
+def chosen(config: RunConfig) -> list[Sink]:
+    """The sinks that `[monitor]` asks for. Raises `ConfigError`."""
+    sinks: list[Sink] = []
+    if config.monitor.tensorboard:
+        sinks.append(TensorBoard(config.run.out_dir))
+    if config.monitor.wandb != "off":
+        sinks.append(WeightsAndBiases(config))
+    return sinks
+
+
+#: Of run.toml, what W&B never sees: where our key lies, and what people pass to code of theirs, an API key perhaps.
+WITHHELD: Any = {
+    "run": {"key": True},
+    "reward": {"options": True, "functions": {"__all__": {"options"}}},
+    "data": {"chat_options": True},
+}
+
+
+class TensorBoard:
+    """Scalars `train/NAME` and `eval/NAME` in `<out_dir>/tensorboard`. This life's first entry voids earlier ones' from there on."""
+
+    name = "tensorboard"
+
+    def __init__(self, out_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "monitor.tensorboard needs tensorboard", 'install it: pip install ".[tensorboard]" in a clone'
+            ) from error
+        self._make: Any = SummaryWriter
+        self._folder = str(out_dir / self.name)
+        self._writer: Any = None
+
+    def write(self, entry: MonitorEntry) -> None:
+        try:
+            if self._writer is None:  # an evaluation's step was trained by an earlier life
+                self._writer = self._make(self._folder, purge_step=entry.step + (entry.kind == "eval"))
+            for name, value in entry.metrics.items():
+                self._writer.add_scalar(f"{entry.kind}/{name}", value, entry.step, walltime=entry.at)
+            self._writer.flush()
+        except OSError as error:
+            raise SinkFailed(f"tensorboard: {error}") from error
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run for all attempts (its id is `run.name`); figures by our own step, so that a resumed run may repeat some."""
+
+    name = "wandb"
+
+    def __init__(self, config: RunConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "monitor.wandb needs wandb", 'install it: pip install ".[wandb]" in a clone'
+            ) from error
+        monitor, run = config.monitor, config.run
+        self._failures = (OSError, wandb.errors.Error)
+        try:
+            self._run = wandb.init(
+                project=monitor.wandb_project,
+                entity=monitor.wandb_entity or None,
+                id=run.name,
+                name=run.name,
+                dir=str(run.out_dir),
+                mode=monitor.wandb,
+                resume="allow",
+                config=config.model_dump(mode="json", exclude=WITHHELD),
+                settings=wandb.Settings(console="off"),
+            )
+        except self._failures as error:
+            raise ConfigError(
+                f"monitor.wandb: {error}", "log in with `wandb login`, or set it to offline or off"
+            ) from error
+        for kind in ("train", "eval"):
+            self._run.define_metric(f"{kind}/*", step_metric="step")
+
+    def write(self, entry: MonitorEntry) -> None:
+        try:
+            self._run.log(
+                {"step": entry.step, "attempt": entry.attempt}
+                | {f"{entry.kind}/{k}": v for k, v in entry.metrics.items()}
+            )
+        except self._failures as error:
+            raise SinkFailed(f"wandb: {error}") from error
+
+    def close(self) -> None:
+        try:
+            self._run.finish()
+        except self._failures as error:
+            raise SinkFailed(f"wandb: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MonitorEntry:
+    """A step's figures ("train") or an evaluation's ("eval"). `at`: Unix seconds."""
+
+    kind: str
+    step: int
+    attempt: int
+    at: float
+    metrics: Mapping[str, float]
+    version: int | None = None
+    phases: tuple[str, ...] = ()
+
+
+class SinkFailed(ScavengerError):
+    """A sink cannot be written to any more. The run goes on without it, and says so."""
+
+
+class Sink(Protocol):
+    name: str
+
+    def write(self, entry: MonitorEntry) -> None:
+        """Raises `SinkFailed`."""
+
+    def close(self) -> None:
+        """Raises `SinkFailed` or `OSError`."""
+
+
+class Jsonl:
+    """Appends to `<out_dir>/metrics.jsonl`: a resumed run goes on in the same file, its attempt tells the lives apart."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, out_dir: Path) -> None:
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (out_dir / self.name).open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"run.out_dir = {out_dir} cannot be written: {error}",
+                "name a folder that this user may write to",
+            ) from error
+
+    def write(self, entry: MonitorEntry) -> None:
+        more = {} if entry.version is None else {"version": entry.version, "phases": list(entry.phases)}
+        line = {
+            "kind": entry.kind,
+            "step": entry.step,
+            "attempt": entry.attempt,
+            "at": entry.at,
+            **entry.metrics,
+            **more,
+        }
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what it still holds cannot be written either
+                self._file.close()
+            raise SinkFailed(f"{self.name}: {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def as_line(entry: MonitorEntry, steps: int) -> str:
+    """An entry as one line for people."""
+    metrics = entry.metrics
+    if entry.kind == "eval":
+        return f"eval after step {entry.step}: sampled {metrics['eval_sampled']:.3f}, greedy {metrics['eval_greedy']:.3f}"
+    return (
+        f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6e}  tokens {metrics['tokens']:.0f}  "
+        f"length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {metrics['seconds']:.1f} s "
+        f"(wait {metrics['seconds_wait']:.1f}, train {metrics['seconds_train']:.1f}, publish {metrics['seconds_publish']:.2f})"
+        + (
+            "  NOTHING TRAINED: rewards are alike within each group, or masked"
+            if metrics.get("samples_trained") == 0
+            else ""
+        )
+    )
+
+
+class Plain:
+    """One line an entry, for a log file."""
+
+    name = "log"
+
+    def __init__(self, steps: int, out: TextIO) -> None:
+        self._steps = steps
+        self._out = out
+
+    def say(self, line: str) -> None:
+        """Raises `SinkFailed`."""
+        try:
+            print(line, file=self._out, flush=True)
+        except OSError as error:
+            raise SinkFailed(f"standard output: {error}") from error
+
+    def write(self, entry: MonitorEntry) -> None:
+        self.say(as_line(entry, self._steps))
+
+    def close(self) -> None:
+        pass
+
+
+class Terminal:
+    """The same lines, above a bar of the steps."""
+
+    name = "terminal"
+
+    def __init__(self, steps: int, out: TextIO) -> None:
+        self._steps = steps
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(file=out, force_terminal=True, highlight=False, markup=False, soft_wrap=True),
+        )
+        self._task = self._bar.add_task("steps", total=steps, reward="-")
+        self._bar.start()
+
+    def say(self, line: str) -> None:
+        """Raises `SinkFailed`."""
+        try:
+            self._bar.console.print(line)
+        except OSError as error:
+            raise SinkFailed(f"the terminal: {error}") from error
+
+    def write(self, entry: MonitorEntry) -> None:
+        self.say(as_line(entry, self._steps))
+        if entry.kind == "train":
+            self._bar.update(self._task, completed=entry.step, reward=f"{entry.metrics['reward']:.3f}")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class Monitor:
+    """All sinks of a run. `steps`: of the whole run. `more`: those that extras bring."""
+
+    def __init__(
+        self,
+        out_dir: Path,
+        *,
+        steps: int,
+        out: TextIO | None = None,
+        more: Iterable[Sink] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        out = out or sys.stdout
+        self._screen: Plain | Terminal = Terminal(steps, out) if out.isatty() else Plain(steps, out)
+        self._sinks: list[Sink] = [Jsonl(out_dir), self._screen, *more]
+        self._clock = clock
+
+    def say(self, line: str) -> None:
+        """Tried again each time, also where the screen was left: what is said is rare, and a full disk may have room again."""
+        try:
+            self._screen.say(line)
+        except SinkFailed as error:
+            self._drop_sink(self._screen, error)
+
+    def step(
+        self, step: int, attempt: int, version: int, metrics: Mapping[str, float], phases: tuple[str, ...]
+    ) -> None:
+        self._write(MonitorEntry("train", step, attempt, self._clock(), metrics, version, phases))
+
+    def evaluation(self, step: int, attempt: int, metrics: Mapping[str, float]) -> None:
+        self._write(MonitorEntry("eval", step, attempt, self._clock(), metrics))
+
+    def _write(self, entry: MonitorEntry) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.write(entry)
+            except SinkFailed as error:
+                self._drop_sink(sink, error)
+
+    def _drop_sink(self, sink: Sink, why: SinkFailed) -> None:
+        if sink not in self._sinks:
+            return  # left, and said so, before
+        self._sinks.remove(sink)
+        line = f"{sink.name} gets nothing more of this run: {why}"
+        if sink is self._screen:
+            _last_resort(line)
+        else:
+            self.say(line)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except (OSError, SinkFailed) as error:
+                _last_resort(f"{sink.name} may lack the last figures of this run: {error}")
+
+
+def _last_resort(line: str) -> None:
+    """On standard error. Often it is the same full disk: then nobody can be told, and the run goes on all the same."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

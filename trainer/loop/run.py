@@ -1,0 +1,268 @@
+"""The run on rank 0, from its first version to its last step. Reads top-down.
+
+A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
+restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
+which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
+checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. The
+checkpoint comes last because a resume does not look back: what is due at its step is done, or it says that it owes it.
+
+A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
+step: whoever goes on from it is given the step's samples again, with every token that there is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scavenger.config import RunConfig
+from scavenger.errors import WeightsError
+from scavenger.protocol import messages
+from scavenger.weights.manifest import Manifest
+from trainer.algorithms.scoring import Scoring, specs
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.saving import Checkpoints
+from trainer.data.prompts import PromptSource, PromptTask
+from trainer.engine_control import Engines
+from trainer.loop.ending import Ending, EndRequested
+from trainer.loop.evaluation import Judgement, summarise
+from trainer.loop.metrics import alarm
+from trainer.loop.monitor import Monitor
+from trainer.loop.ranks import Inbox, Ranks
+from trainer.loop.step import SCORED_POLL_S, Run, Stepper
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
+
+    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far. `owes_evaluation`: the one after
+    these steps was not made.
+    """
+
+    step: int = 0
+    root: str = ""
+    path: Path | None = None
+    cursor: int = 0
+    owes_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The last whole step, and what a checkpoint of it says."""
+
+    step: int
+    version: int
+    root: bytes
+    cursor: int
+    owes_evaluation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step whose samples were submitted: with which version, and where its problems begin in the data."""
+
+    version: int
+    cursor: int
+    prompts: list[PromptTask]
+
+
+class Loop:
+    """One attempt of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        ranks: Ranks,
+        scoring: Scoring,
+        prompts: PromptSource,
+        sampling: messages.Sampling,
+        monitor: Monitor,
+        start: RunStart,
+        ending: Ending | None = None,
+        job_id: int = 0,
+        engines: Engines | None = None,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._ranks = ranks
+        self._scoring = scoring
+        self._prompts = prompts
+        self._sampling = sampling
+        self._monitor = monitor
+        self._start = start
+        self._ending = ending or Ending()
+        self._job_id = job_id
+        self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
+        self._inbox = Inbox(run, scoring.begin)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between, self._inbox, engines)
+        self._asked: dict[int, Asked] = {}
+        self._held_out: list[PromptTask] = prompts.held_out()
+        self._root = b""
+        self._cursor = start.cursor
+
+    def run(self) -> None:
+        """Train to the last step. Raises what stops it, `EndRequested` once a checkpoint is written; the caller closes the run."""
+        if self._ranks.trains_adapters:
+            self._offer(self._start.step, self._ranks.build_base(self._run.next_version))
+        version = self._publish(self._start.step)
+        if self._start.root and self._root.hex() != self._start.root:
+            raise WeightsError(
+                "the checkpoint's weights are not those that were published from it",
+                "resume from another checkpoint",
+            )
+        self._stepper.set_reserved(True)
+        self._settle(
+            self._start.step, version, owes_evaluation=self._start.step == 0 or self._start.owes_evaluation
+        )
+        try:
+            self._train()
+        except EndRequested:
+            self._checkpoint_at_end()
+            raise
+
+    def _train(self) -> None:
+        steps = self._config.run.steps
+        self._evaluate_if_owed()
+        for step in range(self._start.step + 1, steps + 1):
+            self._between()
+            for ahead in range(step, min(step + self._config.algorithm.max_off_policy_steps, steps) + 1):
+                self._ask(ahead)
+            asked = self._asked.pop(step)
+            version = asked.version
+            result = self._stepper.step(step, version, asked.prompts, self._take)
+            published, seconds = self._timed_publish(step)
+            metrics = result.metrics | {
+                "seconds_publish": seconds,
+                "seconds_checkpoint": self._checkpoints.take_seconds(),
+            }
+            self._run.commit(step, version, result.outcomes, metrics)
+            self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
+            if warning := alarm(metrics, self._config.monitor.mismatch_alarm):
+                self._monitor.say(f"step {step}: {warning}")
+            due = step == steps or bool(self._config.eval.every and step % self._config.eval.every == 0)
+            self._settle(step, published, owes_evaluation=due)
+            self._evaluate_if_owed()
+            if step % self._config.checkpoint.every == 0 or step == steps:
+                self._checkpoint()
+        self._checkpoints.finish()
+
+    def _ask(self, step: int) -> None:
+        """Have a step's samples generated with the newest weights, once. With `max_off_policy_steps` its turn comes before its step's."""
+        if step not in self._asked:
+            at = self._settled
+            cursor, prompts = self._cursor, self._take(self._config.data.prompts_per_step)
+            self._asked[step] = Asked(at.version, cursor, prompts)
+            self._stepper.ask(step, at.version, prompts, step - 1 - at.step, self._take)
+
+    def _between(self) -> None:
+        """At any moment at which parameters are those of a whole step."""
+        self._checkpoints.advance()
+        self._ending.check()
+
+    def _settle(self, step: int, version: int, *, owes_evaluation: bool) -> None:
+        cursor = min(
+            (asked.cursor for asked in self._asked.values()), default=self._cursor
+        )  # what was asked in advance is asked again
+        self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
+
+    def _take(self, count: int) -> list[PromptTask]:
+        """The next problems of the data."""
+        taken = self._prompts.take(self._cursor, count)
+        self._cursor += count
+        return taken
+
+    # ---------------------------------------------------------------- weights
+
+    def _publish(self, step: int) -> int:
+        version = self._run.next_version
+        made = self._ranks.build_version(version, self._config.weights.dtype)
+        self._offer(step, made)
+        self._root = made.root
+        return version
+
+    def _offer(self, step: int, made: Manifest) -> None:
+        self._run.publish(step, made, *self._ranks.offer(made))
+
+    def _timed_publish(self, step: int) -> tuple[int, float]:
+        started = time.monotonic()
+        return self._publish(step), time.monotonic() - started
+
+    def _checkpoint(self) -> None:
+        config, at = self._config, self._settled
+        self._checkpoints.begin(
+            checkpoint.CheckpointState(
+                at.step,
+                at.version,
+                at.root.hex(),
+                at.cursor,
+                config.run.seed,
+                self._ranks.updates_taken,
+                "float64" if config.run.deterministic else "float32",
+                self._run.attempt,
+                weights_dtype=config.weights.dtype,
+                owes_evaluation=at.owes_evaluation,
+                adapters=self._ranks.trains_adapters,
+                data=self._prompts.digest,
+                job=self._job_id,
+            )
+        )
+
+    def _checkpoint_at_end(self) -> None:
+        """The trainer was told to end: a checkpoint of the last whole step, unless there is one, or it is the beginning."""
+        self._checkpoints.finish()
+        if self._settled.step and self._settled.step not in checkpoint.steps(self._config.run.out_dir):
+            self._checkpoint()
+            self._checkpoints.finish()
+
+    # ---------------------------------------------------------------- evaluation
+
+    def _evaluate_if_owed(self) -> None:
+        if self._settled.owes_evaluation:
+            self._evaluate(self._settled.step, self._settled.version)
+            self._settled = replace(self._settled, owes_evaluation=False)
+
+    def _evaluate(self, step: int, version: int) -> None:
+        """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
+        prompts = self._held_out
+        if not prompts:
+            return
+        self._stepper.set_reserved(True)
+        sampling, judge = self._sampling, self._scoring.version
+        groups = []
+        for number, (mode, n, temperature) in enumerate(
+            (("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))
+        ):
+            how = messages.Sampling(
+                sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop
+            )
+            groups += specs(prompts, n=n, sampling=how, offset=number * len(prompts), mark={"mode": mode})
+        ids = self._run.submit(step, version, groups, "eval")
+        self._inbox.expect("eval", step, ids)
+        waiting = set(ids)
+        found: dict[int, list[Judgement]] = {}
+        outcomes: list[messages.SampleOutcome] = []
+        while waiting:
+            self._between()
+            self._inbox.poll("eval", step, SCORED_POLL_S if self._scoring.is_pending(waiting) else POLL_S)
+            for one in self._scoring.take_scored(waiting):
+                group, judged = one.group, one.samples
+                waiting.remove(group.group_id)
+                found[group.prompt_index] = [
+                    Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why
+                ]
+                for sample, reward, why in judged:
+                    kind, by = ("masked", "") if why else ("evaluated", judge)
+                    outcomes.append(
+                        messages.SampleOutcome(sample.sample_id, kind, reward, 0.0, messages.words(why), by)
+                    )
+        metrics = summarise(
+            [found[i] for i in range(len(prompts))], [found[i + len(prompts)] for i in range(len(prompts))]
+        )
+        metrics["rewards_late"] = float(self._scoring.take_late())
+        self._run.commit(step, version, outcomes, metrics, "eval")
+        self._monitor.evaluation(step, self._run.attempt, metrics)

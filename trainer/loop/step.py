@@ -1,0 +1,505 @@
+"""One training step on rank 0: submit, stream, train, update. Drives the phase machine; decides nothing itself.
+
+Owns the step's groups between arrival and commit. Micro-steps run in the order in which groups come; what they sum to does not
+depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
+(proximal), which are computed as their groups come, and are trained when the last has come. Algorithms whose advantages need the
+whole batch ("barrier") do not stream: everything is trained when the last group has come.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from scavenger.config import RunConfig
+from scavenger.errors import EngineError
+from scavenger.protocol import messages, train_step
+from scavenger.weights.manifest import Manifest
+from trainer.algorithms.rows import Counted, denominator
+from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
+from trainer.data.batching import (
+    Micro,
+    TrainRow,
+    balanced,
+    mini_batch_alone,
+    mini_batch_of,
+    one_per_group,
+    rounds,
+    spread,
+)
+from trainer.data.prompts import PromptTask
+from trainer.engine_control import Engines
+from trainer.loop import sleeping
+from trainer.loop.metrics import Capacity, Seconds, Sources, summarise
+from trainer.loop.ranks import Inbox, Ranks
+from trainer.model.learner import RowStats, learning_rate
+
+POLL_S = 0.1
+#: While groups are being scored: scores that come do not end a poll for groups.
+SCORED_POLL_S = 0.01
+#: What the daemon says of the window, and what that decides.
+WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
+
+
+class Run(Protocol):
+    """`scavenger.client.Run`, or the single-process stand-in."""
+
+    attempt: int
+    last_step: int
+    next_version: int
+    fleet: messages.Fleet
+    reserved_order: int
+
+    def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
+    def submit(
+        self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
+    ) -> tuple[int, ...]: ...
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
+    def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
+    def end_reserved(self, slots: Sequence[str], reason: str) -> None: ...
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def commit(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: dict[str, float],
+        purpose: str = "train",
+    ) -> None: ...
+    def checkpoint(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
+    ) -> None: ...
+    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    outcomes: tuple[messages.SampleOutcome, ...]
+    metrics: dict[str, float]
+    phase_log: tuple[str, ...]
+
+
+#: n -> the n problems that follow in the data.
+More = Callable[[int], Sequence[PromptTask]]
+
+
+def _no_more(count: int) -> Sequence[PromptTask]:
+    raise ValueError("this step has no data to replace prompts from")
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class _Work:
+    """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
+
+    step: int
+    version: int
+    more: More
+    width: int
+    mini_batch: dict[int, int]
+    submitted: set[int]
+    capacity: Capacity
+    scored: dict[int, ScoredGroup] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)  # of each group that was scored, prompts included
+    judged: list[Judged] = field(default_factory=list)
+    ready: list[ScoredGroup] = field(default_factory=list)
+    stash: dict[int, list[list[TrainRow]]] = field(default_factory=dict)
+    stats: dict[int, RowStats] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=Seconds)
+    grad_norms: list[float] = field(default_factory=list)
+    divisors: dict[int, float] = field(default_factory=dict)
+    staleness: int = 0
+    sources: Sources = field(default_factory=Sources)
+    micro_steps: int = 0
+    rounds: int = 0  # of micro-steps, over all groups that waited
+
+
+class Stepper:
+    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told.
+
+    `between` is called often while a step's groups come and are trained, never once its parameters begin to change.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        ranks: Ranks,
+        scoring: Scoring,
+        sampling: messages.Sampling,
+        between: Callable[[], None] = _nothing,
+        inbox: Inbox | None = None,
+        engines: Engines | None = None,
+    ) -> None:
+        self._config = config
+        self._engines = engines  # the launcher's, which owns their processes
+        self._given_up: dict[str, str] = {}  # slots whose process is being ended, and why
+        self._inbox = inbox or Inbox(run, scoring.begin)
+        self._ahead: dict[int, _Work] = {}  # steps that were submitted and not begun
+        self._run = run
+        self._ranks = ranks
+        self._scoring = scoring
+        self._sampling = sampling
+        self._between = between
+        self._has_reserved = config.reserved.workers > 0
+        self._barrier = scoring.recipe.row.streaming == "barrier"
+        self.reserved_awake = False
+
+    def ask(
+        self,
+        step: int,
+        version: int,
+        prompts: Sequence[PromptTask],
+        staleness: int = 0,
+        more: More = _no_more,
+    ) -> None:
+        """Have the samples of a step generated with `version`, whose weights are `staleness` steps older than those that will train them.
+
+        `more(n)`: the n problems that follow in the data, for those that are replaced.
+        """
+        self._ahead[step] = self._submit(step, version, prompts, staleness, more)
+
+    def step(
+        self, step: int, version: int, prompts: Sequence[PromptTask], more: More = _no_more
+    ) -> StepResult:
+        """Generate with `version`, unless the step was asked for before; train, take the optimizer step. The commit is the caller's."""
+        started = time.monotonic()
+        if step not in self._ahead:
+            self.ask(step, version, prompts, more=more)
+        work = self._ahead.pop(step)
+        work.capacity = self._capacity(started)
+        fleet = self._run.fleet
+        machine, actions = train_step.begin(
+            self._plan(prompts),
+            harvested=fleet.harvested,
+            reserved_awake=self.reserved_awake,
+            now=time.monotonic(),
+            close=self._close(fleet),
+            why=fleet.window_reason,
+            free=self._free(),
+        )
+        events = self._perform(work, machine, actions)
+        while machine.phase is not train_step.Phase.FINISH:
+            events.extend(self._observe(work, machine, timeout_s=0.0 if events else POLL_S))
+            machine, actions = train_step.react(machine, events.popleft(), time.monotonic())
+            events.extendleft(self._perform(work, machine, actions))
+        return self._finish(work, machine.log, started)
+
+    def set_reserved(self, awake: bool) -> None:
+        """Wake reserved engines, once this trainer gave back what it can of its memory; or have them sleep, and none started."""
+        if not self._has_reserved:
+            return
+        held = self._ranks.release() if awake else 0
+        if self._engines is not None:
+            self._engines.want(awake)
+        self._run.set_reserved(awake, held)
+        self.reserved_awake = awake
+
+    def _sleeping(self) -> sleeping.Found:
+        present = self._engines.present() if self._engines is not None else None
+        return sleeping.observe(
+            self._run.fleet, self._run.reserved_order, present, launched=self._engines is not None
+        )
+
+    def _free(self) -> train_step.ReservedAsleep | None:
+        """What reserved engines acknowledged, of an earlier step's order to sleep; None while any of them may hold memory."""
+        event = self._sleeping().event if self._has_reserved and not self.reserved_awake else None
+        return event if isinstance(event, train_step.ReservedAsleep) else None
+
+    def _memory_events(self, machine: train_step.Step) -> list[train_step.Event]:
+        """What is new of the reserved engines' memory. That a process is gone is told to the daemon first, which still counts with it."""
+        if not self._has_reserved or machine.reserved_awake:
+            return []
+        found = self._sleeping()
+        for slot in found.gone:
+            self._run.end_reserved((slot,), self._given_up.pop(slot, "its process ended"))
+        if found.event is None or found.event == machine.free:
+            return []
+        if (
+            isinstance(found.event, train_step.ReservedHolds)
+            and machine.free is None
+            and found.event.names == machine.holding
+        ):
+            return []
+        return [found.event]
+
+    def _end_engines(self, action: train_step.EndReserved) -> None:
+        """Engines that have not given their memory back in time are ended. Raises `EngineError` where that cannot be, or did not help."""
+        slots = self._sleeping().ending
+        if self._engines is None or action.again or not slots:
+            raise EngineError(
+                f"reserved engines hold memory of the trainer's GPUs: {action.reason}",
+                "end their processes where they were started, then start the training job again: it goes on from its checkpoint",
+            )
+        self._given_up |= dict.fromkeys(slots, action.reason)
+        self._engines.end(slots, action.reason)
+
+    # ---------------------------------------------------------------- before and during
+
+    def _close(self, fleet: messages.Fleet) -> bool | None:
+        """What the daemon decided of the window: with steps in advance it speaks of the newest, which is not this one."""
+        return None if self._config.algorithm.max_off_policy_steps else WINDOW[fleet.window]
+
+    def _plan(self, prompts: Sequence[PromptTask]) -> train_step.Plan:
+        config = self._config
+        return train_step.Plan(
+            samples=len(prompts) * config.data.samples_per_prompt,
+            groups=len(prompts),
+            window=config.reserved.window,
+            wake_after_s=config.reserved.wake_after_s,
+            harvest=config.run.harvest,
+            reserved=self._has_reserved,
+            round_groups=self._ranks.size,
+            sleep_timeout_s=config.reserved.sleep_timeout_s,
+        )
+
+    def _capacity(self, now: float) -> Capacity:
+        return Capacity(
+            self._ranks.size, self._config.run.gpus_per_engine, self._config.reserved.gpus_per_engine, now
+        )
+
+    def _submit(
+        self, step: int, version: int, prompts: Sequence[PromptTask], staleness: int, more: More
+    ) -> _Work:
+        config = self._config
+        capacity = self._capacity(time.monotonic())
+        work = _Work(
+            step,
+            version,
+            more,
+            width=config.model.context_length,
+            mini_batch={},
+            submitted=set(),
+            capacity=capacity,
+        )
+        work.staleness = staleness
+        if not self._scoring.recipe.dynamic:
+            work.width = max(len(prompt.tokens) for prompt in prompts) + self._sampling.max_tokens
+            work.mini_batch = mini_batch_of(
+                config.run.seed, step, [one.index for one in prompts], config.algorithm.updates_per_step
+            )
+        self._submit_groups(work, prompts)
+        return work
+
+    def _submit_groups(self, work: _Work, prompts: Sequence[PromptTask]) -> None:
+        config = self._config
+        groups = specs(prompts, n=config.data.samples_per_prompt, sampling=self._sampling)
+        ids = self._run.submit(work.step, work.version, groups)
+        self._inbox.expect("train", work.step, ids)
+        work.submitted |= set(ids)
+        for prompt in prompts:
+            alone = mini_batch_alone(
+                config.run.seed, work.step, prompt.index, config.algorithm.updates_per_step
+            )
+            work.mini_batch.setdefault(prompt.index, alone)
+
+    def _replace(self, work: _Work, arrived: Sequence[messages.GroupDone]) -> list[train_step.Event]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): groups that compare nothing are replaced by the data's next prompts.
+
+        So the step takes the shortest stretch of the data that holds as many informative groups as it wants. Which groups are trained
+        follows from the data's order alone: taking the first that complete would favour short answers. None is surplus.
+        """
+        config = self._config
+        most = int(self._scoring.recipe.dynamic_limit * config.data.prompts_per_step)
+        flat = (
+            sum(not work.scored[group.group_id].informative for group in arrived)
+            if self._scoring.recipe.dynamic
+            else 0
+        )
+        count = min(flat, most - len(work.submitted))
+        if count <= 0:
+            return []
+        self._submit_groups(work, work.more(count))
+        return [train_step.GroupsAdded(count, count * config.data.samples_per_prompt)]
+
+    def _perform(
+        self, work: _Work, machine: train_step.Step, actions: Sequence[train_step.Action]
+    ) -> deque[train_step.Event]:
+        events: deque[train_step.Event] = deque()
+        for action in actions:
+            match action:
+                case train_step.SleepReserved():
+                    self.set_reserved(False)
+                case train_step.WakeReserved():
+                    self.set_reserved(True)
+                case train_step.EndReserved():
+                    self._end_engines(action)
+                case train_step.TrainReady():
+                    events.append(train_step.Trained(self._train_ready(work, machine.ready_groups)))
+                case train_step.FinishStep():
+                    pass
+        return events
+
+    def _observe(self, work: _Work, machine: train_step.Step, timeout_s: float) -> list[train_step.Event]:
+        """What happened since the last look; a `Tick` when it waited in vain: for samples, or for rewards once these are here."""
+        self._between()
+        before = time.monotonic()
+        scores = self._scoring.is_pending(work.submitted)
+        most_s = SCORED_POLL_S if machine.outstanding else 0.0
+        arrived = self._inbox.poll("train", work.step, min(timeout_s, most_s) if scores else timeout_s)
+        after = time.monotonic()
+        if machine.reserved_awake:
+            work.seconds.seed += after - before
+        else:
+            work.seconds.wait += after - before
+        events: list[train_step.Event] = []
+        fleet = self._run.fleet
+        work.capacity.observe(fleet, after)
+        if fleet.harvested != machine.harvested:
+            events.append(
+                train_step.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep)
+            )
+        if self._close(fleet) != machine.close:
+            events.append(train_step.WindowDecided(self._close(fleet), fleet.window_reason))
+        events += self._memory_events(machine)
+        for group in arrived:
+            work.sources.add(group.samples, work.staleness)
+            events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=1))
+        alone = scores and not arrived and not machine.outstanding
+        scored = self._scoring.take_scored(work.submitted, timeout_s if alone else 0.0)
+        untrained = sum(not self._arrive(work, judged) for judged in scored)
+        events = self._replace(work, [judged.group for judged in scored]) + events
+        if scored:
+            events.append(train_step.GroupsScored(len(scored), untrained))
+        work.seconds.reward += time.monotonic() - after
+        return events or (
+            [train_step.Tick()] if timeout_s else []
+        )  # one a look would keep the loop from ever waiting again
+
+    def _arrive(self, work: _Work, judged: Judged) -> bool:
+        """Take in a group's rewards; True when it can be trained at once. Where advantages need the whole batch, it waits for `_settle`."""
+        group = judged.group
+        work.tokens[group.group_id] = (
+            sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
+        )
+        if self._barrier:
+            work.judged.append(judged)
+            return False
+        (scored,) = self._scoring.settle([judged])
+        work.scored[group.group_id] = scored
+        if scored.rows:
+            work.ready.append(scored)
+        return bool(scored.rows)
+
+    # ---------------------------------------------------------------- training
+
+    def _rounds(self, work: _Work, groups: Sequence[Sequence[TrainRow]]) -> tuple[tuple[Micro, ...], ...]:
+        if self._config.run.deterministic:
+            return rounds(one_per_group(groups, width=work.width), self._ranks.size)
+        if self._config.trainer.packing:
+            return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
+        return rounds(
+            spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size),
+            self._ranks.size,
+        )
+
+    def _train(
+        self, work: _Work, groups: Sequence[Sequence[TrainRow]], between: Callable[[], None] = _nothing
+    ) -> None:
+        for one_round in self._rounds(work, groups):
+            between()
+            work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
+            work.micro_steps += 1
+
+    def _train_ready(self, work: _Work, ready: int) -> int:
+        """Micro-steps over the first `ready` groups that the machine knows of; returns how many. Deterministic: one round of them."""
+        started = time.monotonic()
+        count = min(ready, self._ranks.size) if self._config.run.deterministic else ready
+        taken, work.ready = work.ready[:count], work.ready[count:]
+        work.rounds += 1
+        first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
+        later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
+        self._train(work, first, self._between)
+        if later:
+            self._stash(work, later)
+        work.seconds.train += time.monotonic() - started
+        waiting = {group.group_id for group in work.ready}
+        past = [
+            tokens for group, tokens in work.tokens.items() if group not in waiting
+        ]  # trained, or nothing to train in them
+        self._run.trained(work.step, len(past), sum(past), work.seconds.train)
+        return len(taken)
+
+    def _stash(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
+        """Keep groups of later mini-batches, with logprobs under the step's first weights."""
+        proximal: dict[int, bytes] = {}
+        for one_round in self._rounds(work, [group.rows for group in groups]):
+            proximal |= self._ranks.proximal(one_round)
+        for group in groups:
+            rows = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in group.rows]
+            work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
+
+    def _settle(self, work: _Work) -> None:
+        """The last group has come: advantages over the whole batch, in the order of the prompts, then the training that waited."""
+        started = time.monotonic()
+        judged = sorted(work.judged, key=lambda one: one.group.prompt_index)
+        scored = self._scoring.settle(judged)
+        work.scored = {group.group_id: group for group in scored}
+        work.ready = [group for group in scored if group.rows]
+        work.seconds.reward += time.monotonic() - started
+        while work.ready:
+            self._train_ready(work, len(work.ready))
+
+    def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
+        if self._barrier:
+            self._settle(work)
+        informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
+        rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
+        for mini_batch in range(self._config.algorithm.updates_per_step):
+            before = time.monotonic()
+            self._train(work, work.stash.get(mini_batch, []))
+            between = time.monotonic()
+            if (
+                mini_batch in informative
+            ):  # otherwise no answer was better than another: there is no gradient to follow
+                divisor = self._denominator(work, mini_batch)
+                work.divisors[mini_batch] = divisor
+                work.grad_norms.append(self._ranks.update(divisor, rate))
+            work.seconds.train += between - before
+            work.seconds.update += time.monotonic() - between
+        ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
+        metrics = summarise(ordered, work.stats, divisor=math.fsum(work.divisors.values()))
+        metrics |= {
+            "lr": rate,
+            "updates": float(len(work.grad_norms)),
+            "grad_norm": max(work.grad_norms, default=0.0),
+            "groups_asked": float(len(work.submitted)),
+            "micro_steps": float(work.micro_steps),
+            "rounds": float(work.rounds),
+            "rewards_late": float(self._scoring.take_late()),
+            "seconds": (seconds := time.monotonic() - started),
+            "seconds_seed": work.seconds.seed,
+            "seconds_wait": work.seconds.wait,
+            "seconds_reward": work.seconds.reward,
+            "seconds_train": work.seconds.train,
+            "seconds_update": work.seconds.update,
+        }
+        work.capacity.observe(self._run.fleet, time.monotonic())
+        metrics |= work.sources.as_metrics(seconds) | work.capacity.as_metrics()
+        return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+
+    def _denominator(self, work: _Work, mini_batch: int) -> float:
+        """The true denominator of a mini-batch, whose every row was trained. Groups filtered for zero variance count, since their gradient
+
+        is known to be zero and was merely not computed (so updates shrink as fewer groups have something to say); samples without a
+        reward do not, nor, in some algorithms, tokens that a mask took out.
+        """
+        recipe, counted = self._scoring.recipe, Counted()
+        for group in work.scored.values():
+            if work.mini_batch[group.prompt_index] == mini_batch:
+                counted += group.counted
+                if not recipe.row.masked_count:
+                    stats = [work.stats[row.sample_id] for row in group.rows]
+                    counted += Counted(
+                        -sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats)
+                    )
+        return max(denominator(recipe, counted), 1.0)

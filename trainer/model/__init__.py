@@ -1,0 +1,1 @@
+"""The learner on one rank: sharded model, attention, logprobs, adapters. Read `learner.py` first."""

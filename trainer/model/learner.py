@@ -1,0 +1,358 @@
+"""The learner: the sharded model and its optimizer on one rank. Every method that computes is a collective: all ranks call it alike.
+
+Owns parameters, gradients and optimizer state. Knows no daemon, no ledger and no MPI.
+
+**One denominator.** Micro-batch losses are sums over tokens. FSDP's division of gradients by the number of ranks is undone (factor 1,
+sum reduction), so the step's true denominator, applied once in `update`, is the only one (I7).
+
+**Why a deterministic run repeats exactly** (`deterministic = true`). Three things could let the arrival order, the fleet or a
+preemption into the weights, and each is closed:
+1. *What is computed together.* One group per micro-batch, always padded to the same width: a group's gradient is a function of the
+   group alone. Everything is float64, RMSNorm too (transformers' own rounds through float32).
+2. *The order of sums.* Before gradients of a micro-batch are added to those of others (ranks or micro-steps) they are rounded to a
+   multiple of 2^-40. Sums of such multiples below 2^13 have at most 53 bits, so every float64 addition is exact, and exact addition
+   is associative: any order and any assignment to ranks gives the same bits. Sums of losses are taken in the order of the prompts.
+3. *Drawing.* Dropout is off (a policy ratio needs one distribution) and nothing else here draws random numbers, so a checkpoint has
+   no generator's state to keep.
+What is left is the norm for clipping, summed over shards: it differs in the last bit between rank counts, not between runs on the
+same number of ranks. Without the switch the order of sums is the order of arrival, and results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from rollout.engines.norms import wide_norms
+from scavenger.config import LoraSection, OptimizerSection, TrainerSection
+from scavenger.errors import ConfigError, Diverged
+from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.rows import Recipe
+from trainer.data.batching import Micro, TrainRow
+from trainer.data.collate import Batch, packed, padded
+from trainer.model import adapters
+from trainer.model.attention import PACKED, borders_of
+from trainer.model.logprobs import picked_logprobs
+from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
+
+DEFAULTS = TrainerSection()
+ALL_WEIGHTS = LoraSection()
+
+
+class RowStats(msgspec.Struct, frozen=True):
+    """Sums over one row's tokens, as `algorithms.loss.Terms` has them; `mismatch_*` compare proximal with behaviour logprobs."""
+
+    sample_id: int
+    tokens: int
+    kept: int
+    loss: float
+    kl: float
+    clipped: float
+    mismatch_k3: float
+    mismatch_max: float
+    truncated: float
+    entropy: float = 0.0
+    #: Tokens by |proximal - behaviour| (`algorithms.mismatch.EDGES`).
+    mismatch_bins: tuple[int, ...] = ()
+
+
+def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    """A causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model"
+        )
+    disable_progress_bar()
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path: {folder} cannot be loaded: {error}",
+            "it must be a causal LM with safetensors weights",
+        ) from error
+    if loading["missing_keys"]:  # transformers would draw them at random
+        raise ConfigError(
+            f"model.path: {folder}: config.json and weights are of two models: {min(loading['missing_keys'])} is not in the weight files",
+            "copy the model's whole folder again",
+        )
+    model.eval()
+    if dtype == torch.float64:
+        wide_norms(model)
+    return model
+
+
+class Learner:
+    """One rank's share of the model. `temperature` is the sampling temperature, under which all logprobs are taken."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: DeviceMesh,
+        *,
+        recipe: Recipe,
+        optimizer: OptimizerSection,
+        temperature: float,
+        deterministic: bool,
+        trainer: TrainerSection = DEFAULTS,
+        lora: LoraSection = ALL_WEIGHTS,
+    ) -> None:
+        self.mesh = mesh
+        self.dtype = torch.float64 if deterministic else torch.float32
+        self.device = torch.device(mesh.device_type)
+        self.deterministic = deterministic
+        self._packing = trainer.packing and not deterministic
+        self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
+        self._recompute = trainer.activation_checkpointing
+        self._lora = lora
+        self.base_dtype = (
+            adapters.stored_dtype(folder) if lora.rank else ""
+        )  # in which the base is published, exactly
+        self.model = self._load(folder, mesh)
+        self._recipe = recipe
+        self._settings = optimizer
+        self._temperature = temperature
+        alone = recipe.needs_reference and not self._lora.rank
+        self._reference = self._load(folder, mesh).requires_grad_(False) if alone else None
+        if self._packing:
+            self._check_packing()
+        self.optimizer = torch.optim.AdamW(
+            self.trained().values(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=not deterministic,
+        )
+        for parameter in self.trained().values():  # made now, so that a checkpoint can be loaded into them
+            state = self.optimizer.state[parameter]
+            state["step"] = self._count(0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
+        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
+        if self._lora.rank:
+            adapters.inject(model, self._lora)
+        shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
+        return model
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """A sample must not see those that lie in the line before it. Raises `ConfigError` where the model lets it."""
+        ids = torch.arange(12, dtype=torch.int32) % min(8, self.model.config.vocab_size)
+        texts = [ids[start : start + 6].numpy().tobytes() for start in (0, 3, 6)]
+        rows = tuple(TrainRow(-1, text[:8], text[8:], bytes(16), 0.0) for text in texts)
+        together = self._logprobs(self.model, self._batch(Micro(rows, 0)))
+        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))) for row in rows])
+        reshard(self.model)
+        gap = float((together - alone).abs().max())
+        if gap > (0.25 if self._compute == torch.bfloat16 else 1e-3):
+            raise ConfigError(
+                f"{type(self.model).__name__}: packed samples see one another (logprobs differ by {gap:.2g})",
+                "set trainer.packing = false",
+            )
+
+    def _count(self, steps: int) -> Tensor:
+        """Adam's count of steps; the fused form wants it beside the parameters."""
+        return torch.tensor(float(steps), device=None if self.deterministic else self.device)
+
+    def _batch(self, micro: Micro) -> Batch:
+        return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
+
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        """Of the answer tokens, flat: [N]."""
+        if batch.borders is not None:  # the head's logits of answer tokens alone
+            more = {"position_ids": batch.positions, "logits_to_keep": batch.at} | borders_of(
+                batch.borders, batch.longest
+            )
+            logits = model(input_ids=batch.inputs, use_cache=False, **more).logits[0]
+        else:
+            logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
+        if self.deterministic:
+            return token_logprobs(logits, batch.targets, self._temperature)
+        return picked_logprobs(logits, batch.targets, self._temperature)
+
+    def train(self, micro: Micro) -> tuple[RowStats, ...]:
+        """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
+        batch = self._batch(micro)
+        reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
+        current = self._logprobs(self.model, batch)
+        proximal = current.detach() if batch.proximal is None else batch.proximal
+        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference)
+        terms = policy_loss(tokens, self._recipe)
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        columns = (
+            terms.tokens,
+            terms.kept,
+            terms.losses,
+            terms.kl,
+            terms.clipped,
+            terms.mismatch_k3,
+            terms.mismatch_max,
+            terms.truncated,
+            terms.entropy,
+        )
+        table = torch.stack([column.double() for column in columns], dim=1).tolist()
+        return tuple(
+            msgspec.structs.replace(
+                RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:]),
+                mismatch_bins=tuple(bins),
+            )
+            for row, values, bins in zip(micro.rows, table, terms.mismatch_bins.tolist(), strict=True)
+            if row.sample_id >= 0
+        )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        """Under the starting model: one of its own, or this one without its adapters."""
+        if self._reference is not None:
+            return self._logprobs(self._reference, batch)
+        with adapters.switched_off(self.model):
+            found = self._logprobs(self.model, batch)
+        reshard(self.model)
+        return found
+
+    @torch.no_grad()
+    def proximal(self, micro: Micro) -> dict[int, bytes]:
+        """Logprobs of the answers under the present weights: sample id -> packed float64."""
+        batch = self._batch(micro)
+        logprobs = self._logprobs(self.model, batch).double().cpu()
+        reshard(self.model)
+        completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])
+        return {
+            row.sample_id: completion.numpy().tobytes()
+            for row, completion in zip(micro.rows, completions, strict=True)
+            if row.sample_id >= 0
+        }
+
+    def update(self, denominator: float, lr: float) -> float:
+        """Scale by 1 / denominator (the step's true one), clip, step, clear. Returns the gradient's norm before clipping.
+
+        Raises `Diverged` when gradients are not finite, `ArithmeticError` when too large for a deterministic run's exact sums.
+        """
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.deterministic:
+            largest = max(
+                (float(_local(gradient).abs().max()) for gradient in gradients if _local(gradient).numel()),
+                default=0.0,
+            )
+            if largest >= EXACT_BELOW / 2:
+                raise ArithmeticError(
+                    f"a gradient sum of {largest:g} is beyond the exact range of a deterministic run"
+                )
+        for gradient in gradients:
+            gradient.div_(denominator)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if value != value or value == float("inf"):
+            raise Diverged(
+                f"the gradient's norm is {value}: the step was not taken",
+                "look at rewards, grad_norm and lr in <out_dir>/metrics.jsonl; then lower optimizer.lr or bound the rewards, "
+                "and go on from an older checkpoint (--resume DIR)",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.discard_gradients()
+        return value
+
+    def discard_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def adapter_scale(self) -> float:
+        """By which a product B A counts; 0 = all weights are trained."""
+        return self._lora.alpha / self._lora.rank if self._lora.rank else 0.0
+
+    def shapes(self, *, base: bool = False) -> dict[str, tuple[int, ...]]:
+        """What a version holds: the adapters, or (`base`, or all are trained) every parameter, tied ones once, by the model's own names."""
+        return (
+            adapters.trained_shapes(self.model)
+            if self._lora.rank and not base
+            else adapters.shapes(self.model)
+        )
+
+    def shards(self, names: Iterable[str], *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each."""
+        return (adapters.trained if self._lora.rank and not base else adapters.pristine)(self.model, names)
+
+    @torch.no_grad()
+    def merged_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each weight that has an adapter, as engines are to merge them. A collective: all ranks exhaust it."""
+        yield from adapters.merged_rows(self.model)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """The sharded tensors that a checkpoint holds, by name; loading writes into them."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.trained().items():
+            state = self.optimizer.state[parameter]
+            tensors[f"model.{name}"] = parameter.detach()
+            tensors[f"exp_avg.{name}"] = state["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
+        return tensors
+
+    def release(self) -> int:
+        """Give back the GPU's memory that torch keeps for reuse, which no other process could have. Returns the bytes left; 0 on a CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    @property
+    def updates_taken(self) -> int:
+        """Optimizer steps so far: Adam's bias correction counts them."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    def set_updates_taken(self, count: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"] = self._count(count)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
+    """Linear warm-up over `warmup_steps`, then the schedule, which ends at `lr * final_lr_share` in step `steps`. `step` counts from 1."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    left = 1.0 - done if settings.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+    return settings.lr * (settings.final_lr_share + (1.0 - settings.final_lr_share) * left)
+
+
+def model_config_text(folder: Path) -> str:
+    """The text of config.json, for the engines. Raises `ConfigError`."""
+    try:
+        text = (folder / "config.json").read_text()
+        json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'}: {error}", "give the folder of a Hugging Face model"
+        ) from error
+    return text

@@ -1,0 +1,155 @@
+"""Which launcher and which settings make one MPI world of all ranks here: decided from trials of a tiny program.
+
+Owns the candidates, their order, and when to stop trying. Pure: what a library says of its version and how each
+trial ended are inputs. Knows neither processes nor the training job. MPI carries small control frames only, so any
+transport that works will do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: Exit codes of `trainer.world_probe`; any other one is the MPI library's or the launcher's own.
+NO_MPI, WRONG_SIZE, UNREACHABLE = 64, 65, 66
+_MAKES = (
+    ("Open MPI", re.compile(r"Open MPI\)? v?(\d[\d.]*)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*?Version (\d[\d.]*)", re.S)),
+    ("MPICH", re.compile(r"(?:MPICH|HYDRA).*?Version:\s+(\d[\d.]*)", re.S)),
+)
+#: More ranks than cores, bound to none. Since Open MPI 5 the launcher is PRRTE, which reads the last two
+#: and not the
+#: first two; whoever does not know one of them ignores it.
+ROOM = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+_TCP = {"OMPI_MCA_btl": "self,tcp"}
+#: Open MPI 5 asks the kernel for routes by netlink; where that finds none to the host's own address, its
+#: TCP calls
+#: ranks of one node unreachable (seen with 5.0.7, whose own choice is shared memory there).
+_TCP_5 = _TCP | {"OMPI_MCA_reachable": "weighted"}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An MPI library or its launcher. `make` is "" for one that is not known, `version` () with it."""
+
+    make: str = ""
+    version: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.make} {'.'.join(map(str, self.version))}"
+            if self.make
+            else "an MPI library of unknown make"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Environment variables that are set for the ranks, unless the user set them."""
+
+    name: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of the tiny world.
+
+    `code`: its launcher's exit status, None where it did not end in time.
+    """
+
+    launcher: str
+    settings: Settings
+    code: int | None
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    launcher: str
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    launcher: str
+    settings: Settings
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No candidate is left, or none would help. `reason` names each trial and what it reported."""
+
+    reason: str
+    remedy: str
+
+
+def library(text: str) -> Library:
+    """From what `mpirun --version` or `MPI.Get_library_version()` prints."""
+    for make, pattern in _MAKES:
+        if found := pattern.search(text):
+            return Library(make, tuple(int(part) for part in found[1].strip(".").split(".")))
+    return Library()
+
+
+def candidates(found: Library) -> tuple[Settings, ...]:
+    """Settings to try, in this order. What is not Open MPI needs none of Open MPI's."""
+    if found.make != "Open MPI":
+        return (Settings("its own settings"),)
+    if found.version < (5,):
+        return (Settings("TCP alone", _TCP), Settings("its own choice of transport"))
+    return (
+        Settings("its own choice of transport"),
+        Settings("TCP alone, addresses paired by weight", _TCP_5),
+        Settings("TCP alone", _TCP),
+    )
+
+
+def decide(
+    found: Library, launchers: Sequence[str], ranks: int, trials: Sequence[Trial]
+) -> Try | Use | GiveUp:
+    """The next trial, or the first candidate whose world met.
+
+    `launchers` in the order in which they are preferred.
+    """
+    if trials and trials[-1].code == 0:
+        last = trials[-1]
+        failed = f" ({_told(trials[:-1])})" if trials[:-1] else ""
+        met = f"{ranks} ranks met under {last.launcher} of {found} with {last.settings.name}"
+        return Use(last.launcher, last.settings, met + failed)
+    if any(trial.code == NO_MPI for trial in trials):
+        remedy = (
+            "install mpi4py for SCAVENGER_PYTHON and an MPI library (openmpi-bin), on every node of the job"
+        )
+        return GiveUp(f"ranks cannot load MPI: {trials[-1].words}", remedy)
+    #: Singletons: launcher and library do not know one another, and no transport changes that.
+    hopeless = {trial.launcher for trial in trials if trial.code == WRONG_SIZE}
+    tried = {(trial.launcher, trial.settings.name) for trial in trials}
+    for launcher in launchers:
+        for settings in candidates(found):
+            if launcher not in hopeless and (launcher, settings.name) not in tried:
+                return Try(launcher, settings)
+    remedy = (
+        "try it in such an allocation: `mpirun -n 2 python -m trainer.world_probe 2 10`; open TCP between the nodes, "
+        "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun"
+    )
+    return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_told(trials)}", remedy)
+
+
+def _told(trials: Sequence[Trial]) -> str:
+    """Trials of one launcher that ended alike are told together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for trial in trials:
+        groups.setdefault((trial.launcher, trial.words or f"status {trial.code}"), []).append(
+            trial.settings.name
+        )
+    return "; ".join(
+        f"{launcher} with {' or '.join(names)}: {words}" for (launcher, words), names in groups.items()
+    )

@@ -1,0 +1,124 @@
+"""How many samples an engine can hold: its KV cache, from the model's sizes and the memory of its GPUs. Pure arithmetic; knows no file.
+
+Owns the table of GPU types, too. A layer of every kind counts as full attention, so a model with sliding windows or linear layers holds
+more samples than is said here. What vLLM needs beside weights and cache (`work_nbytes`) is estimated, not measured.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainer.prepare.memory import GB, Shape, TrainJob
+
+#: Gigabytes of one GPU, by what its GRES type or its name holds; the first that fits counts. Of types that exist in two sizes the smaller.
+GPU_GB = (
+    ("gb200", 186.0),
+    ("b200", 180.0),
+    ("gh200", 96.0),
+    ("h200", 141.0),
+    ("h100", 80.0),
+    ("h20", 96.0),
+    ("h800", 80.0),
+    ("a100", 40.0),
+    ("a800", 80.0),
+    ("l40s", 48.0),
+    ("l40", 48.0),
+    ("rtx6000", 24.0),
+    ("a6000", 48.0),
+    ("a40", 48.0),
+    ("a30", 24.0),
+    ("a10", 24.0),
+    ("l4", 24.0),
+    ("4090", 24.0),
+    ("3090", 24.0),
+    ("v100", 16.0),
+    ("t4", 16.0),
+)
+#: A size in the name itself: a100_80gb, nvidia_h100_80gb_hbm3, a100-40, h100_1g.10gb.
+SIZE = re.compile(r"(?:^|[^0-9])(\d{1,3})gb|a100[-_](40|80)(?![0-9])")
+#: Bytes of a cached value on a GPU (bfloat16), and of one on a CPU, where engines compute in float32.
+CACHED_NBYTES, CACHED_NBYTES_CPU = 2, 4
+#: The bound of `engine.max_batch`: vLLM captures CUDA graphs up to here, and decoding gains little beyond.
+MOST_BATCH = 512
+#: Without a GPU, and where a model's config.json does not say its heads.
+PLAIN_BATCH = 64
+#: What vLLM is given for its cache without a GPU (`rollout.engines.vllm.setup.CPU_CACHE_NBYTES`).
+CPU_NBYTES = 1 << 30
+#: Tokens of one prefill in vLLM on a large GPU; and what a CUDA context, graphs and NCCL take of a GPU, assumed.
+PREFILL_TOKENS, FIXED_NBYTES = 8192, 2 * 10**9
+
+
+def gpu_gb(kind: str) -> float:
+    """Gigabytes of a GPU of this type, as Slurm's GRES or a user names it; 0 = not known."""
+    name = kind.lower()
+    if size := SIZE.search(name):
+        return float(size[1] or size[2])
+    flat = re.sub(r"[^a-z0-9]", "", name)
+    return next((gb for word, gb in GPU_GB if word in flat), 0.0)
+
+
+def token_nbytes(shape: Shape, gpus: int, value_nbytes: int = CACHED_NBYTES) -> int:
+    """Of keys and values of one token over all GPUs of an engine: more GPUs than KV heads hold copies. 0 = not known."""
+    return 2 * shape.layers * -(-shape.kv_heads // gpus) * gpus * shape.head_dim * value_nbytes
+
+
+def work_nbytes(shape: Shape, gpus: int) -> int:
+    """Estimated: what each GPU of an engine needs beside weights and cache: a prefill's activations, a batch's logits, the rest."""
+    activations = PREFILL_TOKENS * 2 * (4 * shape.inner // gpus + 4 * shape.hidden)
+    logits = MOST_BATCH * shape.vocabulary * 4 * 3  # float32: as computed, as scaled, as probabilities
+    return FIXED_NBYTES + activations + logits
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Of one engine. `nbytes`: over its GPUs, may be negative. `token`: bytes of one token; 0 = not known."""
+
+    nbytes: int
+    token: int
+    gpus: int
+
+    @property
+    def tokens(self) -> int:
+        return max(0, self.nbytes) // self.token if self.token else 0
+
+    def samples(self, tokens: int) -> int:
+        """How many of this many tokens each fit."""
+        return self.tokens // max(1, tokens)
+
+
+def of_gpus(shape: Shape, gpus: int, gpu_gb: float, share: float) -> Cache:
+    """What an engine that takes `share` of each of its GPUs has left for its cache."""
+    left = gpus * (share * gpu_gb * GB - work_nbytes(shape, gpus)) - 2 * shape.parameters
+    return Cache(int(left), token_nbytes(shape, gpus), gpus)
+
+
+def of_cpu(shape: Shape) -> Cache:
+    return Cache(CPU_NBYTES, token_nbytes(shape, 1, CACHED_NBYTES_CPU), 1)
+
+
+def expected_tokens(prompt: int, completion: int) -> int:
+    """What a sample holds on average while it is generated, if all completions were as long as they may be: the prompt and half."""
+    return prompt + completion // 2
+
+
+def batch(cache: Cache, expected: int, most: int) -> int:
+    """`engine.max_batch`: how many samples of `expected` tokens fit, at most `most`; from 8 on a multiple of 8."""
+    fit = max(1, min(cache.samples(expected), most, MOST_BATCH))
+    return fit if fit < 8 else fit - fit % 8
+
+
+def problem(shape: Shape, job: TrainJob, context: int) -> tuple[str, str]:
+    """Cause and remedy where an engine could not hold one sample of `context` tokens: vLLM does not start then. Else two empty texts."""
+    kinds = [("an engine", "run.gpus_per_engine", job.engine_gpus)]
+    if job.reserved:
+        kinds.append(("a reserved engine", "reserved.gpus_per_engine", job.reserved_gpus))
+    for who, key, gpus in kinds:
+        cache = of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
+        if cache.token and cache.tokens < context:
+            return (
+                f"{who} ({key} = {gpus}) has {max(0, cache.nbytes) / GB:.1f} GB for its KV cache, and one sample of model.context_length = "
+                f"{context} tokens takes {context * cache.token / GB:.1f} GB",
+                f"raise {key} or engine.gpu_memory_share, or lower sampling.max_tokens and model.context_length",
+            )
+    return "", ""

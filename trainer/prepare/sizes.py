@@ -1,0 +1,146 @@
+"""How large a first run's engines are: GPUs of each, how many reserved ones, memory share, batch, CPUs and host memory. Pure.
+
+Owns those choices and the reason of each, which becomes the comment beside the key. What fits is `memory`'s and `kv_cache`'s to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.prepare import kv_cache, memory
+from trainer.prepare.memory import GB, PublishedSize, Shape, TrainJob
+
+MICRO_TOKENS = 16384
+#: From this many parameters on, activations are computed again.
+LARGE = 1_000_000_000
+#: Below this many parameters, and without a GPU, vLLM's start takes longer than the reference engine's whole work.
+TINY = 20_000_000
+#: Samples that an engine should hold at once: with room for fewer it gets more GPUs.
+LEAST_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """For whom engines are sized. `gpus`: of each training node, 0 = none. `samples`: of a step. Lengths in tokens."""
+
+    shape: Shape
+    engine: str
+    gpus: int
+    nodes: int
+    gpu_gb: float
+    prompt: int
+    completion: int
+    context: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`engine_gpus`: of each engine, harvested or reserved. `why_*`: where a number comes from, lines for a comment."""
+
+    engine_gpus: int
+    reserved: int
+    share: float
+    max_batch: int
+    why_batch: tuple[str, ...]
+    micro_tokens: int
+    checkpointing: bool
+    cpus: int
+    memory_mb: int
+    why_host: str
+
+
+def engine_for(parameters: int, gpus: int) -> str:
+    """vLLM, but for a model that is tiny where no GPU is asked for."""
+    return "reference" if not gpus and parameters < TINY else "vllm"
+
+
+def choose(asked: Asked) -> Sizes:
+    """What does not fit at all gets the largest engines: `scavenger init --check` says then what is missing. One is always reserved."""
+    shape, ranks = asked.shape, max(1, asked.gpus * asked.nodes)
+    job = TrainJob(
+        ranks,
+        asked.gpu_gb,
+        MICRO_TOKENS,
+        shape.parameters >= LARGE,
+        shape.parameters,
+        False,
+        True,
+        0.9,
+        1,
+        longest=asked.context,
+    )
+    job = _micro(shape, job)
+    on_gpus = asked.engine == "vllm" and asked.gpus > 0
+    share = memory.share_beside(shape, job) if on_gpus else 0.9
+    gpus = _engine_gpus(asked, share) if on_gpus else 1
+    reserved = max(1, asked.gpus // gpus * asked.nodes)
+    batch, why = _batch(asked, gpus, share)
+    version = PublishedSize(2 * shape.parameters, 0)  # bfloat16, as weights.dtype has it by default
+    asks_gpus = gpus if asked.gpus else 0
+    mb = -(-memory.engine_host_mb(version, asked.engine, asks_gpus) // 1024) * 1024
+    host = (
+        f"{version.nbytes / GB:.1f} GB of weights, {gpus} GPU{'s' if gpus > 1 else ''}"
+        if asked.gpus
+        else "no GPU"
+    )
+    cpus = memory.engine_cpus(version, asks_gpus)
+    return Sizes(gpus, reserved, share, batch, why, job.micro_tokens, job.checkpointing, cpus, mb, host)
+
+
+def _micro(shape: Shape, job: TrainJob) -> TrainJob:
+    """The micro-batch halved until it fits, down to the longest sample."""
+    tokens = job.micro_tokens
+    while (
+        tokens // 2 >= job.longest
+        and memory.need(shape, job).step > memory.need(shape, job).usable - memory.need(shape, job).states
+    ):
+        tokens //= 2
+        job = TrainJob(
+            job.ranks,
+            job.gpu_gb,
+            tokens,
+            job.checkpointing,
+            job.trained,
+            job.reference,
+            job.reserved,
+            job.engine_share,
+            job.engine_gpus,
+            longest=job.longest,
+        )
+    return job
+
+
+def _engine_gpus(asked: Asked, share: float) -> int:
+    """The fewest GPUs of a node that hold the weights in half of their memory, one longest sample and some of the expected length."""
+    shape = asked.shape
+    most = [n for n in (1, 2, 4, 8) if n <= asked.gpus and shape.heads % n == 0]
+    expected = kv_cache.expected_tokens(asked.prompt, asked.completion)
+    for gpus in most:
+        cache = kv_cache.of_gpus(shape, gpus, asked.gpu_gb, share)
+        room = not cache.token or cache.tokens >= max(asked.context, LEAST_BATCH * expected)
+        if 2 * shape.parameters / gpus < 0.5 * asked.gpu_gb * GB and room:
+            return gpus
+    return most[-1]
+
+
+def _batch(asked: Asked, gpus: int, share: float) -> tuple[int, tuple[str, ...]]:
+    """`engine.max_batch`, and why so many."""
+    if asked.engine != "vllm":
+        return kv_cache.PLAIN_BATCH, ("# samples that one engine generates at once",)
+    expected, on_gpus = kv_cache.expected_tokens(asked.prompt, asked.completion), asked.gpus > 0
+    cache = (
+        kv_cache.of_gpus(asked.shape, gpus, asked.gpu_gb, share) if on_gpus else kv_cache.of_cpu(asked.shape)
+    )
+    if not cache.token:
+        return kv_cache.PLAIN_BATCH, (
+            "# samples at once: config.json does not say its attention heads, so this is a guess",
+        )
+    most = asked.samples if on_gpus else min(asked.samples, kv_cache.PLAIN_BATCH)
+    fit, chosen = cache.samples(expected), kv_cache.batch(cache, expected, most)
+    of = f"{share:.2f} of {gpus} x {asked.gpu_gb:g} GB, less weights and work" if on_gpus else "without a GPU"
+    bound = f"{fit} fit; {most} are a step's or enough" if fit > chosen + 7 else f"{fit} fit"
+    return chosen, (
+        f"# max_batch: samples whose KV cache fits. It has {max(0, cache.nbytes) / GB:.1f} GB ({of}),",
+        f"# a token takes {cache.token / 1e3:.0f} kB, a sample on average {expected} tokens (the prompt, half a completion): {bound}.",
+    )
