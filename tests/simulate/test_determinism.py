@@ -14,7 +14,7 @@ from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from tests.simulate.digest import digest, small
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = "import sys; from tests.simulate import digest as d; print(d.digest(d.small(5, 2), d.CONTENDERS[sys.argv[1]])[0])"
+PROGRAM = "import sys; from tests.simulate import digest as d; print(d.digest(d.small(5, 2), d.SIMULATED_POLICIES[sys.argv[1]])[0])"
 
 
 @pytest.mark.parametrize("name", ["ours", "rlboost"])

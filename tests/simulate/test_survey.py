@@ -407,9 +407,12 @@ def test_a_missing_file_and_nodes_that_are_none_are_named(tmp_path: Path) -> Non
 
 def test_a_node_with_more_gpus_than_any_has_is_named(tmp_path: Path) -> None:
     path = tmp_path / "nodes.txt"
-    line = "NodeName=a\x1bc CPUAlloc=0 CPUTot=64 Gres=gpu:1025 RealMemory=1 AllocMem=0 State=IDLE Partitions=p CfgTRES= AllocTRES=\n"
-    path.write_text(line, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"nodes\.txt: node 'a\\x1bc' has 1025 GPUs"):
+    line = "NodeName=%s CPUAlloc=0 CPUTot=64 Gres=gpu:1025 RealMemory=1 AllocMem=0 State=IDLE Partitions=p CfgTRES= AllocTRES=\n"
+    path.write_text(line % "n1", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"nodes\.txt: node 'n1' has 1025 GPUs"):
+        sources.read_sacct(DATA / "sacct_22.05.txt", path, (), NOW)
+    path.write_text(line % "a\x1bc", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"nodes\.txt: a host's name cannot be 'a\\x1bc'"):
         sources.read_sacct(DATA / "sacct_22.05.txt", path, (), NOW)
 
 
