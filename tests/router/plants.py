@@ -330,7 +330,7 @@ PLANTS: dict[str, Planted] = {
         Planted(old_attempt_commits, "was fenced, and its CommitStep was taken", (2, 241, 265)),
         Planted(lost_assignments_not_noticed, "an engine serves nobody", (16, 217, 392)),
         Planted(orders_never_repeated, "an engine serves nobody", (32, 308, 384)),
-        Planted(rewound_steps_forgotten, "takes .*I3|groups .* stand", (1234, 4635)),
+        Planted(rewound_steps_forgotten, "retries .*I3|groups .* stand", (1234, 4635)),
         Planted(evicted_engine_let_in_again, "an engine serves nobody", (29, 42)),
         Planted(
             evicted_before_durable,

@@ -105,7 +105,8 @@ class RecordedRun:
 
     def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         harvested = self._harvested.pop(0) if len(self._harvested) > 1 else self._harvested[0]
-        memory = self.memory.pop(0) if len(self.memory) > 1 else self.memory[0]
+        asked_to_sleep = self.told[-1:] == [False]
+        memory = self.memory.pop(0) if asked_to_sleep and len(self.memory) > 1 else self.memory[0]
         if self.told[-1:] == [True]:
             memory = messages.Fleet(0, 0, 0, 0, 0, holding=("0",))
         self.fleet = msgspec.structs.replace(
