@@ -17,11 +17,14 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import Fenced, LedgerHeld, Refused
+from scavenger.harvest import stop_state
 from scavenger.ledger.read import reports
 from scavenger.weights.source import WeightSource
 from tests.chaos.faults import fill
 from tests.system import killed_trainer, play, scripted
 
+#: More than are played: the run is cut short when all of its faults were met.
+STEPS = 500
 LAYOUT = demo_layout(grace_s=1.0, requeue_delay_s=0.5)
 #: Silence is believed soon, so that a stopped worker's samples move while the test looks on.
 QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5, "reconnect_s": 5.0}
@@ -40,38 +43,60 @@ def _daemon_log(site: Site) -> str:
     return (site.dir / "daemon.log").read_text(errors="replace")
 
 
-def _worker_pid(job_id: int) -> int:
-    """The engine's process of a job on the local backend."""
+def _worker_pid(site: Site, job_id: int) -> int:
+    """The engine's process of a job on the local backend, of this site: another test's has jobs of the same numbers."""
     mark = f"SCAVENGER_JOB_ID={job_id}"
+    table = processes.snapshot()
     found = [
         pid
-        for pid in processes.snapshot()
-        if processes.has_variable(pid, mark) and " -m rollout " in processes.title(pid)
+        for pid in table
+        if processes.has_variable(pid, mark)
+        and " -m rollout " in (title := processes.title(pid))
+        and str(site.state_dir) in title
     ]
-    assert len(found) == 1, f"job {job_id} has the engines {found}"
-    return found[0]
+    # A program that the engine is about to start is a copy of the engine until it runs.
+    engines = [pid for pid in found if table[pid].ppid not in found]
+    assert len(engines) == 1, f"job {job_id} has the engines {engines}"
+    return engines[0]
 
 
 # ---------------------------------------------------------------- processes killed, replaced and stopped
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(480)  # each of its conditions has its own deadline
 def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
     options = SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2, daemon=QUICK)
     with Site(options) as site:
-        run = play.write_run(site, small_model, engine={"max_batch": 4, "pace": 10.0})
+        # With a batch of 2 three engines need 3 rounds for a step's 16 samples at best, two need 4: each is of use.
+        run = play.write_run(
+            site,
+            small_model,
+            run={"steps": STEPS},
+            engine={"max_batch": 2, "pace": 20.0},
+            checkpoint={"every": 4},
+        )
         training = play.submit(site, run)
         play.wait_for("samples in flight with tokens", lambda: play.busy(site))
         _kill_the_daemon(site)
         _start_a_second_daemon(site)
         _stop_an_engine_until_its_samples_are_elsewhere(site)
-        play.finish(site, training)
-        assert play.result(site) == undisturbed.until(4)
-        assert not play.jobs_left(site)
-        early = "SELECT reason FROM decisions WHERE action = 'give_back' AND at < (SELECT ended_at FROM runs)"
-        assert play.ask(site, early) == [], "a restarted daemon sent engines away in mid-step"
+        after = play.steps_done(site) + 1
+        play.wait_for("training to go on", lambda: play.steps_done(site) >= after)
+        sent_away = [
+            reason for (reason,) in play.ask(site, "SELECT reason FROM decisions WHERE action = 'give_back'")
+        ]
+        done = play.cut_short(site, training)
+        stop_state.drain(site.state_dir, "the test", at_once=False)
+        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site))
+        found = play.result(site).until(done)
+        assert found == play.as_long(undisturbed, found, small_model, tmp_path)
+        # Two whole steps in which fewer would have done are a reason to shrink; a restart is none.
+        assert [reason for reason in sent_away if "steps too many" not in reason] == [], (
+            "a restarted daemon sent engines away in mid-step"
+        )
 
 
 def _lost_by_silence(site: Site, worker: int) -> list[tuple[int, int]]:
@@ -142,7 +167,7 @@ def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
         not lost
     ):  # the last samples of an engine may have ended just before it was stopped: then another one is
         worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
-        pid = _worker_pid(job)
+        pid = _worker_pid(site, job)
         os.kill(pid, signal.SIGSTOP)
         try:
             lost = _lost_by_silence(site, worker)
