@@ -180,12 +180,12 @@ def _interrupt(own_tmp: Path, model: Path, backend: str, at: float | None) -> No
         )
     try:
         begun = _joined if at is None else _began
-        play.wait_for("the moment", lambda: begun(own_tmp) or demo.poll() is not None, 60, every_s=0.01)
+        play.wait_for("the moment", lambda: begun(own_tmp) or demo.poll() is not None, every_s=0.01)
         if at is not None:
             time.sleep(at)  # the moment is the test's subject
         assert demo.poll() is None, log.read_text(errors="replace")[-2000:]
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
-        code = demo.wait(30)
+        code = demo.wait(90)
     finally:
         if demo.poll() is None:
             demo.kill()

@@ -243,7 +243,7 @@ def test_a_daemon_whose_hosts_clock_was_ten_minutes_off_and_is_set_right_while_e
 
         async def play() -> None:
             world.want(2)
-            async with running(world.harvester(leave_s=0.5), cancel=True):
+            async with running(world.harvester(drain_notice_s=0.5), cancel=True):
                 await until("two engines hold GPUs", lambda: len(world.of(rec.AllocationStarted)) == 2)
                 monkeypatch.setattr(time, "time", truth)
                 await looks(world, 4)
@@ -393,7 +393,7 @@ def test_two_daemons_of_two_users_share_what_is_idle_and_leave_each_others_jobs_
         )  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
             patched.setattr(os, "getuid", lambda: NOBODY)
-            their_harvester = theirs.harvester(leave_s=0.5)
+            their_harvester = theirs.harvester(drain_notice_s=0.5)
 
         async def play() -> None:
             ours.want(2)
@@ -414,7 +414,7 @@ def test_two_daemons_of_two_users_share_what_is_idle_and_leave_each_others_jobs_
                 for one in (ours, theirs):
                     nothing_was_done(one)
                     sample = one.of(rec.ClusterPolled)[-1]
-                    assert (sample.harvested, sample.others, sample.idle) == (2, 2, 0)
+                    assert (sample.gpus_harvested, sample.gpus_other_users, sample.gpus_idle) == (2, 2, 0)
                 theirs.want(0)
                 await until("what they give back is ours", lambda: len(ours.of(rec.AllocationStarted)) == 4)
                 nothing_was_done(ours)
@@ -442,7 +442,7 @@ def test_a_partition_that_is_set_to_be_preempted_by_nobody_is_left_and_taken_aga
 
         async def play() -> None:
             world.want(2)
-            async with running(world.harvester(leave_s=0.5), cancel=True):
+            async with running(world.harvester(drain_notice_s=0.5), cancel=True):
                 await until("two engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
                 await asyncio.to_thread(mode("OFF"))
                 try:
