@@ -296,6 +296,7 @@ class HeldRun(RecordedRun):
         self.kept: list[tuple[Future[Reward], Reward]] = []
 
     def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+        self.hear_the_fleet()
         if self.first_last and not self.kept and self.held.waiting:
             self.kept, self.held.waiting = self.held.waiting[:4], self.held.waiting[4:]
         self.lot.shuffle(self.held.waiting)
@@ -329,6 +330,7 @@ def test_a_step_that_waits_for_rewards_does_not_spin(model_folder: Path, mesh: D
         polls = 0
 
         def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+            self.hear_the_fleet()
             self.polls += 1
             if self.polls == 20:
                 for future, reward in held.waiting:
@@ -374,6 +376,7 @@ def test_no_reserved_engine_is_woken_for_samples_that_only_wait_for_rewards() ->
     plan = train_step.Plan(samples=8, groups=2, window=0.5, wake_after_s=1.0, harvest=True, reserved=True)
     step, _ = train_step.begin(plan, harvested=2, reserved_awake=True, now=0.0)
     step, _ = train_step.react(step, train_step.GroupsCompleted(2, 8, scoring=2), 1.0)
+    step, _ = train_step.react(step, train_step.ReservedAsleep(1, 0), 1.5)
     step, actions = train_step.react(step, train_step.FleetChanged(0, 1), 2.0)
     step, actions = train_step.react(step, train_step.Tick(), 60.0)
     assert (step.phase, actions) == (train_step.Phase.TRAIN, ())

@@ -103,7 +103,8 @@ class RecordedRun:
             tuple(made.sample(samples, spec.n)),
         )
 
-    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+    def hear_the_fleet(self) -> None:
+        """What comes with each poll of the daemon: `fleet` is of now."""
         harvested = self._harvested.pop(0) if len(self._harvested) > 1 else self._harvested[0]
         asked_to_sleep = self.told[-1:] == [False]
         memory = self.memory.pop(0) if asked_to_sleep and len(self.memory) > 1 else self.memory[0]
@@ -112,6 +113,9 @@ class RecordedRun:
         self.fleet = msgspec.structs.replace(
             memory, harvested=harvested, reserved_awake=1, order=self.reserved_order
         )
+
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]:
+        self.hear_the_fleet()
         somebody = self.fleet.harvested > 0 or self.told[-1:] == [True]
         count = self._draw.randint(0, 2) if somebody else 0
         taken, self._groups = self._groups[:count], self._groups[count:]

@@ -166,7 +166,7 @@ def test_a_job_whose_ranks_cannot_reach_one_another_fails_soon_with_why_in_its_l
     pytest.importorskip("mpi4py")
     (tmp_path / "run.toml").write_text(
         '[run]\nname="r"\nsteps=1\nstate_dir="s"\nout_dir="o"\n[model]\npath="m"\ncontext_length=24\n'
-        "[sampling]\nmax_tokens=8\n[reserved]\nworkers=0\n"
+        "[sampling]\nmax_tokens=8\n[reserved]\nworkers=1\n"
     )
     told = slurm_sandbox.run(
         "sbatch",
