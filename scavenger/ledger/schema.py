@@ -289,6 +289,7 @@ workers = Table(
     _text("node"),
     _int("gpus"),
     _text("engine"),
+    _text("slot"),  # of a reserved engine in its training job
     _time("joined_at"),
     _maybe_time("left_at"),
     _text("reason"),

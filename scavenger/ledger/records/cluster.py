@@ -8,6 +8,8 @@ from scavenger.ledger.records.base import Record
 
 
 class WorkerJoined(Record, frozen=True):
+    """`slot`: what the trainer knows a reserved engine by; "" for harvested ones and for one that names none."""
+
     worker_id: int
     run_id: int
     kind: str
@@ -19,6 +21,7 @@ class WorkerJoined(Record, frozen=True):
     gpus: int
     engine: str
     at: float
+    slot: str = ""
 
 
 class WorkerLeft(Record, frozen=True):

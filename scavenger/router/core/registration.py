@@ -259,6 +259,7 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
             hello.gpus,
             hello.engine,
             core.now,
+            slot=hello.slot,
         )
     )
     return worker

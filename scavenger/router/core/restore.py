@@ -221,6 +221,7 @@ def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
         None,
         core.now,
         idle_since=core.now,
+        slot=joined.slot,
         joined_at=core.now,
     )
     worker.step(WorkerStep.RESTORE)

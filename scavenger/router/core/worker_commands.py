@@ -182,6 +182,8 @@ def wake(core: Core, worker: Worker) -> None:
         worker.step(WorkerStep.WAKE)
         if worker.loaded_version >= 0:
             worker.step(WorkerStep.SERVE)
+        # It may have been asked to load another version before it slept, and not have heard: `steer` asks again.
+        worker.asked_version = worker.loaded_version
         steer(core, worker)
 
 

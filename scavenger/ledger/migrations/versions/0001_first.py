@@ -137,7 +137,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "int incarnation job_id",
         "text node",
         "int gpus",
-        "text engine",
+        "text engine slot",
         "time joined_at",
         "time? left_at",
         "text reason",
@@ -260,7 +260,7 @@ VIEWS: dict[str, tuple[str, str]] = {
         "chunks",
     ),
     "v_workers": (
-        "worker_id, run_id, kind, intent_id, incarnation, job_id, node, gpus, engine, joined_at, left_at, reason, notice, samples,"
+        "worker_id, run_id, kind, intent_id, incarnation, job_id, node, gpus, engine, slot, joined_at, left_at, reason, notice, samples,"
         " salvaged, regenerated",
         "workers",
     ),
