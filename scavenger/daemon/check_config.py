@@ -1,5 +1,7 @@
 """What a scavenger.toml means and whether a daemon could start with it: `scavenger check-config`. Changes and submits nothing.
 
+Boundary: one subcommand.
+
 Owns the order of the checks and their words; each asks the part that the daemon itself would ask. One that fails does not hide the next.
 """
 

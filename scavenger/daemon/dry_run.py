@@ -1,7 +1,9 @@
-"""`scavenger daemon --dry-run`: looks at the cluster as the daemon does, and prints what it would decide. Submits and writes nothing.
+"""`scavenger daemon --dry-run`: polls the cluster as the daemon does, and prints what it would decide. Submits and writes nothing.
+
+Boundary: one subcommand.
 
 There are no runs without a daemon that serves them, so a run is supposed that could use every engine that the limits allow: what is printed
-is the most that harvesting would take now. Each look is decided from scratch, without the jobs that earlier ones would have submitted.
+is the most that harvesting would take now. Each poll is decided from scratch, without the jobs that earlier ones would have submitted.
 Owns the rhythm and the words; `harvest.policy` decides. Nothing here can submit: the cluster's `info` and `view` alone are called.
 """
 

@@ -1,8 +1,10 @@
-"""Who may own runs, as the files under `keys/` say now: told to the key ring, and each change to the ledger.
+"""Who may own runs, as the files under `keys/` say now: given to the key ring, and each change to the ledger.
 
-Owns what is told when: a key that comes into force is an event `key_added`, one that goes out of it `key_revoked`, each once, whether the
-files changed while a daemon ran or between two. The daemon's own key is among them; those of workers are in the ledger's `jobs`. Only
-public keys are told. Knows no socket and no database: the ledger's past is handed over.
+Boundary: the key files under `keys/`; IO.
+
+Owns what is reported when: a key that comes into force is an event `key_added`, one that goes out of it `key_revoked`, each once, whether the
+files changed while a daemon ran or between two. The daemon's own key is among them; those of workers are in the ledger's `jobs`.
+Only public keys are reported. Knows no socket and no database: the ledger's past is handed over.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Owner = tuple[str, str]  # role ("daemon" | "owner"), name
 
 
 class Enrolment:
-    """`in_force`: public key -> whose it is, as the ledger was told last."""
+    """`in_force`: public key -> whose it is, as the ledger has it."""
 
     def __init__(
         self,
@@ -33,11 +35,11 @@ class Enrolment:
     ) -> None:
         self._state_dir, self._server_public = state_dir, server_public
         self._keyring, self._write, self._clock = keyring, write, clock
-        self._told = dict(in_force)
+        self._reported = dict(in_force)
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
-    def look(self) -> None:
+    def read(self) -> None:
         """Read the files; a removed file or a retired key revokes at once. Raises `AuthError`, `OSError`: then all stays as it was."""
         enrolled, owners = keys.owner_keys(self._state_dir), keys.enrolled_owners(self._state_dir)
         for gone in set(self._owners) - set(owners):
@@ -58,12 +60,12 @@ class Enrolment:
             key.public: ("owner", name) for name, its in enrolled.items() for key in its if key.allowed
         }
         events += changes(
-            self._told,
+            self._reported,
             in_force,
             {key.public for its in enrolled.values() for key in its if not key.allowed},
             now,
         )
-        self._told = in_force
+        self._reported = in_force
         if events:
             self._write(events)
 
@@ -72,7 +74,7 @@ def changes(
     before: Mapping[str, Owner], after: Mapping[str, Owner], retired: set[str], at: float
 ) -> list[Record]:
     """The events of a change of the keys in force. `retired`: keys that their owner's file still names, as not accepted. Pure."""
-    told: list[Record] = []
+    events: list[Record] = []
     for public in sorted(set(before) - set(after)):
         role, name = before[public]
         why = (
@@ -82,13 +84,13 @@ def changes(
             if public in retired
             else "removed from the owner's file"
         )
-        told.append(_event("key_revoked", public, role, name, why, at))
+        events.append(_event("key_revoked", public, role, name, why, at))
     for public in sorted(public for public in after if before.get(public) != after[public]):
         role, name = after[public]
-        others = sum(owner == (role, name) for key, owner in after.items() if key != public)
-        why = f"accepted beside {others} earlier {'key' if others == 1 else 'keys'}" if others else "accepted"
-        told.append(_event("key_added", public, role, name, why, at))
-    return told
+        earlier = sum(owner == (role, name) for key, owner in after.items() if key != public)
+        why = f"accepted beside {earlier} earlier {'key' if earlier == 1 else 'keys'}" if earlier else "accepted"
+        events.append(_event("key_added", public, role, name, why, at))
+    return events
 
 
 def _event(kind: str, public: str, role: str, name: str, why: str, at: float) -> Event:

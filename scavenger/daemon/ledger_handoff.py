@@ -1,5 +1,7 @@
 """A SQLite ledger on a node's own disk that follows its daemon: for a daemon that is a job, and may start again on another node.
 
+Boundary: the ledger's file on two file systems; IO.
+
 SQLite cannot lie on a network file system. So a daemon that ends well leaves a whole copy in its state directory, which all nodes see, and
 the next one, wherever it starts, takes it up. One that died left none: its ledger is still on its node, and a daemon elsewhere refuses to
 begin without it rather than forget it. Owns `<state_dir>/ledger-carried.sqlite3` and that decision (`choose`, pure).

@@ -1,4 +1,6 @@
-"""The daemon: wires ledger, router, server and harvester together, and runs them until it is told to stop.
+"""The daemon: wires ledger, router, server and harvester together, and runs them until it is stopped.
+
+Boundary: one subcommand; the process's composition root.
 
 Owns the order of starting and stopping, signals, and the bridge between threads and the event loop. Decides nothing by itself.
 A daemon that loses its generation (another one took the ledger) stops at once; one that finds another at work does not start.
@@ -40,12 +42,11 @@ from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.maintain.keeper import Keeper
 from scavenger.ledger.read import history, reader
-from scavenger.ledger.records import Event, GroupState, Heartbeat
+from scavenger.ledger.records import Event, GroupState, Heartbeat, Snapshot
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.transaction import Generation
 from scavenger.ledger.write.writer import Writer, WriterState
 from scavenger.observe import status
-from scavenger.observe import status as guest
 from scavenger.observe.training import OpenRun, TrainingJobs
 from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
@@ -60,7 +61,7 @@ from scavenger.router.edge.server import KeyRing, Server
 
 log = structlog.get_logger()
 
-#: Between two looks at a ledger that another daemon holds.
+#: Polling interval of a ledger that another daemon holds.
 CHECK_INTERVAL_S = 1.0
 #: How long a daemon that was fenced on this host may take to give up its ports: it sees it at its next heartbeat.
 PORT_WAIT_S = 6 * BEAT_S
@@ -95,96 +96,52 @@ class Daemon:
         self._succeeds = False  # a daemon of this host that lives, and may still hold its ports
 
     async def run(self) -> int | None:
-        """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was told to stop before it had one.
+        """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was stopped before it had one.
 
         Raises `LedgerHeld` when another daemon is at work, `Fenced` when another one took over, `LedgerError` when writing ended.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop.set)
-        self.service_manager.open(loop)
-        loop.set_exception_handler(self._broken)
-        storage.require_state_dir(self.state_dir)
-        pair = keys.read_keypair(keys.server_key_path(self.state_dir))
-        storage.require_writable(self.state_dir, "daemon.state_dir")
-        if not await self._entitled():
+        self._listen_to_signals()
+        pair = self._open_state_dir()
+        if not await self._claim():
             return None
-        writer = self._take_ledger(loop)
-        generation, self._engine = writer.granted, writer.engine
-        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
-        decides = with_fallback(
-            registry.named(self.config.router.policy, self.config.router.harvested_gpu_price),
-            self._policy_failed,
-        )
-        router = Router(
-            limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides
-        )
-        counted = self.service_manager.counted(writer, self.clock)
-        self.server = server = Server(
-            router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads
-        )
-        look = functools.partial(self._status, server, writer, payloads, self.clock())
+        writer = self._take_ledger()
+        server = self._construct(writer, pair)
         try:
-            snapshot = reader.read_snapshot(writer.engine)
-            identity.record(self.state_dir, self.config.ledger_url, self.clock())
-            self.service_manager.restore(snapshot)
-            self._enrolment = Enrolment(
-                self.state_dir,
-                pair.public,
-                self.keyring,
-                server.write,
-                self.clock,
-                reader.keys_in_force(writer.engine),
-            )
-            self._enrolment.look()
-            harvester = self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
-            if harvester is not None:
-                harvester.restore(snapshot.jobs)
-            if self._succeeds:
-                await self._bound(self.service_manager.serve_metrics)
-            port = await self._bound(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
-            server.perform(router.restore(snapshot, self.clock()))
-            self._warm_start(server, writer)
-            process.tune()
-            self._tell_history(server, generation)
-            await self._announce(server, pair.public, port, generation)
-            await self._serve(server, harvester, self._keeper(server, writer), look)
+            snapshot = self._restore(server, writer, pair)
+            port = await self._bind_ports(server)
+            self._resume(server, writer, snapshot)
+            await self._announce(server, pair.public, port, writer.granted)
+            await self._serve(server, self._keeper(server, writer))
         except BaseException as error:
             self.failure = self.failure or error
             raise
         finally:
-            await self._shut(server, writer, generation, look)
+            await self._shut_down(server, writer)
         if self.failure is not None:
             raise self.failure
-        return int(generation)
+        return int(writer.granted)
 
-    async def _serve(
-        self,
-        server: Server,
-        harvester: Harvester | None,
-        keeper: Keeper | None,
-        look: Callable[[], status.Status],
-    ) -> None:
-        tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
-        tasks.append(asyncio.create_task(status.tell(self.state_dir, look, self.stop)))
-        tasks.append(asyncio.create_task(self._beat(server)))
-        # None of these ends before the daemon does; one that fails ends it.
-        tasks += [
-            asyncio.create_task(self._lasting(work))
-            for work in self.service_manager.work(server, harvester, look, self.clock, self.stop)
+    async def _serve(self, server: Server, keeper: Keeper | None) -> None:
+        """Run every part until one of them ends or fails, or the daemon is stopped; then end them all."""
+        stop, status_now, harvester = self.stop, self._status_now, self.harvester
+        works: list[Coroutine[Any, Any, None]] = [
+            server.run(stop),
+            self._watch_files(),
+            status.tell(self.state_dir, status_now, stop),
+            self._beat(server),
+            # None of these ends before the daemon does; one that fails ends it.
+            *map(self._lasting, self.service_manager.work(server, harvester, status_now, self.clock, stop)),
         ]
-        if harvester is not None:
-            tasks.append(asyncio.create_task(harvester.run(self.stop)))
-        if keeper is not None:
-            tasks.append(asyncio.create_task(keeper.run(self.stop)))
+        works += [part.run(stop) for part in (harvester, keeper) if part is not None]
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(
-                [*tasks, asyncio.create_task(self.stop.wait())], return_when=asyncio.FIRST_COMPLETED
+                [*tasks, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
         finally:
-            self.stop.set()
+            stop.set()
             if harvester is not None:
                 await harvester.shutdown(cancel=self.cancel_at_end and self.failure is None)
             for task in tasks:
@@ -192,43 +149,47 @@ class Daemon:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def _shut(
-        self, server: Server, writer: Writer, generation: Generation, look: Callable[[], status.Status]
-    ) -> None:
-        """What was received is committed first; then a successor is told, and everything is closed."""
+    async def _shut_down(self, server: Server, writer: Writer) -> None:
+        """Commit what was received, release the ledger to a successor, and close everything."""
         self.service_manager.notifier.stopping("committing what was received")
         durable = await asyncio.to_thread(writer.close)
         if durable and self.failure is None:
-            await asyncio.to_thread(self._release, generation)
-        await asyncio.to_thread(self._tell_end, look())
+            await asyncio.to_thread(self._release, writer.granted)
+        await asyncio.to_thread(self._write_last_status, self._status_now())
         server.close()
         self._ownership.close()
         self.service_manager.close()
 
-    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised: a bug. Going on with half an event would corrupt the core, so the daemon ends; a restart rebuilds it."""
-        error = context.get("exception")
-        if isinstance(error, Exception) and not self.stop.is_set():
-            self.failure = error
-            self.stop.set()
-        loop.default_exception_handler(context)
+    # ---------------------------------------------------------------- before it serves, in this order
 
-    # ---------------------------------------------------------------- parts
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        self.service_manager.open(loop)
+        loop.set_exception_handler(self._broken)
 
-    async def _entitled(self) -> bool:
-        """Claim the state directory, and wait for whoever holds it or its ledger as `manner` says. False: told to stop meanwhile."""
+    def _open_state_dir(self) -> keys.KeyPair:
+        """The daemon's own key pair. Raises `ScavengerError` when the state directory is missing or may not be written."""
+        storage.require_state_dir(self.state_dir)
+        pair = keys.read_keypair(keys.server_key_path(self.state_dir))
+        storage.require_writable(self.state_dir, "daemon.state_dir")
+        return pair
+
+    async def _claim(self) -> bool:
+        """Claim the state directory; wait for a daemon that holds it or its ledger as `manner` says. False: stopped meanwhile."""
         me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
         self._ownership = mine = ownership.Ownership(self.state_dir, me)
-        watch, told = Watch(self.manner), ""
+        watch, logged = Watch(self.manner), ""
         try:
             while not self.stop.is_set():
                 try:
                     there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
-                except LedgerError as error:  # a look that failed tells nothing of who is there
+                except LedgerError as error:  # a failed poll says nothing of who is there
                     if self.manner is not Manner.STAND_BY:
                         raise
                     log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
-                    await self._look_pause()
+                    await self._pause()
                     continue
                 verdict, why, sign = watch.look(there, time.time(), time.monotonic())
                 if sign is not None and verdict is Verdict.REFUSE:
@@ -239,46 +200,16 @@ class Daemon:
                         self._succeeds = self._succeeds or (holder.here and not holder.gone)
                     return True
                 self.service_manager.waiting(f"waiting for another daemon: {why}")
-                if sign is not None and told != (told := sign.who):
+                if sign is not None and logged != (logged := sign.who):
                     log.warning("waiting", held_by=str(there[sign]), why=why)
-                await self._look_pause()
+                await self._pause()
         except BaseException:
             mine.close()
             raise
         mine.close()
         return False
 
-    async def _lasting(self, work: Coroutine[Any, Any, None]) -> None:
-        await work
-        await self.stop.wait()
-
-    async def _look_pause(self) -> None:
-        await within(self.stop, CHECK_INTERVAL_S)
-
-    async def _bound(self, bind: Callable[[], T]) -> T:
-        """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""
-        deadline = time.monotonic() + (PORT_WAIT_S if self._succeeds else 0.0)
-        while True:
-            try:
-                return bind()
-            except listening.PortInUse:
-                if time.monotonic() >= deadline or self.stop.is_set():
-                    raise
-            await self._look_pause()
-
-    def _release(self, generation: Generation) -> None:
-        """A successor, on whatever host, need not wait for our silence."""
-        try:
-            transaction.release(self._engine, generation, self.clock())
-        except sa.exc.DBAPIError as error:
-            log.warning(
-                "the ledger was not given back; a successor on another host waits for our silence",
-                reason=explain(error),
-            )
-        finally:
-            self._engine.dispose()
-
-    def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
+    def _take_ledger(self) -> Writer:
         """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
         try:
             if not self._succeeds:  # nothing is written before it is known that this daemon can serve
@@ -286,7 +217,7 @@ class Daemon:
                 self.service_manager.serve_metrics()
             self._require_ledger()
             store.upgrade(self.config.ledger_url)
-            return self._start_writer(loop)
+            return self._start_writer()
         except LedgerError as error:
             self._ownership.close()
             raise ownership.explained(error, self.state_dir, self.config.ledger_url) from error
@@ -294,43 +225,110 @@ class Daemon:
             self._ownership.close()
             raise
 
-    def _require_ledger(self) -> None:
-        """Before anything is written to it: it is the one of this state directory, and its disk takes what is written."""
-        url, path = self.config.ledger_url, store.sqlite_file(self.config.ledger_url)
-        if not self.new_ledger:
-            identity.check(self.state_dir, url, ownership.announced(self.state_dir).generation)
-        if path is not None and path.parent.is_dir() and path.parent != self.state_dir:
-            storage.require_writable(path.parent, "daemon.ledger")
-        if why := store.volatile(url):
-            log.warning(
-                "the ledger does not outlive a boot",
-                reason=why,
-                remedy="name a disk in daemon.ledger, or PostgreSQL",
-            )
-
-    def _start_writer(self, loop: asyncio.AbstractEventLoop) -> Writer:
-        def committed(ticket: int) -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed: the last commits have nobody to tell
-                loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
-
-        def changed(state: WriterState, reason: str) -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._writer_changed, state, reason)
-
-        writer = Writer(
-            self.config.ledger_url,
-            socket.gethostname(),
-            os.getpid(),
-            __version__,
-            self.clock,
-            on_commit=committed,
-            on_state=changed,
-            announced=ownership.announced(self.state_dir),
+    def _construct(self, writer: Writer, pair: keys.KeyPair) -> Server:
+        """Policy, payload memory, router and server of the generation that `writer` was granted."""
+        generation, self._engine = writer.granted, writer.engine
+        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
+        policy = with_fallback(
+            registry.named(self.config.router.policy, self.config.router.harvested_gpu_price),
+            self._policy_failed,
         )
-        writer.start()
-        return writer
+        router = Router(
+            limits_of(self.config), generation, payloads, generation.timeline, generation.restored, policy
+        )
+        counted = self.service_manager.counted(writer, self.clock)
+        self.server = server = Server(
+            router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads
+        )
+        self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
+        return server
+
+    def _restore(self, server: Server, writer: Writer, pair: keys.KeyPair) -> Snapshot:
+        """Read the ledger and the key files; tell metrics, key ring and harvester what they have. The router follows in `_resume`."""
+        snapshot = reader.read_snapshot(writer.engine)
+        identity.record(self.state_dir, self.config.ledger_url, self.clock())
+        self.service_manager.restore(snapshot)
+        self._enrolment = Enrolment(
+            self.state_dir,
+            pair.public,
+            self.keyring,
+            server.write,
+            self.clock,
+            reader.keys_in_force(writer.engine),
+        )
+        self._enrolment.read()
+        self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
+        if self.harvester is not None:
+            self.harvester.restore(snapshot.jobs)
+        return snapshot
+
+    async def _bind_ports(self, server: Server) -> int:
+        if self._succeeds:
+            await self._bound(self.service_manager.serve_metrics)
+        return await self._bound(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
+
+    def _resume(self, server: Server, writer: Writer, snapshot: Snapshot) -> None:
+        """The router goes on from the snapshot, and its policies from what they had learned."""
+        server.perform(server.router.restore(snapshot, self.clock()))
+        self._warm_start(server, writer)
+        process.tune()
+        self._record_history(server, writer.granted)
+
+    async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
+        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
+        ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
+        stopped = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ours, stopped):
+            task.cancel()
+        if self.stop.is_set() or self._announcement.newest() > generation:
+            return
+        endpoint = self._announcement.publish(public, port, generation)
+        self.service_manager.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
+        log.info(
+            "serving",
+            endpoint=endpoint,
+            generation=int(generation),
+            ledger=store.parse(self.config.ledger_url).render_as_string(),
+        )
+
+    # ---------------------------------------------------------------- while it serves
+
+    async def _lasting(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        await self.stop.wait()
+
+    async def _beat(self, server: Server) -> None:
+        """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await server.commit([Heartbeat(self.clock())])
+
+    async def _watch_files(self) -> None:
+        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
+        while True:
+            await asyncio.sleep(2.0)
+            try:
+                self._enrolment.read()
+                self._defend_rendezvous()
+                self._ownership.claim()
+            except (OSError, AuthError) as error:
+                log.warning("owners not read again; those known stay", reason=str(error))
+
+    def _defend_rendezvous(self) -> None:
+        """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""
+        why = self._announcement.defend()
+        if why:
+            self.failure = Fenced(why, "let only one daemon run on a ledger and a state directory")
+            self.stop.set()
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. Going on with half an event would corrupt the core, so the daemon ends; a restart rebuilds it."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not self.stop.is_set():
+            self.failure = error
+            self.stop.set()
+        loop.default_exception_handler(context)
 
     def _writer_changed(self, state: WriterState, reason: str) -> None:
         if state in (WriterState.OK, WriterState.CLOSED):
@@ -345,54 +343,6 @@ class Daemon:
                 f"the ledger's writer failed: {reason}", "mend the cause, then start the daemon again"
             )
             self.stop.set()
-
-    def _harvester(self, server: Server, uid: str) -> Harvester | None:
-        if self.cluster is None or not self.config.harvest.enabled:
-            return None
-        router = server.router
-        return Harvester(
-            self.config,
-            self.cluster,
-            uid,
-            commit=server.commit,
-            write=server.write,
-            post=server.post,
-            demand=lambda: router.demand(self.clock()),
-            leases=lambda: {
-                w.intent_id: (len(w.leases), w.idle_since)
-                for w in router.core.workers.values()
-                if w.intent_id
-            },
-            register=self.keyring.allow,
-            unregister=self.keyring.revoke,
-            clock=self.clock,
-            learned=lambda info: server.post(TopologyRead(info.switches)),
-            lives=lambda: workers.lives(router.core),
-            observed=self._follow_training,
-        )
-
-    def _follow_training(self, view: ClusterView) -> None:
-        """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
-        runs = self.server.router.core.runs.values()
-        opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
-            OpenRun(run.name, run.job_id, run.trainer_seen if run.conn is not None else 0.0)
-            for run in runs
-            if not run.ended
-        ]
-        for job in self.training.observe(opened, view.jobs):
-            log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
-
-    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
-        policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
-        if policy.retention == "keep":
-            return None
-        return Keeper(
-            writer.engine,
-            policy,
-            commit=server.commit,
-            backlog_bytes=lambda: writer.backlog_bytes,
-            clock=self.clock,
-        )
 
     def _status(
         self, server: Server, writer: Writer, payloads: PayloadStore, started_at: float
@@ -426,10 +376,192 @@ class Daemon:
             open_files_limit=files.most,
             unproven_connections=len(guard) if guard else 0,
             ended_connections=guard.ended if guard is not None else 0,
-            harvest=guest.take(self.harvester, self.clock()),
+            harvest=status.take(self.harvester, self.clock()),
         )
 
-    def _tell_end(self, seen: status.Status) -> None:
+    # ---------------------------------------------------------------- what router and harvester ask of it
+
+    async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+        # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
+        await self.server.commit([])
+        return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
+
+    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
+
+    def _policy_failed(self, run: str, error: Exception) -> None:
+        """A policy's fault: its run goes on with the standard one."""
+        log.error("the run's policy failed; the standard one decides from now on", run=run, exc_info=error)
+        self.server.write([Event("policy_failed", 0, run, type(error).__name__, "{}", self.clock())])
+
+    def _follow_training(self, view: ClusterView) -> None:
+        """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
+        runs = self.server.router.core.runs.values()
+        opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
+            OpenRun(run.name, run.job_id, run.trainer_seen if run.conn is not None else 0.0)
+            for run in runs
+            if not run.ended
+        ]
+        for job in self.training.observe(opened, view.jobs):
+            log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
+
+    # ---------------------------------------------------------------- parts
+
+    def _require_ledger(self) -> None:
+        """Before anything is written to it: it is the one of this state directory, and its disk takes what is written."""
+        url, path = self.config.ledger_url, store.sqlite_file(self.config.ledger_url)
+        if not self.new_ledger:
+            identity.check(self.state_dir, url, ownership.announced(self.state_dir).generation)
+        if path is not None and path.parent.is_dir() and path.parent != self.state_dir:
+            storage.require_writable(path.parent, "daemon.ledger")
+        if why := store.volatile(url):
+            log.warning(
+                "the ledger does not outlive a boot",
+                reason=why,
+                remedy="name a disk in daemon.ledger, or PostgreSQL",
+            )
+
+    def _start_writer(self) -> Writer:
+        loop = asyncio.get_running_loop()
+
+        def committed(ticket: int) -> None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the loop is closed: the last commits have nobody to tell
+                loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
+
+        def changed(state: WriterState, reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._writer_changed, state, reason)
+
+        writer = Writer(
+            self.config.ledger_url,
+            socket.gethostname(),
+            os.getpid(),
+            __version__,
+            self.clock,
+            on_commit=committed,
+            on_state=changed,
+            announced=ownership.announced(self.state_dir),
+        )
+        writer.start()
+        return writer
+
+    def _harvester(self, server: Server, uid: str) -> Harvester | None:
+        if self.cluster is None or not self.config.harvest.enabled:
+            return None
+        router = server.router
+        return Harvester(
+            self.config,
+            self.cluster,
+            uid,
+            commit=server.commit,
+            write=server.write,
+            post=server.post,
+            demand=lambda: router.demand(self.clock()),
+            leases=lambda: {
+                w.intent_id: (len(w.leases), w.idle_since)
+                for w in router.core.workers.values()
+                if w.intent_id
+            },
+            register=self.keyring.allow,
+            unregister=self.keyring.revoke,
+            clock=self.clock,
+            learned=lambda info: server.post(TopologyRead(info.switches)),
+            lives=lambda: workers.lives(router.core),
+            observed=self._follow_training,
+        )
+
+    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
+        policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
+        if policy.retention == "keep":
+            return None
+        return Keeper(
+            writer.engine,
+            policy,
+            commit=server.commit,
+            backlog_bytes=lambda: writer.backlog_bytes,
+            clock=self.clock,
+        )
+
+    def _warm_start(self, server: Server, writer: Writer) -> None:
+        """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
+        if self.config.router.policy == "standard":
+            return
+        policy = registry.named(self.config.router.policy, self.config.router.harvested_gpu_price)
+        known: dict[int, tuple[tuple[float, Fact], ...]] = {}
+        for run in server.router.core.runs.values():
+            if run.ended:
+                continue
+            scratch = policy(run.name)
+            try:
+                past = history.read(
+                    writer.engine, run.name, max(0, run.last_step - warm_start.STEPS), warm_start.CHUNKS
+                )
+                facts = warm_start.facts(past)
+                warm_start.tell(scratch, facts)  # what no policy can take shows here
+            except Exception as error:  # what lies there was told by peers under clocks of their own
+                reason = error.cause if isinstance(error, LedgerError) else type(error).__name__
+                log.warning(
+                    "the run's past was not learned: it begins with priors",
+                    run=run.name,
+                    reason=reason,
+                    exc_info=error,
+                )
+            else:
+                known[run.id] = tuple(facts)
+                log.info("recalled", run=run.name, steps=len(past.steps), facts=len(facts))
+        if known:
+            server.post(PastRead(known))
+
+    def _record_history(self, server: Server, generation: Generation) -> None:
+        """That the ledger is an older one is no secret: it is logged, and its own events say it."""
+        if generation.began:
+            log.warning(
+                "the ledger begins another history", reason=generation.began, generation=int(generation)
+            )
+            server.write(
+                [
+                    Event(
+                        "history_began",
+                        0,
+                        f"generation {int(generation)}",
+                        generation.began,
+                        "{}",
+                        self.clock(),
+                    )
+                ]
+            )
+
+    async def _bound(self, bind: Callable[[], T]) -> T:
+        """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""
+        deadline = time.monotonic() + (PORT_WAIT_S if self._succeeds else 0.0)
+        while True:
+            try:
+                return bind()
+            except listening.PortInUse:
+                if time.monotonic() >= deadline or self.stop.is_set():
+                    raise
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await within(self.stop, CHECK_INTERVAL_S)
+
+    # ---------------------------------------------------------------- at the end
+
+    def _release(self, generation: Generation) -> None:
+        """A successor, on whatever host, need not wait for our silence."""
+        try:
+            transaction.release(self._engine, generation, self.clock())
+        except sa.exc.DBAPIError as error:
+            log.warning(
+                "the ledger was not given back; a successor on another host waits for our silence",
+                reason=explain(error),
+            )
+        finally:
+            self._engine.dispose()
+
+    def _write_last_status(self, seen: status.Status) -> None:
         """The last figures say how it ended, or `scavenger status` would go on calling this daemon well."""
         failure = self.failure
         state = (
@@ -455,113 +587,6 @@ class Daemon:
             log.warning(
                 "the end is not in the status file", path=str(status.path(self.state_dir)), reason=str(error)
             )
-
-    async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
-        # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
-        await self.server.commit([])
-        return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
-
-    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
-        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
-
-    def _policy_failed(self, run: str, error: Exception) -> None:
-        """A policy's fault: its run goes on with the standard one."""
-        log.error("the run's policy failed; the standard one decides from now on", run=run, exc_info=error)
-        self.server.write([Event("policy_failed", 0, run, type(error).__name__, "{}", self.clock())])
-
-    def _warm_start(self, server: Server, writer: Writer) -> None:
-        """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
-        if self.config.router.policy == "standard":
-            return
-        known: dict[int, tuple[tuple[float, Fact], ...]] = {}
-        for run in server.router.core.runs.values():
-            if run.ended:
-                continue
-            scratch = registry.named(self.config.router.policy, self.config.router.harvested_gpu_price)(
-                run.name
-            )
-            try:
-                past = history.read(
-                    writer.engine, run.name, max(0, run.last_step - warm_start.STEPS), warm_start.CHUNKS
-                )
-                facts = warm_start.facts(past)
-                warm_start.tell(scratch, facts)  # what no policy can take shows here
-            except Exception as error:  # what lies there was told by peers under clocks of their own
-                reason = error.cause if isinstance(error, LedgerError) else type(error).__name__
-                log.warning(
-                    "the run's past was not learned: it begins with priors",
-                    run=run.name,
-                    reason=reason,
-                    exc_info=error,
-                )
-            else:
-                known[run.id] = tuple(facts)
-                log.info("recalled", run=run.name, steps=len(past.steps), facts=len(facts))
-        if known:
-            server.post(PastRead(known))
-
-    def _tell_history(self, server: Server, generation: Generation) -> None:
-        """That the ledger is an older one is no secret: it is logged, and its own events say it."""
-        if generation.began:
-            log.warning(
-                "the ledger begins another history", reason=generation.began, generation=int(generation)
-            )
-            server.write(
-                [
-                    Event(
-                        "history_began",
-                        0,
-                        f"generation {int(generation)}",
-                        generation.began,
-                        "{}",
-                        self.clock(),
-                    )
-                ]
-            )
-
-    async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
-        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
-        ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
-        stopped = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (ours, stopped):
-            task.cancel()
-        if self.stop.is_set() or self._announcement.newest() > generation:
-            return
-        endpoint = self._announcement.publish(public, port, generation)
-        self.service_manager.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
-        log.info(
-            "serving",
-            endpoint=endpoint,
-            generation=int(generation),
-            ledger=store.parse(self.config.ledger_url).render_as_string(),
-        )
-
-    # ---------------------------------------------------------------- files that change
-
-    async def _beat(self, server: Server) -> None:
-        """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
-        while True:
-            await asyncio.sleep(BEAT_S)
-            await server.commit([Heartbeat(self.clock())])
-
-    async def _watch_files(self) -> None:
-        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
-        while True:
-            await asyncio.sleep(2.0)
-            try:
-                self._enrolment.look()
-                self._defend_rendezvous()
-                self._ownership.claim()
-            except (OSError, AuthError) as error:
-                log.warning("owners not read again; those known stay", reason=str(error))
-
-    def _defend_rendezvous(self) -> None:
-        """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""
-        why = self._announcement.defend()
-        if why:
-            self.failure = Fenced(why, "let only one daemon run on a ledger and a state directory")
-            self.stop.set()
 
 
 def run(

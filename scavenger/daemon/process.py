@@ -1,6 +1,8 @@
-"""How the daemon's Python shares its time between threads, and how seldom it looks for garbage. Owns these settings of the process.
+"""How the daemon's Python shares its time between threads, and how seldom it collects garbage. Owns these settings of the process.
 
-The router's loop and the ledger's writer share the interpreter's lock, and a full look for garbage stops both: with 64,000 samples in the
+Boundary: the Python interpreter's settings and clocks; benchmarks use them without a daemon.
+
+The router's loop and the ledger's writer share the interpreter's lock, and a full collection stops both: with 64,000 samples in the
 tables it takes 50 ms and more, and every commit waits for it. The tables free what they forget by themselves (`router.samples.forget`).
 
 The daemon's clock: Unix seconds that never run backwards, whatever is done to the host's wall clock.
@@ -26,13 +28,12 @@ class Clock:
 #: How long a busy thread keeps the interpreter from another one that waits for it. With Python's 5 ms a commit, which takes the lock
 #: again after each of its statements, stands still for most of its time while the loop is busy, and so do the leases that wait for it.
 SWITCH_S = 0.0005
-#: New containers that are still there when the youngest are looked through; how many such looks to one at the older ones; how many of
-#: these to one at all.
+#: gc.set_threshold: new containers before a collection of the youngest; how many of these to one of the next generation; and of the oldest.
 GC_THRESHOLDS = (20_000, 20, 50)
 
 
 def tune() -> None:
-    """Once in the life of a process, when what it restored is in memory: that is not looked through again."""
+    """Once in the life of a process, when what it restored is in memory: that is not collected again."""
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()

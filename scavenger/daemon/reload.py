@@ -1,5 +1,7 @@
 """What a changed scavenger.toml changes in a daemon that runs, and what only a restart does. Pure.
 
+Boundary: the comparison of two configurations; pure.
+
 Owns the comparison. `scavenger.config.site.LIVE` lists the keys that may change live; every other key that changed needs a restart:
 it is reported by name, and the old value stays in force.
 """

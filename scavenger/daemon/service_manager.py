@@ -1,11 +1,10 @@
-"""Reads scavenger.toml again when it is told to (SIGHUP) and applies what may change live. Owns the order: read, compare, apply, tell.
+"""The daemon's side to the service manager: readiness and watchdog, Prometheus, and SIGHUP. Wires these parts; each does its own work.
 
-A file that cannot be read or used changes nothing at all; what needs a restart is named and stays as it was: `reload` knows which it is.
+Boundary: the service manager (systemd), signals and the metrics port.
 
-The daemon's face to whoever runs it: the service manager, Prometheus, and SIGHUP. Wires these parts; each does its own work.
-
-Owns when the metrics are served and what a reload reaches. Decides nothing, and costs nothing where nobody asked for it: without
-`prometheus.listen` no record is counted, without a service manager nothing is said.
+Owns when the metrics are served, and the order of a reload: read scavenger.toml, compare, apply what may change live, report. A file that
+cannot be read or used changes nothing at all; `reload` says what needs a restart. Decides nothing, and costs nothing where it is not
+configured: without `prometheus.listen` no record is counted, without a service manager nothing is sent.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class ServiceManager:
         self,
         server: Server,
         harvester: Harvester | None,
-        look: Callable[[], Status],
+        read_status: Callable[[], Status],
         clock: Callable[[], float],
         stop: asyncio.Event,
     ) -> list[Coroutine[Any, Any, None]]:
@@ -110,7 +109,7 @@ class ServiceManager:
             tally, counted, core = self._tally, self._counted, server.router.core
 
             def read() -> metrics.Reading:
-                status = look()
+                status = read_status()
                 ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
                 demand = server.router.demand(status.at) if harvester is not None else ()
                 lag_s = counted.lag_s(status.backlog_records)
@@ -174,6 +173,6 @@ class Reloader:
         if restart:
             log.warning("these keys change at a restart only; their old values stay in force", keys=restart)
         detail = msgspec.json.encode({"changed": live, "needs_restart": restart}).decode()
-        said = f"{len(live)} keys changed, {len(restart)} need a restart"
-        self._write([Event("config_reloaded", 0, "scavenger.toml", said, detail, self._clock())])
-        return f"serving; {said}"
+        summary = f"{len(live)} keys changed, {len(restart)} need a restart"
+        self._write([Event("config_reloaded", 0, "scavenger.toml", summary, detail, self._clock())])
+        return f"serving; {summary}"

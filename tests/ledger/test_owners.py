@@ -71,11 +71,11 @@ def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(
         engine = store.open_readonly(url)
         public = keys.read_keypair(keys.server_key_path(state)).public
         enrolment = Enrolment(state, public, ring, told.extend, lambda: T0, reader.keys_in_force(engine))
-        enrolment.look()
+        enrolment.read()
         for change in changes:
             change()
-            enrolment.look()
-        enrolment.look()
+            enrolment.read()
+        enrolment.read()
         engine.dispose()
         written(url, [told])
         return fetch(url, TOLD)[before:]
