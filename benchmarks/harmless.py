@@ -63,7 +63,7 @@ from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, Harves
 from scavenger.harvest.driver import Harvester
 from scavenger.harvest.execute.job_script import read_template
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import IntentRevoked
 
 HOUR_S = 3600.0
@@ -215,7 +215,7 @@ class OtherUsers:
         await asyncio.sleep(max(0.0, began + window_s - time.time()))
 
     def read(self, names: Sequence[str], now: float) -> None:
-        from scavenger.cluster.slurm.hostlist import expand
+        from scavenger.cluster.slurm.text import expand
 
         for one in self.seen:
             path = self.folder / f"{one.arrival.number}"

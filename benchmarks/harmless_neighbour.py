@@ -26,7 +26,7 @@ from scavenger.cluster.model import JobSpec
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 
 WORK = """\
 import hashlib, os, sys, time

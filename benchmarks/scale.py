@@ -44,7 +44,7 @@ from scavenger.harvest.decide.decide import Limits, OurJob, decide
 from scavenger.harvest.decide.free_capacity import owners
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 
 ROOT = Path(__file__).resolve().parents[1]

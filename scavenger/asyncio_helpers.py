@@ -4,19 +4,12 @@ Waits for an event in asyncio, and no longer than so long.
 
 In place of `asyncio.wait_for`, which ruff forbids here: until Python 3.12 a cancellation that comes in the turn of the loop in which the
 event does is lost in it, and with it the deadline, or the end of the program, that it was to bring.
-
-One thread for calls that block: on Slurm's commands, and on files beside them. They run one after the other, in the order asked for.
-
-Owns the thread. Knows nothing of what it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
 
 
 async def within(event: asyncio.Event, seconds: float) -> bool:
@@ -25,23 +18,6 @@ async def within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class OneThread:
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-
-    async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a blocking call in the thread. Raises what it raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
-
-    def close(self) -> None:
-        """Take no more calls. The one under way is not waited for: a command may hang."""
-        self._pool.shutdown(wait=False)
 
 
 #: A disk or a file server that is busy is not one that hangs, however quick the looks.

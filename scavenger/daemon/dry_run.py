@@ -26,7 +26,7 @@ from scavenger.harvest.driver import DRAIN_NOTICE_S
 from scavenger.harvest.limits import rules_of
 from scavenger.harvest.stop_state import StopState
 from scavenger.harvest.track.tracker import Tracker
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 
 
 def supposed(most: int, gpus_per_engine: int) -> Demand:

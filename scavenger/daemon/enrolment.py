@@ -2,9 +2,9 @@
 
 Boundary: the key files under `keys/`; IO.
 
-Owns what is reported when: a key that comes into force is an event `key_added`, one that goes out of it `key_revoked`, each once, whether the
-files changed while a daemon ran or between two. The daemon's own key is among them; those of workers are in the ledger's `jobs`.
-Only public keys are reported. Knows no socket and no database: the ledger's past is handed over.
+Owns what is reported when: a key that comes into force is an event `key_added`, one that goes out of it `key_revoked`, each once, whether
+the files changed while a daemon ran or between two. The daemon's own key is among them; those of workers are in the ledger's `jobs`. Only
+public keys are reported. Knows no socket and no database: the ledger's past is handed over.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ def changes(
     for public in sorted(public for public in after if before.get(public) != after[public]):
         role, name = after[public]
         earlier = sum(owner == (role, name) for key, owner in after.items() if key != public)
-        why = f"accepted beside {earlier} earlier {'key' if earlier == 1 else 'keys'}" if earlier else "accepted"
+        why = (
+            f"accepted beside {earlier} earlier {'key' if earlier == 1 else 'keys'}"
+            if earlier
+            else "accepted"
+        )
         events.append(_event("key_added", public, role, name, why, at))
     return events
 

@@ -27,25 +27,23 @@ from dataclasses import replace
 
 import structlog
 
-from scavenger.asyncio_helpers import OneThread, first, patience_s
+from scavenger.asyncio_helpers import first, patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
-from scavenger.cluster.port import Cluster
+from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import owners
-from scavenger.harvest.execute.durable import Durable, as_json
-from scavenger.harvest.execute.execute import Performer
-from scavenger.harvest.execute.worker_keys import WorkerKeys
+from scavenger.harvest.execute.execute import Durable, Performer, WorkerKeys, as_json
 from scavenger.harvest.limits import pace_of, rules_of, stale_s
 from scavenger.harvest.observe.pace import Pace, Poll
 from scavenger.harvest.observe.polls import Poller
 from scavenger.harvest.stop_state import StopState
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
 from scavenger.router.core.events import Identity, RouterEvent, WorkerLife
 

@@ -14,7 +14,7 @@ from scavenger.ledger.faults import WriterState
 from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.state import Run, SampleStatus
 from scavenger.router.core.tables import Core
 

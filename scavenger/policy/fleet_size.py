@@ -4,9 +4,10 @@
     target    within it: grows by the share of the step in which its GPUs did not train (they generated themselves, or waited), holds
               inside a dead band, shrinks by little at a time
     worth     the next engine's saving over its expected life (`survival`) against the GPU time of its cold start
-    gate      from which age on an idle GPU is worth a start, for a run that says what an engine saves it
+    benefit   from which age on an idle GPU is worth a start, for a run that says what an engine saves it
+    Demand    the number and its reason: what the harvester reads of a run
 
-Owns the rules and the state they need from one step to the next. Knows nothing of Slurm, jobs or rooms, and no clock.
+Owns the rules and the state they need from one step to the next. Knows nothing of Slurm, jobs or free capacity, and no clock.
 """
 
 from __future__ import annotations
@@ -215,3 +216,20 @@ def start_benefit(benefit: Benefit, life: Curve, share: float) -> StartBenefit:
         verdict = verdict or found
     assert verdict is not None
     return StartBenefit(math.inf, f"{told}; one more {verdict.reason}: not worth its start, nor later")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
+
+    `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
+    where the run's policy says so; None: nothing is known, and what is idle is taken.
+    """
+
+    run_id: int
+    run: str
+    engines: int
+    gpus_per_engine: int
+    reason: str
+    engine: str = "reference"
+    benefit: Benefit | None = None

@@ -22,7 +22,7 @@ from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Limits, OurJob, Submit
 from scavenger.harvest.decide.free_capacity import Owners, find_free_capacity, owners
 from scavenger.harvest.track.observed_jobs import held_back
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.simulate.sacct import COMMAND
 from scavenger.simulate.survey import text
 from scavenger.simulate.survey.text import TableRow

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scavenger.cluster.model import JobState, Node
-from scavenger.cluster.slurm.hostlist import expand
-from scavenger.cluster.slurm.text import REMEMBERED, parse_state
+from scavenger.cluster.slurm.text import REMEMBERED, expand, parse_state
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.parsing import whole
 from scavenger.simulate.fleet import LONGEST_S, MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used

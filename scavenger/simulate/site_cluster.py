@@ -21,7 +21,7 @@ from scavenger.config.site import HarvestSection
 from scavenger.errors import SimulationError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Code, DrainKind, Limits, OurJob
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
 from scavenger.router.core.events import IntentRevoked, JobGone
 from scavenger.simulate.clock import Simulation, Timer

@@ -16,7 +16,7 @@ import msgspec
 
 from scavenger.cluster.model import Job, JobFlag, JobState
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import commands, json_output, reservations, runner
+from scavenger.cluster.slurm import commands, json_output, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
 from tests.clusters import layout_for_tests, wait_for
 
@@ -147,7 +147,7 @@ def texts(sandbox: SlurmSandbox) -> dict[str, str]:
             said(*json_output.nodes_argv(commands.parse_version(version))), "nodes", _NODE_KEYS
         ),
         "partitions.txt": said(*commands.partitions_argv()),
-        "reservations.txt": said(*reservations.argv()),
+        "reservations.txt": said(*commands.reservations_argv()),
         "config.txt": "".join(_CONFIG.findall(said(*commands.config_argv()))),
         "version.txt": version,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scavenger.cluster.model import JobLife
-from scavenger.cluster.slurm import accounting, commands
+from scavenger.cluster.slurm import commands
 from scavenger.errors import ClusterUnavailable
 
 #: A preempted life whose processes had to be killed lost its start; job 3 was cancelled while it waited; a user wrote job 4's name.
@@ -18,13 +18,13 @@ PRINTED = """\
 
 
 def test_each_life_of_a_requeued_job_is_a_row() -> None:
-    first, second, waited, theirs = accounting.parse(PRINTED)
+    first, second, waited, theirs = commands.parse_accounting(PRINTED)
     name = "scv-000000000000000a"
     assert first == JobLife(1, name, "PREEMPTED", 1795392563.0, 0.0, 1795392566.0, ("node1",), 2)
     assert second == JobLife(1, name, "CANCELLED", 1795392571.0, 1795392577.0, 0.0, ("node1", "node2"), 4)
     assert (waited.nodes, waited.start_time, waited.gpus) == ((), 0.0, 0)
     assert theirs.name == "a|b"
-    assert accounting.parse("") == ()
+    assert commands.parse_accounting("") == ()
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,17 @@ def test_each_life_of_a_requeued_job_is_a_row() -> None:
 )
 def test_an_answer_that_is_not_as_it_was_asked_for_is_none(printed: str) -> None:
     with pytest.raises(ClusterUnavailable, match="sacct's answer is malformed"):
-        accounting.parse(printed)
+        commands.parse_accounting(printed)
 
 
 def test_it_is_asked_for_all_lives_however_long_ago() -> None:
-    argv = accounting.argv((7, 9))
+    argv = commands.accounting_argv((7, 9))
     assert argv[:2] == ["sacct", "-D"]
     assert argv[argv.index("-S") + 1] < "1971"
     assert argv[argv.index("-j") + 1] == "7,9"
     for nonsense in ((), (0,), (-3,)):
         with pytest.raises(ValueError, match="not job ids"):
-            accounting.argv(nonsense)
+            commands.accounting_argv(nonsense)
 
 
 @pytest.mark.parametrize(("kind", "there"), [("slurmdbd", True), ("none", False), ("filetxt", False)])

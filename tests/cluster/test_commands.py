@@ -9,7 +9,7 @@ import pytest
 from scavenger.cluster.model import JobFlag, JobSpec, JobState, PreemptMode
 from scavenger.cluster.slurm import commands
 from scavenger.cluster.slurm import text as slurm_text
-from scavenger.cluster.slurm.hostlist import expand
+from scavenger.cluster.slurm.text import expand
 from scavenger.errors import ClusterError, ClusterUnavailable
 
 M = "xMARKMARKMARKMARK"

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 from scavenger.cluster.model import Job, JobFlag, JobState, Node, Unread
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import commands, json_output, reservations
+from scavenger.cluster.slurm import commands, json_output
 from scavenger.cluster.slurm.backend import SlurmCluster, agree
 from scavenger.errors import ClusterUnavailable
 from tests.cluster import record
@@ -104,7 +104,7 @@ def test_what_changes_seldom_is_read_alike_from_every_release(release: str) -> N
     assert commands.parse_partitions(text(release, "partitions.txt")) == commands.parse_partitions(
         text("22.05", "partitions.txt")
     )
-    assert reservations.parse(text(release, "reservations.txt")) == ()
+    assert commands.parse_reservations(text(release, "reservations.txt")) == ()
     info = commands.parse_info(text(release, "config.txt"), user="u")
     assert info.version == commands.parse_version(text(release, "version.txt"))
     assert info.version.startswith(release)

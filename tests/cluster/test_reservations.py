@@ -8,7 +8,7 @@ import pytest
 
 from scavenger.cluster.model import Reservation
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
-from scavenger.cluster.slurm import reservations
+from scavenger.cluster.slurm import commands
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterUnavailable
 
@@ -25,16 +25,16 @@ COURSE = (
 
 
 def test_reservations_are_read_by_name() -> None:
-    assert reservations.parse(MAINTENANCE + COURSE) == (
+    assert commands.parse_reservations(MAINTENANCE + COURSE) == (
         Reservation("course", frozenset({"node0"}), 1795289193.0, 1795296393.0),
         Reservation("maint1", frozenset({"node1", "node2"}), 1795292613.0, 1795299813.0, maintenance=True),
     )
-    assert reservations.parse("No reservations in the system\n") == ()
-    assert reservations.parse(COURSE.replace("Nodes=node0", "Nodes="))[0].nodes == frozenset()
+    assert commands.parse_reservations("No reservations in the system\n") == ()
+    assert commands.parse_reservations(COURSE.replace("Nodes=node0", "Nodes="))[0].nodes == frozenset()
     evil = COURSE.rstrip("\n") + " Comment=moved from\nthe old Nodes=node9 EndTime=1\n"
-    assert reservations.parse(evil + MAINTENANCE) == reservations.parse(COURSE + MAINTENANCE), (
-        "later releases print a comment"
-    )
+    assert commands.parse_reservations(evil + MAINTENANCE) == commands.parse_reservations(
+        COURSE + MAINTENANCE
+    ), "later releases print a comment"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_reservations_are_read_by_name() -> None:
 )
 def test_half_an_answer_is_none(text: str) -> None:
     with pytest.raises(ClusterUnavailable):
-        reservations.parse(text)
+        commands.parse_reservations(text)
 
 
 @pytest.mark.slurm

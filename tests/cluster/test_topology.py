@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scavenger.cluster.slurm import topology
+from scavenger.cluster.slurm import commands
 from scavenger.errors import ClusterUnavailable
 
 TREE = """SwitchName=s0 Level=0 LinkSpeed=1 Nodes=node[01-03]
@@ -18,7 +18,7 @@ AggregatedBlock=b[1-2] BlockIndex=2 Nodes=node[1-4] BlockSize=4
 
 
 def test_nodes_hang_at_their_leaf_switch() -> None:
-    found = topology.parse(TREE)
+    found = commands.parse_topology(TREE)
     assert found == (
         ("node01", "s0"),
         ("node02", "s0"),
@@ -30,16 +30,21 @@ def test_nodes_hang_at_their_leaf_switch() -> None:
 
 
 def test_a_block_is_as_good_as_a_switch() -> None:
-    assert topology.parse(BLOCK) == (("node1", "b1"), ("node2", "b1"), ("node3", "b2"), ("node4", "b2"))
+    assert commands.parse_topology(BLOCK) == (
+        ("node1", "b1"),
+        ("node2", "b1"),
+        ("node3", "b2"),
+        ("node4", "b2"),
+    )
 
 
 @pytest.mark.parametrize(
     "text", ["", "No topology information available\n", "SwitchName=s0 Level=0 LinkSpeed=1 Nodes=(null)\n"]
 )
 def test_no_topology_says_nothing(text: str) -> None:
-    assert topology.parse(text) == ()
+    assert commands.parse_topology(text) == ()
 
 
 def test_half_a_host_list_is_no_answer() -> None:
     with pytest.raises(ClusterUnavailable):
-        topology.parse("SwitchName=s0 Level=0 Nodes=node[1-\n")
+        commands.parse_topology("SwitchName=s0 Level=0 Nodes=node[1-\n")

@@ -28,7 +28,7 @@ from scavenger.harvest.decide.decide import (
 from scavenger.harvest.stop_state import StopState
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.harvest.views import INFO, SHARED, job, node, ours, view
 
 LIMITS = Limits(

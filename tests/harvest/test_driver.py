@@ -15,8 +15,7 @@ from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.observe import polls
 from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
-from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, Idling, node_class
 from scavenger.protocol import keys

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from scavenger.cluster.model import Node
 from scavenger.harvest.decide.decide import Code, Decision, Limits, Submit, decide
-from scavenger.policy.demand import Demand
-from scavenger.policy.fleet_size import Benefit, start_benefit
+from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
 from scavenger.policy.forecast.survival import Curve, Life, estimate, prior
 from scavenger.policy.idle_gpus import GAP_S, LEAST_LOST, PIECE_S, Idle, Idling, node_class
 from tests.harvest.views import SHARED, node, view

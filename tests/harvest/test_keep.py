@@ -11,8 +11,7 @@ import pytest
 
 from scavenger.cluster.model import Job, Node
 from scavenger.harvest.decide.decide import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
-from scavenger.policy.demand import Demand
-from scavenger.policy.fleet_size import Benefit, start_benefit
+from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
 from scavenger.policy.forecast.survival import Life, estimate, prior
 from scavenger.policy.idle_gpus import Idle, node_class
 from tests.harvest.views import node, ours, view

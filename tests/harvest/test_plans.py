@@ -10,7 +10,7 @@ import pytest
 from scavenger.cluster.model import Job, JobState
 from scavenger.harvest.decide.decide import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
 from scavenger.harvest.observe.polls import KEPT_S, Plans
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.harvest.views import job, node, ours, view
 
 NOW = 10_000.0

@@ -25,7 +25,7 @@ from scavenger.harvest.decide.decide import (
     allot,
     decide,
 )
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.harvest.views import SHARED, job, node, view
 
 LIMITS = Limits("scavenge", max_engines=8, max_pending=4)

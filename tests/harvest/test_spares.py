@@ -18,7 +18,7 @@ from scavenger.harvest.decide.decide import (
     decide,
 )
 from scavenger.harvest.decide.standby import BEGIN_S, is_standby
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.harvest.views import job, node, ours, view
 
 NOW = 1_000_000.0

@@ -16,7 +16,7 @@ from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code
 from scavenger.harvest.track import observed_jobs
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.harvest.states import STATES, TROUBLES, State, state_rows, trouble_rows
 from tests.harvest.test_tracker import A, Watch, running
 from tests.harvest.views import PARTITIONS, SHARED, node, ours, view

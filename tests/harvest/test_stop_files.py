@@ -13,8 +13,7 @@ import pytest
 
 from scavenger.config import DaemonConfig, DaemonSection, HarvestSection
 from scavenger.harvest.limits import Stop
-from scavenger.harvest.stop_files import KEEP_S, StopFiles
-from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.stop_state import KEEP_S, StopFiles, StopState
 
 
 @contextmanager

@@ -12,13 +12,12 @@ from typing import Any
 
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec, JobState, PreemptMode
-from scavenger.cluster.port import Cluster
-from scavenger.cluster.rpc import RpcCounter
+from scavenger.cluster.port import Cluster, RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, Fenced, SubmitUnknown
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import Identity, WorkerLife
 from tests.clusters import unfinished
 

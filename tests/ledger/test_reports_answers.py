@@ -13,8 +13,7 @@ from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.decide.decide import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
-from scavenger.policy.demand import Demand
-from scavenger.policy.fleet_size import Benefit
+from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, node_class
 from tests.harvest.views import job, node, ours, view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scavenger.observe import reading
 from scavenger.observe.tally import Tally
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from tests.observe.test_status import SEEN
 from tests.router.moves import W1, one_lease
 

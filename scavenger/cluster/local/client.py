@@ -26,7 +26,7 @@ from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.local import messages as wire
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
-from scavenger.cluster.rpc import RpcCounter
+from scavenger.cluster.port import RpcCounter
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown
 
 _R = TypeVar("_R")

@@ -26,9 +26,9 @@ import structlog
 from scavenger.cluster import processes
 from scavenger.cluster.error_kind import ErrorKind, error_kind_of
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
+from scavenger.cluster.port import RpcCounter
 from scavenger.cluster.pyslurm import messages as wire
 from scavenger.cluster.pyslurm import rows as read
-from scavenger.cluster.rpc import RpcCounter
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterUnavailable
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from scavenger.cluster.model import KNOWN_NODE_STATES, Job, Node, Unread
 from scavenger.cluster.pyslurm.messages import JobRow, NodeRow
 from scavenger.cluster.slurm import text
-from scavenger.cluster.slurm.hostlist import expand, planned
+from scavenger.cluster.slurm.text import expand, planned
 from scavenger.errors import ClusterUnavailable
 
 _BASE_WORDS = {"power": "powered_down"}  # pyslurm 22.5's own word

@@ -30,7 +30,7 @@ from typing import Literal
 
 import structlog
 
-from scavenger.cluster import rpc
+from scavenger.cluster import port
 from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import (
     ClusterInfo,
@@ -43,8 +43,8 @@ from scavenger.cluster.model import (
     Partition,
     Reservation,
 )
-from scavenger.cluster.rpc import RpcCounter
-from scavenger.cluster.slurm import accounting, commands, json_output, reservations, runner, topology
+from scavenger.cluster.port import RpcCounter
+from scavenger.cluster.slurm import commands, json_output, runner
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 
 #: One life of a job: a requeued one may start anew between two answers.
@@ -185,13 +185,13 @@ class SlurmCluster:
 
     def info(self) -> ClusterInfo:
         info = commands.parse_info(
-            self._ask(commands.config_argv(), rpc.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name
+            self._ask(commands.config_argv(), port.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name
         )
         if self._switches is None:  # cables are asked for once; the configuration again and again
             told = self._command(
-                topology.argv(), rpc.TOPOLOGY
+                commands.topology_argv(), port.TOPOLOGY
             )  # a site without a topology may answer with an error: it then has none
-            self._switches = topology.parse(told.stdout if told.returncode == 0 else "")
+            self._switches = commands.parse_topology(told.stdout if told.returncode == 0 else "")
         return replace(info, switches=self._switches)
 
     def view(self) -> ClusterView:
@@ -202,9 +202,9 @@ class SlurmCluster:
 
     def _nodes(self) -> tuple[Node, ...]:
         if self._output == "fields":
-            return commands.parse_nodes(self._ask(commands.nodes_argv(), rpc.NODES))
+            return commands.parse_nodes(self._ask(commands.nodes_argv(), port.NODES))
         self._version = self._version or self.version()
-        return json_output.parse_nodes(self._ask(json_output.nodes_argv(self._version), rpc.NODES))
+        return json_output.parse_nodes(self._ask(json_output.nodes_argv(self._version), port.NODES))
 
     def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
         """An observation of which nodes and then jobs were asked for, with what changes seldom: partitions and reservations."""
@@ -253,26 +253,28 @@ class SlurmCluster:
     def _booked(self) -> tuple[Reservation, ...]:
         """Reservations, at most `RESERVATIONS_S` old."""
         if time.monotonic() - self._reservations_at >= RESERVATIONS_S:
-            self._reservations = reservations.parse(self._ask(reservations.argv(), rpc.RESERVATIONS))
+            self._reservations = commands.parse_reservations(
+                self._ask(commands.reservations_argv(), port.RESERVATIONS)
+            )
             self._reservations_at = time.monotonic()
         return self._reservations
 
     def jobs(self) -> tuple[Job, ...]:
         if self._output == "json":
-            return json_output.parse_jobs(self._ask(json_output.jobs_argv(), rpc.JOBS_JSON))
+            return json_output.parse_jobs(self._ask(json_output.jobs_argv(), port.JOBS_JSON))
         # 64 random bits: nobody guesses them, and the answer holds 24 marks a job; a leading digit would be read as a width
         mark = "x" + secrets.token_hex(8)
-        return commands.parse_jobs(self._ask(commands.squeue_argv(mark), rpc.JOBS), mark)
+        return commands.parse_jobs(self._ask(commands.squeue_argv(mark), port.JOBS), mark)
 
     def _ask_partitions(self) -> tuple[Partition, ...]:
-        return commands.parse_partitions(self._ask(commands.partitions_argv(), rpc.PARTITIONS))
+        return commands.parse_partitions(self._ask(commands.partitions_argv(), port.PARTITIONS))
 
     def submit(self, spec: JobSpec) -> int:
         argv = commands.sbatch_argv(spec)
         # the job's environment is what we say and a plain base: nothing of the daemon's own leaks into it
         env = {key: self._env[key] for key in _JOB_BASE if key in self._env} | commands.job_environment(spec)
         try:
-            self.rpc.add(rpc.SUBMIT)
+            self.rpc.add(port.SUBMIT)
             done = runner.run(argv, env, self._timeout_s, stdin=spec.script)
         except runner.NotStarted as error:
             raise ClusterError(
@@ -299,14 +301,14 @@ class SlurmCluster:
                 raise runner.failure("scancel", " ".join(real))
 
     def requeue(self, job_id: int) -> None:
-        self._ask(commands.requeue_argv(job_id), rpc.REQUEUE)
+        self._ask(commands.requeue_argv(job_id), port.REQUEUE)
 
     def release(self, job_id: int, node: str) -> None:
-        self._ask(commands.release_argv(job_id, node), rpc.UPDATE)
+        self._ask(commands.release_argv(job_id, node), port.UPDATE)
 
     def accounting(self, job_ids: tuple[int, ...]) -> tuple[JobLife, ...]:
         # asks slurmdbd, not the controller: no request of `rpc`
-        return accounting.parse(self._ask(accounting.argv(job_ids), {})) if job_ids else ()
+        return commands.parse_accounting(self._ask(commands.accounting_argv(job_ids), {})) if job_ids else ()
 
     def close(self) -> None:
         """Nothing is held between calls."""

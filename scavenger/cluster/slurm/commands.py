@@ -9,6 +9,10 @@ field that says whose job it is, its state, its nodes, or what it holds or waits
 another way must not blind us. Slurm 22.05, 24.11 and 26.05 are read; their answers are recorded in tests/data/slurm.
 
 Knows nothing of processes, clocks or environment variables. Times are asked for as Unix seconds (SLURM_TIME_FORMAT=%s).
+
+Beside nodes and queue: reservations (what one means for harvested engines is `harvest`'s), the topology (optional: with topology/tree the
+leaf switches name their nodes, with topology/block the blocks do) and accounting. `sacct -D` prints a row for each life of a job that was
+requeued, where `sacct` alone and `squeue` know the last one only. A malformed record fails the observation.
 """
 
 from __future__ import annotations
@@ -20,18 +24,19 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
 
-from scavenger.cluster.model import ClusterInfo, Job, JobSpec, Node, Partition, Unread
-from scavenger.cluster.slurm.hostlist import expand, planned
+from scavenger.cluster.model import ClusterInfo, Job, JobLife, JobSpec, Node, Partition, Reservation, Unread
 from scavenger.cluster.slurm.text import (
     NOTHING,
     REMEMBERED,
     Asked,
+    expand,
     job_gpus,
     node_gpus,
     node_states,
     parse_duration,
     parse_preempt_mode,
     parse_state,
+    planned,
     spread,
     text_or_empty,
 )
@@ -508,3 +513,117 @@ def _pairs(line: str, required: Sequence[str], optional: Sequence[str] = ()) -> 
     if missing:
         raise ClusterUnavailable(f"a record has no {', '.join(missing)}: {line[:120]!r}")
     return found
+
+
+_NO_RESERVATIONS = "No reservations in the system"
+
+
+def reservations_argv() -> list[str]:
+    return ["scontrol", "-a", "-o", "show", "reservation"]
+
+
+def parse_reservations(stdout: str) -> tuple[Reservation, ...]:
+    """Reservations that hold whole nodes or parts of them, by name. A floating one, or one of licences alone, has no nodes."""
+    lines = [record for record in re.split(r"^(?=ReservationName=)", stdout, flags=re.M) if record.strip()]
+    if not stdout.endswith("\n"):
+        raise ClusterUnavailable("scontrol show reservation: the answer is empty or truncated")
+    if any(line.startswith(_NO_RESERVATIONS) for line in lines):
+        return ()
+    return tuple(sorted((_reservation(line) for line in lines), key=lambda reservation: reservation.name))
+
+
+def _reservation(line: str) -> Reservation:
+    row = dict(
+        reversed(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
+    )  # the first of each counts: a comment, last, may hold anything
+    try:
+        nodes = frozenset(expand(row["Nodes"])) if row["Nodes"] not in ("", "(null)") else frozenset[str]()
+        start, end = float(int(row["StartTime"])), float(int(row["EndTime"]))
+        return Reservation(row["ReservationName"], nodes, start, end, "MAINT" in row["Flags"].split(","))
+    except (KeyError, ValueError) as error:
+        raise ClusterUnavailable(
+            f"a reservation's record cannot be read ({error}): {line[:120]!r}"
+        ) from error
+
+
+def topology_argv() -> list[str]:
+    return ["scontrol", "show", "topology"]
+
+
+def parse_topology(stdout: str) -> tuple[tuple[str, str], ...]:
+    """(node, switch) in the order told; a node keeps its first. Raises `ClusterUnavailable` on a malformed host list."""
+    found: dict[str, str] = {}
+    for line in stdout.splitlines():
+        row = dict(re.findall(r"(\w+)=(\S*)", line))
+        name = row.get("BlockName") or (row.get("SwitchName") if row.get("Level") == "0" else None)
+        if name and row.get("Nodes", "(null)") != "(null)":
+            for node in expand(row["Nodes"]):
+                found.setdefault(node, name)
+    return tuple(found.items())
+
+
+_ACCOUNTING_FIELDS = (
+    "JobIDRaw",
+    "State",
+    "Submit",
+    "Start",
+    "End",
+    "NNodes",
+    "NodeList",
+    "AllocTRES",
+    "JobName",
+)
+_NO_NODES = NOTHING | {"None assigned"}
+
+
+def accounting_argv(job_ids: Sequence[int]) -> list[str]:
+    """All lives of these jobs, however long ago (`-S`: a site's default may be today), without their steps."""
+    if not job_ids or min(job_ids) <= 0:
+        raise ValueError(f"not job ids: {job_ids!r}")
+    ids = ",".join(str(job_id) for job_id in job_ids)
+    return [
+        "sacct",
+        "-D",
+        "-X",
+        "-n",
+        "-P",
+        "-S",
+        "1970-01-02",
+        "-j",
+        ids,
+        "-o",
+        ",".join(_ACCOUNTING_FIELDS),
+    ]
+
+
+def parse_accounting(stdout: str) -> tuple[JobLife, ...]:
+    """Lives by job and start. Raises `ClusterUnavailable` on a record that is not as it was asked for."""
+    lives = [_life(line) for line in stdout.split("\n") if line]
+    return tuple(sorted(lives, key=lambda life: (life.job_id, life.submit_time, life.start_time)))
+
+
+def _life(line: str) -> JobLife:
+    values = line.split("|", len(_ACCOUNTING_FIELDS) - 1)
+    if len(values) != len(_ACCOUNTING_FIELDS):
+        raise ClusterUnavailable(f"sacct's answer is malformed: {line[:120]!r}")
+    job_id, state, submit, start, end, n_nodes, nodes, tres, name = values
+    if not job_id.isdecimal():
+        raise ClusterUnavailable(f"sacct's answer is malformed: not a job id: {job_id[:40]!r}")
+    return JobLife(
+        int(job_id),
+        name,
+        state.split(" ", 1)[0],
+        _accounting_time(submit),
+        _accounting_time(start),
+        _accounting_time(end),
+        () if nodes in _NO_NODES else tuple(expand(nodes)),
+        job_gpus(Asked(tres, "", "", "", ""), int(n_nodes) if n_nodes.isdecimal() else 0, 0),
+    )
+
+
+def _accounting_time(text: str) -> float:
+    if text in NOTHING:
+        return 0.0
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise ClusterUnavailable(f"sacct's answer is malformed: not a time: {text[:40]!r}")
+    return float(text)

@@ -19,15 +19,16 @@ from typing import Any
 import msgspec
 
 from scavenger.cluster.model import KNOWN_NODE_STATES, Job, Node, Unread
-from scavenger.cluster.slurm.hostlist import expand, planned
 from scavenger.cluster.slurm.text import (
     INFINITE_S,
     Asked,
     count_gpus,
     count_tasks,
+    expand,
     job_gpus,
     node_gpus,
     parse_state,
+    planned,
     spread,
     text_or_empty,
 )

@@ -34,10 +34,9 @@ from itertools import cycle, islice
 
 from scavenger.cluster.model import ClusterView, Job, Node
 from scavenger.harvest.decide.actions import CancelPending, Code, Limits, OurJob, Submit
-from scavenger.harvest.decide.free_capacity import FreeCapacity, waits_for
+from scavenger.harvest.decide.free_capacity import FreeCapacity, StartBenefits, waits_for
 from scavenger.harvest.decide.other_users import QueueScan
-from scavenger.harvest.decide.start_benefit import StartBenefits
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 
 #: A job that waits this many times `fresh_after_s` for a node that looks free is held back by what we do not see.
 STUCK = 4.0

@@ -1,28 +1,44 @@
-"""Performs what was decided: jobs are given back, cancelled, released and submitted, in that order, each with its decision in the ledger.
+"""Performs what was decided: jobs are drained, cancelled, released and submitted, in that order, each with its decision in the ledger.
 
-    GiveBack              the router is told; nothing of it is Slurm's
+    DrainAllocated        the router is told; nothing of it is Slurm's
     CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
-    Release               a waiting job begins; one that Slurm does not let us steer is cancelled
+    Release               a standby job begins; one that Slurm does not let us steer is cancelled
     Submit                intent durable -> key file -> key allowed -> sbatch -> submitted
 
 A process that dies anywhere in between leaves what its successor needs: an intent in the ledger, and a job that carries the intent in its
 name and comment. Before every command that changes something a write is attempted: a daemon that another one replaced is fenced there
 (`Fenced`), before it touches that one's jobs.
 
-Owns the order within one decision, and what becomes of an answer that is missing or a refusal. Must not know how often and at what is
-looked, nor why anything was decided; whether a decision still holds it asks.
+`Durable` bounds how long a cycle waits for its records. A ledger that cannot take a transaction (no space, no connection) stalls, and with
+it all that wait for it. Harvesting must not: other users wait for GPUs, and an admin may have stopped it. After the bound the caller
+decides what to do without.
+
+`WorkerKeys` owns the files `workers/INTENT.key` and which worker is let in: minted -> written (before `sbatch`: the job reads the file) ->
+allowed -> dropped when the job is closed, with its file and an empty log. A daemon that starts lets those in again whose files its
+predecessor left, and removes the files of intents that the ledger has closed.
+
+Boundary: commands, key files and the ledger's answer; IO.
+
+Owns the order within one decision, and what becomes of a reply that is missing or a refusal. Must not know how often the cluster is polled,
+nor why anything was decided; whether a decision still holds it asks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
 
-from scavenger.asyncio_helpers import OneThread
-from scavenger.cluster.port import Cluster
+import msgspec
+import structlog
+
+from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 from scavenger.harvest.decide.actions import (
+    Action,
     Cancel,
     CancelPending,
     Code,
@@ -32,16 +48,113 @@ from scavenger.harvest.decide.actions import (
     Release,
     Submit,
 )
-from scavenger.harvest.execute.durable import Durable, as_json, decided
-from scavenger.harvest.execute.job_script import job_spec, read_template
-from scavenger.harvest.execute.worker_keys import WorkerKeys
+from scavenger.harvest.execute.job_script import drop_empty_log, job_spec, read_template
 from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import IntentRevoked, RouterEvent
+from scavenger.router.core.events import Identity, IntentRevoked, RouterEvent
+
+log = structlog.get_logger()
+
+
+class WorkerKeys:
+    """`register` and `unregister` tell the daemon's key ring."""
+
+    def __init__(
+        self, state_dir: Path, register: Callable[[str, Identity], None], unregister: Callable[[str], None]
+    ) -> None:
+        self._state_dir, self._register, self._unregister = state_dir, register, unregister
+        self._public: dict[str, str] = {}  # intent -> public key that we let in
+
+    def write(self, pair: keys.KeyPair) -> None:
+        """Put the pair where its job will read it. Blocks; raises `OSError`."""
+        keys.write_keypair(keys.worker_key_path(self._state_dir, pair.intent), pair)
+
+    def allow(self, pair: keys.KeyPair) -> None:
+        """Let the pair's holder in, as the worker of its run and intent."""
+        self._public[pair.intent] = pair.public
+        self._register(pair.public, Identity("worker", pair.public, pair.run, pair.intent))
+
+    def allow_again(self, intent_id: str) -> None:
+        """Let in whom a previous daemon made a key for. Raises `AuthError` where its file is missing or cannot be used."""
+        self.allow(keys.read_keypair(keys.worker_key_path(self._state_dir, intent_id)))
+
+    def drop(self, intent_id: str) -> None:
+        """A closed job's key opens nothing any more."""
+        public = self._public.pop(intent_id, "")
+        if public:
+            self._unregister(public)
+        self._drop_files(intent_id)
+
+    def drop_stale(self, opened: Collection[str]) -> None:
+        """Remove the files of every intent that is not in `opened`: a daemon that died did not get to it."""
+        for path in sorted((self._state_dir / "workers").glob("scv-*.key")):
+            if path.stem not in opened:
+                self._drop_files(path.stem)
+
+    def _drop_files(self, intent_id: str) -> None:
+        try:
+            keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
+            drop_empty_log(self._state_dir, intent_id)
+        except OSError as error:  # its key opens nothing; the next daemon's start tries again
+            log.warning("a closed job's files stay", intent=intent_id, reason=str(error))
+
+
+class Durable:
+    """`commit` returns when its records are durable, `write` at once; both raise when this daemon may write no more (`Fenced`)."""
+
+    def __init__(
+        self,
+        commit: Callable[[Sequence[rec.Record]], Awaitable[None]],
+        write: Callable[[Sequence[rec.Record]], object],
+        patience_s: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._commit, self._write, self._patience_s, self._clock = commit, write, patience_s, clock
+        self.stalled = False
+
+    async def within(self, records: Sequence[rec.Record]) -> bool:
+        """Whether the records are durable in time. False: they are queued, and will be if the ledger recovers. Raises `Fenced`."""
+        patience_s = self._patience_s()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._commit(records)
+        except TimeoutError:
+            why = f"no record became durable within {patience_s:g} s: nothing is submitted, and jobs are cancelled all the same"
+            # written also when there is nothing new to tell: a writer that was fenced meanwhile says so here
+            self._write(
+                [] if self.stalled else [rec.Event("ledger_stalled", 0, "ledger", why, "{}", self._clock())]
+            )
+            if not self.stalled:
+                log.warning("ledger stalled", reason=why)
+            self.stalled = True
+            return False
+        if self.stalled:
+            self.stalled = False
+            self._write(
+                [rec.Event("ledger_back", 0, "ledger", "records become durable again", "{}", self._clock())]
+            )
+        return True
+
+
+def decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
+    """The record of one action."""
+    names = {
+        Submit: "submit",
+        Release: "release",
+        CancelPending: "cancel_pending",
+        DrainAllocated: "give_back",
+        Cancel: "cancel",
+    }
+    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
+
+
+def as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
 
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
 

@@ -18,10 +18,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from scavenger.asyncio_helpers import OneThread
 from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job
-from scavenger.cluster.port import Cluster
+from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
 from scavenger.harvest.observe.pace import Poll

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from scavenger.ledger.records import GroupState, Record, Snapshot
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import Fact
 from scavenger.protocol.messages import Assign, Call, GroupDone, Message, WorkerHello
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 
 from scavenger.ledger import records as rec
-from scavenger.policy.demand import Demand
+from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import NewPolicy
 from scavenger.protocol.messages import Awake, Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
 from scavenger.router.core import (
