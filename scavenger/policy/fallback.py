@@ -1,5 +1,7 @@
 """A run's policy whose fault ends nothing: the run goes on with the standard one. Pure.
 
+Boundary: the failure of a site's own policy.
+
 What a policy learns from comes from peers, and what it does with it is much arithmetic. A fault in it concerns one run's speed and must not
 end the daemon of all. In tests and in the simulator policies are not guarded: there a fault is to be seen.
 """

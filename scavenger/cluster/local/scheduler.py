@@ -1,5 +1,7 @@
 """Pure: a small partition-priority scheduler with preemption and requeue, in Slurm's terms.
 
+Boundary: scheduling itself; pure.
+
 Events in, actions out: `Scheduler.step(event, now) -> actions`. No IO, no clock, no randomness; everything is sorted
 before it is decided on, so equal events give equal actions. `local` drives real processes with it; a simulator may drive
 virtual ones.

@@ -1,5 +1,7 @@
 """The local backend's server: `scheduler` driving real processes on this machine.
 
+Boundary: a process of its own behind a socket; IO.
+
 Owns job processes (each script in a session of its own), their signals and the control socket in a 0700 folder. All
 decisions are the scheduler's. One asyncio loop, one thread. When it stops, no job process is left. Linux only (pidfd,
 /proc).

@@ -1,5 +1,7 @@
 """Slurm through pyslurm in a process of its own: observations come from there, and what changes jobs goes by Slurm's commands.
 
+Boundary: the helper process that loads Slurm's library; IO.
+
 Owns that process: it is started when first needed, given a deadline for every answer, ended when it misses one, and started again after a
 pause that doubles. All of that is one named failed observation (`ErrorKind.BACKEND`), never a hung daemon. Whether a pyslurm may be used
 here at all, and why not, is `unfit`. Never imports pyslurm.

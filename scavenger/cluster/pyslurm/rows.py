@@ -1,5 +1,7 @@
 """Pure: rows from pyslurm's process as our model. The same checks as for what Slurm's commands print: half a view is none.
 
+Boundary: rows of Slurm's library into the model; pure.
+
 Knows nothing of pyslurm, pipes or clocks.
 """
 

@@ -1,5 +1,7 @@
 """slurmctld of a private Slurm: one, or two of which the second stands by.
 
+Boundary: the controllers' processes; IO.
+
 Owns how they are started, told apart, held down and started again. Two can be had on one machine because each gets a hostname of its own
 (a UTS namespace) that is a loopback address, and listens there only. The other daemons, and what the configuration says besides, are the
 sandbox's.

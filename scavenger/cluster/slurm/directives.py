@@ -1,5 +1,7 @@
 """What a job script asks Slurm for, as its #SBATCH lines say it. Pure: text in, one frozen struct out.
 
+Boundary: the `#SBATCH` lines of a person's script; pure.
+
 Owns which directives are read, which do not matter here, and that every other one is named: what was not read is never taken for its
 default. Judges nothing.
 """

@@ -1,5 +1,7 @@
 """Pure: what `squeue --json`, `sinfo --json` and `scontrol show nodes --json` print, of Slurm 22.05 to 26.05, as our model.
 
+Boundary: the JSON of Slurm's commands; pure.
+
 The schema is another one in almost every release: numbers are plain, or `{set, infinite, number}` (from 23.02 on); a job's state is a word,
 or a list of them (from 23.11 on); a node's flags stand apart (22.05) or among its states. Each value is read as whichever it is, and a
 document that reports errors or is cut off fails the whole poll. So does a record whose owner, state, nodes, GPUs or

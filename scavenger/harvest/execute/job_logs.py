@@ -1,5 +1,7 @@
 """Bounds what engines' jobs write to `<state_dir>/logs`: an engine that complains for ever must not fill the shared file system.
 
+Boundary: files that jobs write; IO.
+
 Owns which logs go and which are cut. A job's log stays while its job may still write; the oldest of ended jobs go first. One that is too
 large loses its middle: Slurm appends to it, so it can be cut under the job, and its last words are kept. `plan` is pure.
 """

@@ -1,5 +1,7 @@
 """When a job of ours held GPUs, on which node, and why it ended: from one sight of the job after the other. Pure.
 
+Boundary: the times of allocations; pure.
+
 A *hold* is one incarnation that holds GPUs. Slurm says less than it knows: an incarnation may begin and end between two looks, its restart
 count may grow before its GPUs are free, and a requeue does not say whose wish it was. Each growth of the restart count is one hold that
 ended, seen or not; its times are Slurm's where it tells them, else what `allocation_bounds` says.

@@ -1,5 +1,7 @@
 """`forecast_lengths.Table` for all samples of a step at once: the same numbers to the last bit, several times as fast. Pure.
 
+Boundary: a step's samples taken together in arrays; pure.
+
 A policy asks about a thousand samples every few seconds. Sums, products and searches are numpy's, which rounds them as Python does;
 logarithms, exponentials and quantiles stay those of `math` and `statistics`, sample by sample, because numpy's may differ in the last bit,
 and equal facts shall give equal decisions wherever they run. Knows tables, beliefs and present lengths; nothing of who holds a sample.

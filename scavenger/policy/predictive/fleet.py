@@ -1,5 +1,7 @@
 """How many harvested engines a run asks for, from one step to the next. Pure.
 
+Boundary: the size of the fleet; pure.
+
 Sizes the fleet on a whole step with lengths from the forecast (`window.size_fleet`), asks for no engine that saves less over its
 expected life than its start costs (`harvest.autoscale.worth`), and goes there by the share of the step that the trainer waited
 (`harvest.autoscale.step_ended`). Owns when the size is solved again: after a step in which engines came or were lost, after some

@@ -1,5 +1,7 @@
 """Which running samples change engines, from one decision to the next: rebalancing, and merging a step's tail. Pure.
 
+Boundary: which samples move; pure.
+
 Asks `offload.rebalance` and `offload.merge` with what the forecast expects of every lease. Owns when they are asked, and the memory of one
 step that keeps samples from going back and forth: where each was taken from, and which engines were emptied.
 """

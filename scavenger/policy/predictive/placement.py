@@ -1,5 +1,7 @@
 """Which queued sample goes where, from one decision to the next. Pure.
 
+Boundary: which engine gets a sample; pure.
+
     anew     a look at every sample of the step: the order (`placement.order` or what `Service` finds better), each to the engine that
              would be done with it first; at a step's start, after a loss and every `RANKING_S`
     ranked   the next of that order to the emptiest engine: what a free slot costs. Who came back since (an engine fell asleep or was
