@@ -70,7 +70,7 @@ PURE = (
     "scavenger/router/core/*.py",
     "scavenger/harvest/decide/*.py",
     "scavenger/harvest/track/*.py",
-    "scavenger/harvest/observe/pace.py",
+    "scavenger/harvest/pace.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/error_kind.py",
     "scavenger/cluster/partition_check.py",

@@ -1,4 +1,4 @@
-"""One daemon: wires ledger, router and harvester together and runs them until it is told to stop.
+"""One daemon: wires ledger, router and harvester together and runs them until it is stopped.
 
 Owns start, takeover of the ledger from another daemon, reload, the service manager and shutdown. Decides neither what is
 harvested (`scavenger.harvest.decide`) nor who generates what (`scavenger.router.core`).

@@ -1,12 +1,17 @@
-"""The harvester: observe -> tracker -> policy -> perform, round and round. Theory of operation:
+"""The harvester: poll -> track -> decide -> execute, round and round. Theory of operation:
 
-    Looks.observe(look)             a view of the cluster (in one thread, never on the loop)
-      -> Tracker.observe(view)      records to the ledger, JobGone to the router, keys of closed jobs removed
-      -> policy.decide(view, ...)   actions with reasons
-      -> Performer.perform          commands, each with what must be durable before it
+    Poller.observe(poll)          a view of the cluster (in one thread, never on the loop)
+      -> Tracker.observe(view)    records to the ledger, JobGone to the router, keys of closed jobs removed
+      -> decide(view, ...)        actions with reasons
+      -> Performer.perform        commands, each with what must be durable before it
 
-When to look again, and at how much, is `pace`'s. A look at the queue alone moves our jobs on; when it shows that one left its GPUs, a
-whole look follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
+When to poll again, and how much, is `pace`'s. A poll of the queue alone moves our jobs on; when it shows that one left its GPUs, a full
+poll follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
+
+`Poller` owns the last complete observation, what Slurm says of itself, and the verdict on the partition. A poll of the queue becomes a full
+one where it says too little. Every observation is stamped by our clock, with the time before it was asked for. `Plans` owns the last plans
+that were seen, what backfill plans for waiting jobs: each of its cycles begins by forgetting the starts and nodes of all waiting jobs
+(Slurm's `_clear_job_estimates`) and finds them again one by one, so a queue polled in between shows none.
 
 Owns the order of a cycle, the wait between two, and the end. Decides nothing about jobs; knows of no command and no key file.
 """
@@ -28,24 +33,143 @@ from dataclasses import replace
 import structlog
 
 from scavenger.asyncio_helpers import first, patience_s
-from scavenger.cluster.model import ClusterInfo, ClusterView
+from scavenger.cluster import partition_check
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job
 from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import owners
 from scavenger.harvest.execute.execute import Durable, Performer, WorkerKeys, as_json
 from scavenger.harvest.limits import pace_of, rules_of, stale_s
-from scavenger.harvest.observe.pace import Pace, Poll
-from scavenger.harvest.observe.polls import Poller
+from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.stop_state import StopState
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
 from scavenger.router.core.events import Identity, RouterEvent, WorkerLife
+
+#: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
+KEPT_S = 300.0
+
+
+class Plans:
+    """`complete` is told every look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            int, tuple[Job, float]
+        ] = {}  # by job id: how it was planned last, and when that was seen
+
+    def complete(self, jobs: Sequence[Job], now: float) -> tuple[Job, ...]:
+        """The queue, with the last plan of each waiting job that shows none, while that is still to come."""
+        seen = self._seen
+        self._seen = {}
+        return tuple(self._completed(job, seen, now) if job.waits else job for job in jobs)
+
+    def _completed(self, job: Job, seen: dict[int, tuple[Job, float]], now: float) -> Job:
+        if job.planned:
+            self._seen[job.job_id] = (job, now)
+            return job
+        found = seen.get(job.job_id)
+        if found is None or now - found[1] > KEPT_S or found[0].start_time <= now:
+            return job
+        self._seen[job.job_id] = found
+        return replace(job, planned=found[0].planned, start_time=found[0].start_time)
+
+
+#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
+INFO_S = 900.0
+
+
+class Poller:
+    """`surprised` says whether a queue shows more than a look at it alone can explain; `learned` hears what Slurm says of itself."""
+
+    def __init__(
+        self,
+        config: Callable[[], DaemonConfig],
+        cluster: Cluster,
+        thread: OneThread,
+        *,
+        surprised: Callable[[Sequence[Job]], bool],
+        learned: Callable[[ClusterInfo], None],
+        write: Callable[[Sequence[rec.Record]], object],
+        clock: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._config, self._cluster, self._thread = config, cluster, thread
+        self._surprised, self._learned, self._write = surprised, learned, write
+        self._clock, self._monotonic = clock, monotonic
+        self.view: ClusterView | None = None  # the last complete observation
+        self.info: ClusterInfo | None = None  # None: Slurm never answered
+        self._info_at = -math.inf
+        self._plans = Plans()
+        self.refused = ""  # why the partition may no longer be harvested
+
+    @property
+    def name(self) -> str:
+        return self.info.name if self.info is not None else "cluster"
+
+    async def observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
+        """What was seen, and by which look. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
+        partition may not be harvested."""
+        view, poll = await self._observe(poll, failed)
+        self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
+        return self.view, poll
+
+    async def _observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
+        if self.info is None:
+            info = await self._thread.call(self._cluster.info)
+            view = await self.whole()
+            harvest = self._config().harvest
+            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
+            self._learn(info)
+            return view, Poll.FULL
+        if poll is Poll.JOBS and self.view is not None:
+            asked_at = self._clock()
+            jobs = await self._thread.call(self._cluster.jobs)
+            if not self._surprised(jobs):
+                return replace(self.view, jobs=jobs, observed_at=asked_at), Poll.JOBS
+        view = await self.whole()
+        if (
+            failed or self._monotonic() - self._info_at >= INFO_S
+        ):  # a controller that was restarted has read another configuration
+            self._learn(await self._thread.call(self._cluster.info))
+        self._check_again(self.info, view)
+        return view, Poll.FULL
+
+    async def whole(self) -> ClusterView:
+        """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
+        asked_at = self._clock()
+        return replace(await self._thread.call(self._cluster.view), observed_at=asked_at)
+
+    def _learn(self, info: ClusterInfo) -> None:
+        if info != self.info:
+            self._learned(info)
+        self.info, self._info_at = info, self._monotonic()
+
+    def _check_again(self, info: ClusterInfo, view: ClusterView) -> None:
+        """A partition that stops being harmless while we run gets no more jobs, and loses those it has."""
+        harvest = self._config().harvest
+        refused = ""
+        try:
+            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
+        except ConfigError as error:
+            refused = error.cause
+        if refused != self.refused:
+            kind = "partition_refused" if refused else "partition_allowed"
+            self._write(
+                [
+                    rec.Event(
+                        kind, 0, harvest.partition, refused or "it is preemptible again", "{}", self._clock()
+                    )
+                ]
+            )
+        self.refused = refused
+
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """How configuration becomes what tracker and policy may do. Pure.
 
-Owns the reading of the week's hours, and what it means that Slurm hides others' jobs (`PrivateData`).
+Owns the reading of the week's hours.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ import zoneinfo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, Hours
 from scavenger.harvest.decide.decide import Limits
-from scavenger.harvest.decide.other_users import gpus_by_node
-from scavenger.harvest.observe.pace import PaceRules
+from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.tracker import Rules
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-#: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
-_LATELY_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +142,3 @@ def _on(days: str, weekday: int) -> bool:
     first, _, last = days.partition("-")
     low, high = _DAYS.index(first), _DAYS.index(last or first)
     return low <= weekday <= high if low <= high else weekday >= low or weekday <= high
-
-
-def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float) -> str:
-    """Why we cannot know who waits, or "".
-
-    With PrivateData=jobs only an operator sees others' jobs. Seeing some, and none missing, proves it.
-    """
-    if "jobs" not in info.private or sees_all:
-        return ""
-    explained: dict[str, int] = {}
-    others = False
-    for job in view.jobs:
-        others = others or job.user != info.user
-        if job.has_gpus_allocated or now - job.end_time < _LATELY_S:
-            for node, gpus in gpus_by_node(job):
-                explained[node] = explained.get(node, 0) + gpus
-    unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)
-    if unexplained:
-        return f"PrivateData hides jobs: {unexplained} GPUs are taken by jobs that {info.user} may not see"
-    return "" if others else f"PrivateData hides jobs: {info.user} sees no job of anybody else"

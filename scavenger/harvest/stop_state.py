@@ -29,13 +29,16 @@ from scavenger.asyncio_helpers import patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig
 from scavenger.harvest.decide.decide import Decision, Limits
-from scavenger.harvest.limits import Stop, hidden_jobs, limits_of
+from scavenger.harvest.decide.other_users import gpus_by_node
+from scavenger.harvest.limits import Stop, limits_of
 from scavenger.harvest.track.tracker import Tracker
 from scavenger.ledger import records as rec
 from scavenger.protocol import keys
 
 log = structlog.get_logger()
 
+#: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
+_LATELY_S = 120.0
 #: How long what was last known holds.
 KEEP_S = 60.0
 #: Errors of a file that is there which say nothing of the file: the next look may read it.
@@ -215,6 +218,26 @@ def _beginning(path: Path) -> str:
         return os.read(descriptor, _MOST_BYTES).decode("utf-8", "replace")
     finally:
         os.close(descriptor)
+
+
+def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float) -> str:
+    """Why we cannot know who waits, or "".
+
+    With PrivateData=jobs only an operator sees other users' jobs. Seeing some, and none missing, proves it.
+    """
+    if "jobs" not in info.private or sees_all:
+        return ""
+    explained: dict[str, int] = {}
+    seen = False
+    for job in view.jobs:
+        seen = seen or job.user != info.user
+        if job.has_gpus_allocated or now - job.end_time < _LATELY_S:
+            for node, gpus in gpus_by_node(job):
+                explained[node] = explained.get(node, 0) + gpus
+    unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)
+    if unexplained:
+        return f"PrivateData hides jobs: {unexplained} GPUs are taken by jobs that {info.user} may not see"
+    return "" if seen else f"PrivateData hides jobs: {info.user} sees no job of anybody else"
 
 
 class StopState:

@@ -12,7 +12,7 @@ import pytest
 
 from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
-from scavenger.harvest.observe import polls
+from scavenger.harvest import driver as polling
 from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Benefit, Demand
@@ -400,7 +400,7 @@ def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The partition still says PreemptMode=REQUEUE; the site's PreemptType was changed (scontrol reconfigure does that)."""
-    monkeypatch.setattr(polls, "INFO_S", 0.3)
+    monkeypatch.setattr(polling, "INFO_S", 0.3)
 
     async def play() -> None:
         world.want(2)

@@ -14,7 +14,7 @@ from scavenger import asyncio_helpers
 from scavenger.cluster.model import JobSpec, JobState
 from scavenger.errors import Fenced
 from scavenger.harvest import stop_state
-from scavenger.harvest.observe.pace import Poll
+from scavenger.harvest.pace import Poll
 from scavenger.harvest.stop_state import drain, resume
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.error_kind import ErrorKind, error_kind_of
-from scavenger.harvest.observe.pace import MAX_RETRY_S, SAVED_MIN, Pace, PaceRules, Poll
+from scavenger.harvest.pace import MAX_RETRY_S, SAVED_MIN, Pace, PaceRules, Poll
 
 RULES = PaceRules(poll_interval_s=60.0, fast_poll_interval_s=15.0, floor_s=5.0, max_rpc_per_min=4.0)
 COST = {Poll.FULL: 4, Poll.JOBS: 1}
