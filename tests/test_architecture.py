@@ -20,6 +20,7 @@ BUILT = {"build", "dist", "demo-out", "__pycache__"}
 # What a worker or a trainer may know of the control plane: how to talk to it, and what they agree on.
 SHARED = {
     "asyncio_helpers",
+    "backoff",
     "client",
     "config",
     "errors",
@@ -35,6 +36,7 @@ SHARED = {
 ORDER = (
     "errors",
     "parsing",
+    "backoff",
     "toml",
     "resources",
     "asyncio_helpers",
@@ -59,6 +61,7 @@ ORDER = (
 )
 
 PURE = (
+    "scavenger/backoff.py",
     "scavenger/parsing.py",
     "scavenger/protocol/messages/*.py",
     "scavenger/protocol/train_step.py",

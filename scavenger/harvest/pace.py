@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from scavenger.backoff import backoff_s
 from scavenger.cluster.error_kind import ErrorKind
 
 #: Least time between two looks, whoever pokes.
@@ -86,10 +87,7 @@ class Pace:
             if error_kind == ErrorKind.RATE_LIMITED
             else self.rules.fast_poll_interval_s
         )
-        wait_s = (
-            max(self.rules.floor_s, min(MAX_RETRY_S, first_s * 2.0 ** min(self.failures - 1, 30)))
-            * self._stretch
-        )
+        wait_s = max(self.rules.floor_s, backoff_s(first_s, MAX_RETRY_S, self.failures)) * self._stretch
         self._poll_at, self._retry_at = now, now + wait_s
         return wait_s
 

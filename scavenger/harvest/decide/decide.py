@@ -115,7 +115,7 @@ def decide(
         _summary(facts, actions, serving, why),
         code,
         _could_start(facts),
-        benefits.told() if benefits is not None else (),
+        benefits.reasons() if benefits is not None else (),
     )
 
 

@@ -443,8 +443,8 @@ class StartBenefits:
         start_benefit = self._start_benefits.get((want.run_id, self._classes.get(node, "")))
         return start_benefit.reason if start_benefit is not None else ""
 
-    def told(self) -> tuple[str, ...]:
-        """All gates, for the record."""
+    def reasons(self) -> tuple[str, ...]:
+        """Every start-benefit check, for the record."""
         runs = {want.run_id: want.run for want in self._demand}
         return tuple(
             (

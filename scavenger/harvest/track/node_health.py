@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scavenger.backoff import backoff_s
+
 MAX_BACKOFF_S = 600.0
 MAX_SENTENCE = 8
 
@@ -77,7 +79,7 @@ class Health:
         """A job died at once, or a submission was refused: wait before the next."""
         self._failures += 1
         self._failed_at = now
-        wait_s = min(MAX_BACKOFF_S, self._rules.backoff_s * 2.0 ** min(self._failures - 1, 30))
+        wait_s = backoff_s(self._rules.backoff_s, MAX_BACKOFF_S, self._failures)
         self._not_before = now + wait_s
         self._why = f"{self._failures} jobs in a row died at once, the last: {reason}"
 
