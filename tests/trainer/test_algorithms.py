@@ -10,9 +10,9 @@ import torch
 
 from scavenger.config import AlgorithmSection
 from scavenger.errors import ConfigError
-from trainer.algorithms import advantages, kl, mismatch, surrogates
+from trainer.algorithms import advantages, mismatch, surrogates
 from trainer.algorithms.advantages import overlong_penalty
-from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.loss import KL_ESTIMATORS, Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import ROWS, Counted, Recipe, denominator, resolve
 
 F64 = torch.float64
@@ -157,7 +157,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 def test_kl_estimators(name: str, value: float, slope: float) -> None:
     """current = -1, reference = -2, so d = -1: k1 = 1, k2 = 1/2, k3 = e^-1 + 1 - 1; slopes by hand."""
     current, _ = one_sample(-1.0)
-    found = kl.ESTIMATORS[name](current, tensor(-2.0))
+    found = KL_ESTIMATORS[name](current, tensor(-2.0))
     assert found.item() == pytest.approx(value)
     found.sum().backward()
     assert current.grad is not None
@@ -170,7 +170,7 @@ def test_k2_s_gradient_is_the_kl_s_over_the_whole_vocabulary_and_k1_s_is_zero() 
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
 
     def mean_gradient(name: str) -> torch.Tensor:
-        values = kl.ESTIMATORS[name](logprobs, reference)
+        values = KL_ESTIMATORS[name](logprobs, reference)
         (found,) = torch.autograd.grad((logprobs.exp().detach() * values).sum(), logits, retain_graph=True)
         return found
 

@@ -10,16 +10,22 @@ The policy ratio is current/proximal; the correction of the engine's numerics is
 instead would drop gradients for mere rounding in the engine.
 
 Losses are *sums*: the denominator is known only when the step's last group has come, and is applied then (I7).
+
+KL(current || reference) is estimated from sampled tokens (Schulman 2020, "Approximating KL divergence"). All estimators are unbiased or
+nearly so as *values*. As losses they differ (Tang & Munos, arXiv 2506.09477): differentiated through `current`, k2 has the KL's own
+gradient, k3 that of the reverse direction to second order, and k1 a gradient whose mean is zero.
+Boundary: the policy loss; pure, over tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trainer.algorithms import kl, mismatch
+from trainer.algorithms import mismatch
 from trainer.algorithms.rows import Recipe
 from trainer.algorithms.surrogates import per_row
 
@@ -108,7 +114,26 @@ def _divergence(tokens: Tokens, recipe: Recipe) -> Tensor:
     reference = tokens.proximal if recipe.kl_reference == "proximal" else tokens.reference
     if reference is None:
         raise ValueError("kl_coef > 0 needs the reference model's logprobs")
-    return kl.ESTIMATORS[recipe.kl_estimator](tokens.current, reference)
+    return KL_ESTIMATORS[recipe.kl_estimator](tokens.current, reference)
+
+
+def k1(current: Tensor, reference: Tensor) -> Tensor:
+    """current - reference: unbiased, of either sign."""
+    return current - reference
+
+
+def k2(current: Tensor, reference: Tensor) -> Tensor:
+    """(current - reference)^2 / 2: biased, >= 0; its gradient is the KL's."""
+    return 0.5 * (current - reference) ** 2
+
+
+def k3(current: Tensor, reference: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = reference - current: unbiased, >= 0. GRPO's (arXiv 2402.03300, eq. 4)."""
+    difference = reference - current
+    return torch.exp(difference) - difference - 1.0
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
