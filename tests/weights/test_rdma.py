@@ -14,8 +14,8 @@ import structlog
 
 from scavenger.errors import ConfigError, WeightsError
 from scavenger.protocol import keys, messages
-from scavenger.weights import connection_factory, pull, rdma
 from scavenger.weights import manifest as manifests
+from scavenger.weights import pull, rdma
 from scavenger.weights import source as source_module
 from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.engine_store import Store
@@ -105,7 +105,7 @@ def test_without_nixl_a_receiver_takes_tcp_and_says_so_and_a_publisher_ends(
         raise WeightsError("NIXL cannot be imported: not here", "install it")
 
     monkeypatch.setattr(rdma, "shared", missing)
-    monkeypatch.setattr(connection_factory, "_log", structlog.get_logger())
+    monkeypatch.setattr(pull, "_log", structlog.get_logger())
     with WeightSource(local=False) as plain:
         address = plain.publish(manifest, buffer)
         told = type(address)(address.endpoint, "", address.token, "", True, True)
@@ -192,7 +192,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, rdma.Agent]:
     agents = {role: rdma.Agent() for role in ("serve", "read")}
     monkeypatch.setattr(rdma, "shared", agents.__getitem__)
     monkeypatch.setattr(rdma, "installed", lambda: True)
-    for owner in (connection_factory, pull, rdma):
+    for owner in (pull, rdma):
         monkeypatch.setattr(owner, "_log", structlog.get_logger())
     return agents
 
