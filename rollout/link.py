@@ -1,6 +1,7 @@
 """The worker's socket to the daemon: made anew at each connect from the rendezvous file, which may name another host by then.
 
 Owns one DEALER under CURVE, its receiver and its monitor. Knows the frames' codec, not their meaning.
+Boundary: the worker's ZeroMQ socket; IO.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Owns the event loop's tasks: the link's receiver, one task that calls the engine in order, one that takes its tokens, one that
 pulls weights. Decides nothing itself. The loop never blocks: computing happens in the engine's own thread.
+Boundary: the process that performs what the session decides; IO.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 And the thread that passes that on and keeps the end of it.
 
 Owns the patterns of launchers' and libraries' own words. `cause` is pure.
+Boundary: patterns of other programs' error texts; `cause` is pure.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Owns a stand-in for `scavenger.client.Run` that drives one engine directly, and one for the weights source. Groups complete in the order
 in which the engine finishes them. Nothing is durable: a new start is a first attempt.
+Boundary: debugging without a daemon; nothing else of the trainer knows of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How a token is drawn: the sample's own random numbers, the sampling distribution, the inverse CDF.
 
 Owns the definition of a draw. Pure: nothing here depends on time, on the batch or on a generator's state.
+Boundary: the definition of a draw; pure.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Owns the process's pulls and its own source of weights. Knows no engine and no daemon: `say` carries what it serves to whoever keeps
 the directory. Runs on one event loop. It holds the version that was asked for last, those that it was told to keep, and what arrived of one
 that could not be completed, which is where the next try of the same weights begins.
+Boundary: what one engine's process holds of its run's weights.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ FSDP2 cuts every tensor along its first side into as many pieces as there are ra
 nothing of ranks: their places follow from the blob alone, so that equal weights have equal roots however many ranks made them. So a chunk
 may lie across several ranks' pieces. It belongs to the rank that has most of it, which is given the rest (`ShardMove`) and then hashes and
 serves it whole: a receiver never has to put a chunk together. What moves is less than one chunk at each border between two pieces.
+Boundary: which rank serves which bytes; pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """From a data set's prompt to the text that the model sees: the model's own chat template, or the text as it is. Knows no order, no token.
 
 The template comes with the model's folder; transformers renders it in its sandbox. No other code of the folder is run.
+Boundary: the model's own chat template, which is foreign code.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Two layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
 company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. What the loss needs is flat in both: the
 answer tokens of one sample after another.
+Boundary: tensors of a micro-batch; pure.
 """
 
 from __future__ import annotations

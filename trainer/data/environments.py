@@ -7,6 +7,7 @@ writes train.jsonl and test.jsonl, which `[data]` reads like any others; `[rewar
 environment's rubric. Owns all that is known of that package here, and imports it in this command and the reward's process alone. A row
 goes through the environment's own rollout, with a client that gives the model's finished answer in a model's place: so prompt, state and
 completion are what the package makes them. Exceptions of the rubric's functions, which the package logs and counts as 0, are raised.
+Boundary: the `verifiers` package, imported nowhere else.
 """
 
 from __future__ import annotations

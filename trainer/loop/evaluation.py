@@ -1,4 +1,7 @@
-"""What an evaluation's answers amount to. Pure; knows no engine, run or reward function."""
+"""What an evaluation's answers amount to. Pure; knows no engine, run or reward function.
+
+Boundary: an evaluation's metrics; pure.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ checkpoint comes last because a resume does not look back: what is due at its st
 
 A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
 step: whoever goes on from it is given the step's samples again, with every token that there is.
+Boundary: the whole run on rank 0.
 """
 
 from __future__ import annotations

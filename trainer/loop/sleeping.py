@@ -2,6 +2,7 @@
 
 An engine's memory is free when the engine said so, of the newest order to sleep, or when its process is gone. A process that nobody has
 heard of yet may hold memory, and so may one that fell silent.
+Boundary: what is concluded of reserved engines' memory; pure.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 On a GPU, in a 16-bit type and where this torch has it, one call of its variable-length flash attention; else `scaled_dot_product_attention`
 once a sample, causal and without a mask. Either way nothing is computed for padding or across borders. Knows no model and no batch.
+Boundary: one attention kernel, which knows no model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Logprobs of chosen tokens from logits, piece by piece: the vocabulary's softmax is never held in float32 for the whole micro-batch.
 
 Owns the forward and backward of one operation; knows no model and no loss.
+Boundary: one operation with its own backward pass.
 """
 
 from __future__ import annotations

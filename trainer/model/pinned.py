@@ -2,6 +2,7 @@
 
 Owns what is pinned of which buffer, for as long as the buffer lives. Without it copies are as right and slower: where the system allows no
 pinning (`ulimit -l`), that is told once. Knows no tensor.
+Boundary: CUDA's host memory; IO.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Knows modules and meshes; no loss, no optimizer, no row.
 
 Masters are float32 (deterministic: float64) and sharded. In mixed precision a bfloat16 cast of each layer is gathered for its computation,
 gradients are summed over ranks in float32 and added in float32 to those of the step's other micro-batches.
+Boundary: FSDP2's layout of a model over ranks.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Owns the order of the checks and their words; each asks the part that the run itself would ask. One that fails does not hide the next,
 unless that needs what the first did not get.
+Boundary: one subcommand option, `scavenger init --check`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Owns the checks of `[lora]` and `[weights]`, and of what the daemon gives an engine's job, where its configuration can be read. How much
 memory that is: `memory.engine_host_mb`.
+Boundary: the checks of `[lora]` and `[weights]`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ How a vLLM engine is started: its arguments from the run's engine spec, its envi
 
 Owns what of vLLM's many settings we set, and why. Must not start anything: `vllm` does. The arguments are pure; vLLM itself is imported
 by the caller, after `prepare_environment`.
+Boundary: vLLM's settings; pure but for its private folder.
 """
 
 from __future__ import annotations
