@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from rollout.background_tasks import spawn
 from scavenger.errors import ScavengerError, WireError
 from scavenger.protocol import messages
-from scavenger.protocol.keys import KeyPair, read_rendezvous
+from scavenger.protocol.keys import KeyPair, read_rendezvous, secure
 from scavenger.protocol.worker.events import Connected, Event, KeyRefused, Received, Unreachable
 
 _log = structlog.get_logger(__name__)
@@ -73,9 +73,7 @@ class Link:
 
     def _open(self, endpoint: str, server_key: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keypair.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keypair.secret.encode())
+        secure(socket, server_key, self._keypair)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         # Unbounded here, bounded by the session: what it may keep, and heartbeats that stop at the third unanswered one.
         socket.setsockopt(zmq.SNDHWM, 0)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -81,6 +82,13 @@ def generate(run: str = "", intent: str = "") -> KeyPair:
     """A fresh pair from libzmq's random source."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode(), run, intent)
+
+
+def secure(socket: zmq.Socket[Any], server_key: str, keypair: KeyPair) -> None:
+    """Make it the client's end under CURVE, before it connects. Raises `zmq.ZMQError` for keys that are none."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keypair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keypair.secret.encode())
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -30,7 +30,7 @@ import zmq
 from scavenger.errors import WireError
 from scavenger.parsing import whole
 from scavenger.protocol import messages
-from scavenger.protocol.keys import KeyPair
+from scavenger.protocol.keys import KeyPair, secure
 from scavenger.weights import protocol
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.protocol import MAX_REPLY_BYTES, AvailableChunks, ChunkPart, NoSuch, SourceReply
@@ -274,10 +274,8 @@ class ZmqChannel:
         self._context = context
         self._socket = context.socket(zmq.DEALER)
         try:
+            secure(self._socket, source.server_key, keypair)
             for option, value in (
-                (zmq.CURVE_SERVERKEY, source.server_key.encode()),
-                (zmq.CURVE_PUBLICKEY, keypair.public.encode()),
-                (zmq.CURVE_SECRETKEY, keypair.secret.encode()),
                 (zmq.MAXMSGSIZE, chunk_nbytes + MAX_REPLY_BYTES),
                 (zmq.RECONNECT_IVL, 50),
                 (zmq.RECONNECT_IVL_MAX, 1000),
