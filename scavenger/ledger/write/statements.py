@@ -455,7 +455,9 @@ KINDS: dict[type[Record], Kind] = {
     r.WorkerJoined: _kind(
         _insert(
             t.workers,
-            **_same(t.workers, "worker_id run_id kind intent_id session incarnation job_id node gpus engine slot"),
+            **_same(
+                t.workers, "worker_id run_id kind intent_id session incarnation job_id node gpus engine slot"
+            ),
             joined_at=":at",
             reason="",
             samples=0,
