@@ -88,11 +88,12 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Identity:
     """Who this process is. Raises `ConfigError`."""
+    reserved = arguments.kind == "reserved"
     slot = arguments.slot if arguments.slot is not None else environment.get("SCAVENGER_SLOT", "")
     return Identity(
         kind=arguments.kind,
         run=arguments.run,
-        session=secrets.token_hex(16),
+        session=_session(environment) if reserved else secrets.token_hex(16),
         incarnation=_number(environment, "SCAVENGER_RESTART_COUNT", 0),
         job_id=_number(environment, "SCAVENGER_JOB_ID", 0),
         node=environment.get("SCAVENGER_NODE") or socket.gethostname(),
@@ -102,8 +103,18 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> I
         pid=os.getpid(),
         jitter=secrets.randbelow(1 << 20) / (1 << 20),
         # Harvested jobs may inherit the variable from whoever submitted them: only a reserved engine has a slot.
-        slot=slot if arguments.kind == "reserved" else "",
+        slot=slot if reserved else "",
     )
+
+
+def _session(environment: Mapping[str, str]) -> str:
+    """The launcher knows the session of each process that it starts. Raises `ConfigError`."""
+    session = environment.get("SCAVENGER_SESSION") or secrets.token_hex(16)
+    if len(session) != 32 or set(session) - set("0123456789abcdef"):
+        raise ConfigError(
+            f"SCAVENGER_SESSION={session!r} is no session", "the training job's launcher sets it"
+        )
+    return session
 
 
 def _configure_log() -> None:

@@ -228,9 +228,9 @@ class Run:
         )  # a restarted daemon is told again
         self.call(self._reserved)
 
-    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
+    def end_reserved(self, names: Sequence[str], reason: str) -> None:
         """Say that the processes of these reserved engines are gone: their samples move, and they hold no memory."""
-        self.call(messages.EndReserved(tuple(slots), messages.words(reason)))
+        self.call(messages.EndReserved(tuple(names), messages.words(reason)))
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         """Whole groups of the step that are trained so far, their tokens and what they took: told with the next ping."""

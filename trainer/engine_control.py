@@ -30,7 +30,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Engines are to be `awake`, or to sleep; the processes in slots `end` are to be ended, for `reason`. Nothing was said: number 0."""
+    """Engines are to be `awake`, or to sleep; the processes named `end` are to be ended, for `reason`. Nothing was said: number 0."""
 
     number: _Number = 0
     awake: bool = True
@@ -39,7 +39,10 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Present(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The launcher's `slots`, and those whose engine has a process now, after the word of this number was acted upon."""
+    """The launcher's `slots`, and the names (`reserved_name`) of the engines that have a process now, after it acted upon the word of this
+
+    number.
+    """
 
     number: _Number = 0
     slots: Slots = ()
@@ -80,9 +83,9 @@ class Engines:
         """Engines may be started, or none shall be."""
         self._say(Wanted(self._wanted.number + 1, awake))
 
-    def end(self, slots: tuple[str, ...], reason: str) -> None:
+    def end(self, names: tuple[str, ...], reason: str) -> None:
         """End these processes; none is started again before engines are to be awake."""
-        self._say(Wanted(self._wanted.number + 1, False, slots[:MAX_SLOTS], reason))
+        self._say(Wanted(self._wanted.number + 1, False, names[:MAX_SLOTS], reason))
 
     def present(self) -> Present | None:
         """What there is, as of what was said last; None: the launcher has not acted upon that yet. Raises `ConfigError`."""

@@ -357,13 +357,13 @@ def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, a
     wanted = control.wanted()
     if wanted.number != acted:
         for engine in engines:
-            if engine.slot in wanted.end:
+            if engine.name in wanted.end:
                 engine.end(wanted.reason)
     for engine in engines:
         engine.tend(time.monotonic(), may_start=wanted.awake)
     slots, running = (
         (engine.slot for engine in engines),
-        (engine.slot for engine in engines if engine.process is not None),
+        (engine.name for engine in engines if engine.process is not None),
     )
     control.say(engine_control.Present(wanted.number, tuple(slots), tuple(running)))
     return wanted.number

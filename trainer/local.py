@@ -182,7 +182,7 @@ class LocalRun:
             0, int(awake), int(not awake), 0, 0, order=self.reserved_order, asleep=() if awake else ("0",)
         )
 
-    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
+    def end_reserved(self, names: Sequence[str], reason: str) -> None:
         """It ends with this process."""
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
+from scavenger.protocol.messages import reserved_name
 
 STOP_S = 5.0
 ENGINE_DRAINED, ENGINE_CANNOT_START, ENGINE_REFUSED = 0, 72, 78  # three of rollout's exit codes
@@ -138,7 +140,7 @@ class ReservedEngine:
         self._argv = list(argv)
         self._environ = dict(environ) | {"SCAVENGER_GPUS": str(gpus), "SCAVENGER_SLOT": str(number)}
         self._number = number
-        self._lives = 0
+        self._lives, self._session = 0, ""
         self._tail = b""
         self._started_at = 0.0
         self.history = History()
@@ -151,8 +153,13 @@ class ReservedEngine:
 
     @property
     def slot(self) -> str:
-        """What the daemon and rank 0 know it by."""
+        """Its place in the job, whatever process fills it."""
         return str(self._number)
+
+    @property
+    def name(self) -> str:
+        """What the daemon and rank 0 call its newest process."""
+        return reserved_name(self.slot, self._session)
 
     def end(self, reason: str) -> None:
         """End its process, and say why; returns when that is gone."""
@@ -189,7 +196,11 @@ class ReservedEngine:
             self._let_go(self.process)
 
     def _start(self, now: float) -> None:
-        environ = self._environ | {"SCAVENGER_RESTART_COUNT": str(self._lives)}
+        self._session = secrets.token_hex(16)
+        environ = self._environ | {
+            "SCAVENGER_RESTART_COUNT": str(self._lives),
+            "SCAVENGER_SESSION": self._session,
+        }
         self.process = subprocess.Popen(
             self._argv,
             env=environ,

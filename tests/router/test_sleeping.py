@@ -19,11 +19,14 @@ from scavenger.protocol.messages import (
     SetReserved,
     Sleep,
     Wake,
+    reserved_name,
 )
 from scavenger.router.core.state import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep, Worker
 from tests.router.harness import Bench, started
 
 W1, W2 = 50, 51
+#: The engine in slot "0" over these connections.
+NAME, NEXT = reserved_name("0", f"s{W1}"), reserved_name("0", f"s{W2}")
 
 
 def told_to_sleep(**how: object) -> Bench:
@@ -55,12 +58,12 @@ def worker(bench: Bench) -> Worker:
 
 def test_a_worker_is_asleep_once_it_acknowledged_and_not_once_it_was_told() -> None:
     bench = told_to_sleep()
-    assert memory(bench) == (1, (), ("0",), 0)
+    assert memory(bench) == (1, (), (NAME,), 0)
     bench.say(W1, Asleep(1, 512))
-    assert memory(bench) == (1, ("0",), (), 512)
+    assert memory(bench) == (1, (NAME,), (), 512)
     bench.call(SetReserved(True, 2, 7))
     assert bench.take(W1, Wake) == [Wake(2)]
-    assert memory(bench) == (2, (), ("0",), 0)
+    assert memory(bench) == (2, (), (NAME,), 0)
     assert worker(bench).memory is Memory.WAKING
     bench.say(W1, Awake(2, 4096))
     assert worker(bench).memory is Memory.AWAKE
@@ -70,7 +73,7 @@ def test_the_trainer_is_told_at_once_and_not_at_the_next_tick() -> None:
     bench = told_to_sleep()
     bench.take(1, Fleet)
     bench.say(W1, Asleep(1, 512))
-    assert [(f.asleep, f.holding) for f in bench.take(1, Fleet)] == [(("0",), ())]
+    assert [(f.asleep, f.holding) for f in bench.take(1, Fleet)] == [((NAME,), ())]
 
 
 def test_the_acknowledgement_of_an_older_order_is_none_of_the_newest() -> None:
@@ -82,9 +85,9 @@ def test_the_acknowledgement_of_an_older_order_is_none_of_the_newest() -> None:
     assert bench.take(W1, Sleep) == [Sleep(3)]
     for late in (Asleep(1, 512), Heartbeat((), 0, 1, memory="asleep", memory_order=1), Asleep(2, 512)):
         bench.say(W1, late)
-        assert memory(bench) == (3, (), ("0",), 0)
+        assert memory(bench) == (3, (), (NAME,), 0)
     bench.say(W1, Asleep(3, 256))
-    assert memory(bench) == (3, ("0",), (), 256)
+    assert memory(bench) == (3, (NAME,), (), 256)
 
 
 def test_no_wake_is_sent_before_the_engine_sleeps_nor_before_the_trainer_says_that_it_gave_its_memory_back() -> (
@@ -102,9 +105,9 @@ def test_an_acknowledgement_that_was_lost_is_in_the_next_heartbeat_and_a_lost_or
     bench.say(W1, Heartbeat((), 0, 1))
     assert bench.take(W1, Sleep) == [Sleep(1)], "it has heard of none"
     bench.say(W1, Heartbeat((), 0, 1, memory="falling-asleep", memory_order=1))
-    assert (bench.take(W1, Sleep), memory(bench)[2]) == ([], ("0",))
+    assert (bench.take(W1, Sleep), memory(bench)[2]) == ([], (NAME,))
     bench.say(W1, Heartbeat((), 0, 1, memory="asleep", memory_order=1, bytes_held=99))
-    assert memory(bench) == (1, ("0",), (), 99)
+    assert memory(bench) == (1, (NAME,), (), 99)
     bench.call(SetReserved(True, 2))
     bench.take(W1, Wake)
     bench.say(W1, Heartbeat((), 0, 1, memory="asleep", memory_order=1))
@@ -118,11 +121,11 @@ def test_an_engine_that_is_silent_or_lost_without_a_word_holds_its_memory_until_
 ):
     bench = told_to_sleep()
     bench.tick(5.0)
-    assert memory(bench) == (1, (), ("0",), 0), "suspect"
+    assert memory(bench) == (1, (), (NAME,), 0), "suspect"
     bench.tick(10.0)
     assert bench.router.core.workers == {}
-    assert memory(bench) == (1, (), ("0",), 0)
-    assert isinstance(bench.call(EndReserved(("0",), "no acknowledgement within 60 s")), Ok)
+    assert memory(bench) == (1, (), (NAME,), 0)
+    assert isinstance(bench.call(EndReserved((NAME,), "no acknowledgement within 60 s")), Ok)
     assert memory(bench) == (1, (), (), 0)
 
 
@@ -135,7 +138,7 @@ def test_an_engine_that_fell_silent_asleep_holds_nothing_and_another_one_in_its_
     assert memory(bench) == (1, (), (), 0)
     bench.hello(W2, kind="reserved", slot="0")
     assert bench.take(W2, Sleep) == [Sleep(1)]
-    assert memory(bench) == (1, (), ("0",), 0)
+    assert memory(bench) == (1, (), (NEXT,), 0)
 
 
 def test_an_engine_that_says_goodbye_holds_nothing() -> None:
@@ -150,7 +153,7 @@ def test_an_ended_engine_s_samples_go_on_elsewhere_with_their_tokens_and_it_is_l
     bench.call(SetReserved(False, 1))
     bench.chunk(W1, lease, 0, 4)
     bench.join(W2)
-    bench.call(EndReserved(("0",), "no acknowledgement within 60 s of being told to sleep: 0"))
+    bench.call(EndReserved((NAME,), "no acknowledgement within 60 s of being told to sleep: 0"))
     (moved,) = bench.leases(W2)
     assert (moved.sample_id, len(moved.accepted)) == (lease.sample_id, 16)
     (told,) = bench.events("reserved_ended")
@@ -205,8 +208,8 @@ def test_a_word_of_the_trainer_that_comes_late_changes_nothing() -> None:
 
 def test_only_the_run_s_own_trainer_says_that_an_engine_is_gone() -> None:
     bench = told_to_sleep()
-    assert isinstance(bench.call(EndReserved(("0",), "gone"), attempt=0), Denied)
-    assert memory(bench)[2] == ("0",)
+    assert isinstance(bench.call(EndReserved((NAME,), "gone"), attempt=0), Denied)
+    assert memory(bench)[2] == (NAME,)
 
 
 def test_what_the_memory_s_table_does_not_hold_raises_and_changes_nothing() -> None:

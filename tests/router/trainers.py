@@ -171,7 +171,7 @@ class SimTrainer:
         self.aside(self.reserved)
 
     def sleeping(self, running: tuple[str, ...]) -> Found:
-        """What it makes of what it heard, and of the slots that have a process, which its launcher tells it."""
+        """What it makes of what it heard, and of the engines that have a process, which its launcher tells it."""
         if (
             self.reserved is None
             or self.reserved.awake
@@ -180,11 +180,12 @@ class SimTrainer:
             or self.phase == "over"
         ):
             return Found(None)
-        present = Present(slots=tuple({*running, *self.fleet.holding}), running=running)
+        slots = {name.rpartition(".")[0] for name in (*running, *self.fleet.holding)}
+        present = Present(slots=tuple(slots), running=running)
         return observe(self.fleet, self.reserved.order, present, launched=True)
 
     def tend(self, running: tuple[str, ...]) -> tuple[str, ...]:
-        """Tell the daemon of engines that are gone; returns the slots that are to be ended, once the others' time is over."""
+        """Tell the daemon of engines that are gone; returns those that are to be ended, once the others' time is over."""
         found = self.sleeping(running)
         if found.gone:
             self.aside(EndReserved(found.gone, "its process ended"))

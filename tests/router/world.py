@@ -7,7 +7,7 @@ may jump either way. Nothing here draws random numbers: `draw` does, `schedule` 
 
 from __future__ import annotations
 
-from scavenger.protocol.messages import Call, Chunks, OpenRun
+from scavenger.protocol.messages import Call, Chunks, OpenRun, reserved_name
 from scavenger.protocol.worker import events as ev
 from scavenger.router.core.events import Identity, IntentRevoked, JobGone
 from scavenger.router.core.state import WorkerStatus
@@ -248,9 +248,10 @@ class World(Site):
         ]
 
     def _engines(self, run: str) -> dict[str, SimWorker]:
-        """Processes of the run's reserved engines: of each slot the newest, which its launcher knows of."""
+        """Processes of the run's reserved engines by name: of each slot the newest, which its launcher knows of."""
         mine = [w for w in self.workers.values() if w.run == run and w.identity.kind == "reserved"]
-        return {w.identity.slot: w for w in sorted(mine, key=lambda w: w.spawned)}
+        newest = {w.identity.slot: w for w in sorted(mine, key=lambda w: w.spawned)}
+        return {reserved_name(slot, w.identity.session): w for slot, w in newest.items()}
 
     def apply(self, op: Op) -> None:
         """Let one thing happen, after which no trainer is at work beside an engine that has its memory, or is about to take it."""
@@ -261,15 +262,15 @@ class World(Site):
                 if not trainer.trains(tuple(engines)):
                     continue
                 self.cover.trained_beside += bool(engines)
-                for slot, engine in engines.items():
+                for name, engine in engines.items():
                     awake = engine.awake or any(isinstance(action, ev.WakeEngine) for action in engine.todo)
-                    assert not awake, f"trainer {trainer.name} trains beside an engine that is awake: {slot}"
+                    assert not awake, f"trainer {trainer.name} trains beside an engine that is awake: {name}"
 
     def _tend(self, trainer: SimTrainer) -> None:
         engines = self._engines(trainer.campaign.run)
-        for slot in trainer.tend(tuple(engines)):
+        for name in trainer.tend(tuple(engines)):
             self.cover.ended_late += 1
-            self.on_kill(engines[slot].name)
+            self.on_kill(engines[name].name)
 
     def on_act(self, name: int) -> None:
         trainer = self.trainers.get(name)

@@ -191,14 +191,17 @@ def until(condition):
         time.sleep(0.01)
 
 def present(running):
-    return lambda: (found := engines.present()) is not None and (found.slots, found.running) == (("0",), running)
+    return lambda: (found := engines.present()) is not None and (found.slots, slots_of(found)) == (("0",), running)
+
+def slots_of(found):
+    return tuple(name.rpartition(".")[0] for name in found.running)
 
 lives = Path({str(tmp_path)!r}, "lives")
 engines = of_job(os.environ)
 until(lambda: lives.exists() and lives.read_text() == "0 ")
 engines.want(False)
 until(present(("0",)))
-engines.end(("0",), "it did not acknowledge")
+engines.end(engines.present().running, "it did not acknowledge")
 until(present(()))
 time.sleep(2.5)  # longer than the wait after which an engine is started again
 assert lives.read_text() == "0 ", lives.read_text()

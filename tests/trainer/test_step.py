@@ -46,8 +46,9 @@ def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
     )
 
 
-ASLEEP = messages.Fleet(0, 0, 0, 0, 0, asleep=("0",), bytes_held=512)
-HOLDS = messages.Fleet(0, 0, 0, 0, 0, holding=("0",))
+NAME = messages.reserved_name("0", "session")
+ASLEEP = messages.Fleet(0, 0, 0, 0, 0, asleep=(NAME,), bytes_held=512)
+HOLDS = messages.Fleet(0, 0, 0, 0, 0, holding=(NAME,))
 
 
 class RecordedRun:
@@ -109,7 +110,7 @@ class RecordedRun:
         asked_to_sleep = self.told[-1:] == [False]
         memory = self.memory.pop(0) if asked_to_sleep and len(self.memory) > 1 else self.memory[0]
         if self.told[-1:] == [True]:
-            memory = messages.Fleet(0, 0, 0, 0, 0, holding=("0",))
+            memory = messages.Fleet(0, 0, 0, 0, 0, holding=(NAME,))
         self.fleet = msgspec.structs.replace(
             memory, harvested=harvested, reserved_awake=1, order=self.reserved_order
         )
@@ -125,8 +126,8 @@ class RecordedRun:
         self.told.append(awake)
         self.reserved_order += 1
 
-    def end_reserved(self, slots: Sequence[str], reason: str) -> None:
-        self.ended += [(slot, reason) for slot in slots]
+    def end_reserved(self, names: Sequence[str], reason: str) -> None:
+        self.ended += [(name, reason) for name in names]
         self.memory = [ASLEEP]
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
@@ -176,12 +177,12 @@ class Processes(Engines):
     def want(self, awake: bool) -> None:
         self.said.append((awake, (), ""))
 
-    def end(self, slots: tuple[str, ...], reason: str) -> None:
-        self.said.append((False, slots, reason))
+    def end(self, names: tuple[str, ...], reason: str) -> None:
+        self.said.append((False, names, reason))
         self.runs = False
 
     def present(self) -> Present:
-        return Present(slots=("0",), running=("0",) if self.runs else ())
+        return Present(slots=("0",), running=(NAME,) if self.runs else ())
 
 
 def play(
@@ -298,9 +299,9 @@ def test_an_engine_that_does_not_fall_asleep_is_ended_and_the_daemon_told_before
     result, _ = play(
         make_config(model_folder, reserved={"sleep_timeout_s": 0.05}), mesh, run, engines=processes
     )
-    why = "no acknowledgement within 0.05 s of being told to sleep: 0"
-    assert processes.said == [(True, (), ""), (False, (), ""), (False, ("0",), why)]
-    assert run.ended == [("0", why)]
+    why = f"no acknowledgement within 0.05 s of being told to sleep: {NAME}"
+    assert processes.said == [(True, (), ""), (False, (), ""), (False, (NAME,), why)]
+    assert run.ended == [(NAME, why)]
     assert f"sleep: ended: {why}" in result.phase_log
 
 
@@ -309,7 +310,9 @@ def test_an_engine_that_others_started_cannot_be_ended_which_stops_the_run(
 ) -> None:
     run = RecordedRun(random.Random(3))
     run.memory = [HOLDS]
-    with pytest.raises(EngineError, match=r"no acknowledgement within 0\.05 s of being told to sleep: 0"):
+    with pytest.raises(
+        EngineError, match=r"no acknowledgement within 0\.05 s of being told to sleep: 0\.session"
+    ):
         play(make_config(model_folder, reserved={"sleep_timeout_s": 0.05}), mesh, run)
     assert not run.progress
 

@@ -16,9 +16,8 @@ from trainer.engine_control import Present
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`event`: what the step machine is told, None = nothing certain is known. `gone`: slots whose process is gone, which the daemon does
-
-    not know. `ending`: slots whose process is to be ended, should the time for an acknowledgement be over.
+    """`event`: what the step machine is told, None = nothing certain is known. `gone`: names of processes that are gone, which
+    the daemon does not know. `ending`: names of those to be ended, should the time for an acknowledgement be over.
     """
 
     event: train_step.ReservedAsleep | train_step.ReservedHolds | None
@@ -36,7 +35,8 @@ def observe(fleet: Fleet, order: int, present: Present | None, *, launched: bool
     processes, own = (set(present.running), set(present.slots)) if present is not None else (set(), set())
     asleep, holding = set(fleet.asleep) - set(fleet.holding), set(fleet.holding)
     late = tuple(sorted((holding | processes) - asleep))
-    gone, ending = tuple(sorted((holding & own) - processes)), tuple(sorted(processes - asleep))
+    gone = tuple(sorted(name for name in holding - processes if name.rpartition(".")[0] in own))
+    ending = tuple(sorted(processes - asleep))
     return Found(
         train_step.ReservedHolds(late) if late else train_step.ReservedAsleep(len(asleep), fleet.bytes_held),
         gone,

@@ -62,7 +62,7 @@ class Run(Protocol):
     ) -> tuple[int, ...]: ...
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
-    def end_reserved(self, slots: Sequence[str], reason: str) -> None: ...
+    def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
     def commit(
         self,
@@ -220,8 +220,8 @@ class Stepper:
         if not self._has_reserved or machine.reserved_awake:
             return []
         found = self._sleeping()
-        for slot in found.gone:
-            self._run.end_reserved((slot,), self._given_up.pop(slot, "its process ended"))
+        for name in found.gone:
+            self._run.end_reserved((name,), self._given_up.pop(name, "its process ended"))
         if found.event is None or found.event == machine.free:
             return []
         if (
@@ -234,14 +234,14 @@ class Stepper:
 
     def _end_engines(self, action: train_step.EndReserved) -> None:
         """Engines that have not given their memory back in time are ended. Raises `EngineError` where that cannot be, or did not help."""
-        slots = self._sleeping().ending
-        if self._engines is None or action.again or not slots:
+        names = self._sleeping().ending
+        if self._engines is None or action.again or not names:
             raise EngineError(
                 f"reserved engines hold memory of the trainer's GPUs: {action.reason}",
                 "end their processes where they were started, then start the training job again: it goes on from its checkpoint",
             )
-        self._given_up |= dict.fromkeys(slots, action.reason)
-        self._engines.end(slots, action.reason)
+        self._given_up |= dict.fromkeys(names, action.reason)
+        self._engines.end(names, action.reason)
 
     # ---------------------------------------------------------------- before and during
 

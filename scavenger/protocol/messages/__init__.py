@@ -50,6 +50,7 @@ from scavenger.protocol.messages.common import (
     Sampling,
     Share,
     WeightSource,
+    reserved_name,
     words,
 )
 from scavenger.protocol.messages.trainer import (
@@ -200,6 +201,7 @@ __all__ = [
     "encode",
     "pack_logprobs",
     "pack_tokens",
+    "reserved_name",
     "unpack_logprobs",
     "unpack_tokens",
     "words",

@@ -40,6 +40,16 @@ Slot = Annotated[str, msgspec.Meta(max_length=256)]
 #: As many of them as a message names.
 MAX_SLOTS = 4096
 Slots = Annotated[tuple[Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
+
+
+def reserved_name(slot: str, session: str) -> str:
+    """What the daemon, the trainer and its launcher call one process of a reserved engine: its slot and the start of its session.
+
+    Two processes of one slot differ, so that the word of the one is never taken for the other's.
+    """
+    return f"{slot[:240]}.{session[:12]}"
+
+
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MAX_TEXT = 4096
 BoundedText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

@@ -101,12 +101,12 @@ class SetReserved(Message, frozen=True):
 
 
 class EndReserved(Message, frozen=True):
-    """The processes of the reserved engines in these slots are gone, and with them their memory: they ended, or the trainer, whose they
+    """These processes of reserved engines are gone, and with them their memory: they ended, or the trainer, whose they
 
     are, ended them, for this reason. Their samples move with every token that was accepted.
     """
 
-    slots: Slots
+    engines: Slots  # names (`reserved_name`)
     reason: BoundedText
 
 
@@ -284,8 +284,9 @@ class Fleet(Message, frozen=True):
     """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete.
 
     `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
-    `order`: the last `SetReserved.order` that this answers. `asleep`: slots of the reserved workers that acknowledged their order to sleep,
-    with `bytes_held` bytes in all; `holding`: of all others, of which some may be silent, or lost without a word.
+    `order`: the last `SetReserved.order` that this answers. `asleep`: names (`reserved_name`) of the reserved workers that
+    acknowledged their order to sleep, with `bytes_held` bytes in all; `holding`: of all others, of which some may be
+    silent, or lost without a word.
     """
 
     harvested: int

@@ -219,11 +219,10 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     for other in _siblings(run, identity):
         workers.gone(core, other, "a later incarnation greeted", crashed=False)
     _slot_taken(core, run, hello)
-    taken = (hello.slot, hello.session)
-    run.silent_slots = {
-        slot: session
-        for slot, session in run.silent_slots.items()
-        if slot not in taken and session not in taken
+    run.silent_engines = {
+        name: (slot, session)
+        for name, (slot, session) in run.silent_engines.items()
+        if session != hello.session and (not slot or slot != hello.slot)
     }
     worker = Worker(
         core.next_worker_id,

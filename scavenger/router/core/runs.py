@@ -213,7 +213,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     run.job_id = body.job_id
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
-    run.reserved_order, run.silent_slots, run.memory_changed, run.reserved_told = 0, {}, True, True
+    run.reserved_order, run.silent_engines, run.memory_changed, run.reserved_told = 0, {}, True, True
     for version in run.versions.values():
         # Its bytes died with the trainer that served them; what lies on a disk does not.
         version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
@@ -357,17 +357,17 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
 def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
     """Its trainer owns their processes: they are gone, whatever was heard of them last. One that was not is let in no more."""
     run.memory_changed = run.dirty = True
-    for slot in body.slots:
-        run.silent_slots.pop(slot, None)
+    for name in body.engines:
+        run.silent_engines.pop(name, None)
         for worker in [
-            w for w in run.workers.values() if w.kind == "reserved" and worker_counts.slot_of(w) == slot
+            w for w in run.workers.values() if w.kind == "reserved" and worker_counts.name_of(w) == name
         ]:
             core.connection_event(
                 worker,
                 "reserved_ended",
                 f"worker {worker.id}",
                 body.reason,
-                slot=slot,
+                engine=name,
                 memory=worker.memory,
                 node=worker.node,
             )

@@ -487,9 +487,9 @@ class Run:
         True  # false: the daemon restarted, and the trainer has not said again whether they are to be awake
     )
     reserved_order: int = 0  # number of its last word on that
-    silent_slots: dict[str, str] = field(
+    silent_engines: dict[str, tuple[str, str]] = field(
         default_factory=dict
-    )  # slot -> session of an engine lost without a word: it may hold memory
+    )  # name -> slot and session of a reserved engine lost without a word: it may hold memory
     memory_told: MemoryTold = field(default_factory=lambda: MemoryTold())  # as counted last
     memory_changed: bool = True  # since then
     stopped: str = ""

@@ -5,7 +5,7 @@ Counted as workers change, not looked up: a fleet of a thousand is asked about w
 
 from __future__ import annotations
 
-from scavenger.protocol.messages import MAX_SLOTS, Fleet, words
+from scavenger.protocol.messages import MAX_SLOTS, Fleet, reserved_name, words
 from scavenger.router.core.state import Memory, MemoryTold, Run, Worker, WorkerStatus
 
 
@@ -49,18 +49,18 @@ def memory_of(run: Run) -> MemoryTold:
     reserved = [worker for worker in run.workers.values() if worker.kind == "reserved"]
     asleep = [worker for worker in reserved if worker.memory is Memory.ASLEEP]
     holding = {
-        slot_of(worker) for worker in reserved if worker.memory is not Memory.ASLEEP
-    } | run.silent_slots.keys()
-    slots = sorted(slot_of(worker) for worker in asleep)
+        name_of(worker) for worker in reserved if worker.memory is not Memory.ASLEEP
+    } | run.silent_engines.keys()
+    names = sorted(name_of(worker) for worker in asleep)
     held = sum(worker.bytes_held for worker in asleep)
     return MemoryTold(
-        run.reserved_order, tuple(slots[:MAX_SLOTS]), tuple(sorted(holding)[:MAX_SLOTS]), min(held, 2**53)
+        run.reserved_order, tuple(names[:MAX_SLOTS]), tuple(sorted(holding)[:MAX_SLOTS]), min(held, 2**53)
     )
 
 
-def slot_of(worker: Worker) -> str:
-    """What its trainer knows a reserved worker by; one that names no slot goes by its number here, which no slot of a job is."""
-    return worker.slot or f"worker {worker.id}"
+def name_of(worker: Worker) -> str:
+    """What its trainer knows a reserved worker by; one that names no slot goes by its number here, which no engine of a job does."""
+    return reserved_name(worker.slot, worker.session) if worker.slot else f"worker {worker.id}"
 
 
 def memory_counted(run: Run) -> MemoryTold:

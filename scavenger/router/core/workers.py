@@ -242,7 +242,7 @@ def gone(
     if worker.kind == "reserved":
         worker.run.memory_changed = True
         if silent and worker.memory is not Memory.ASLEEP and worker.attempt in (0, worker.run.attempt):
-            worker.run.silent_slots[worker_counts.slot_of(worker)] = worker.session
+            worker.run.silent_engines[worker_counts.name_of(worker)] = (worker.slot, worker.session)
     worker.step(WorkerStep.LEAVE)
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
