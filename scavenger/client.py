@@ -13,6 +13,8 @@ Synchronous, torch-free, for one thread. A second thread, with a socket of its o
 one computes (`keepalive`). Every call blocks until the daemon has made it durable and rides out a daemon that is restarted (the
 rendezvous file is read again) or waits for its disk; every call may be repeated, so no answer is ever guessed. Knows nothing of how
 samples are generated.
+
+Boundary: the public interface for trainers, ours and those of others.
 """
 
 from __future__ import annotations

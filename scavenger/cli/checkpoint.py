@@ -1,4 +1,7 @@
-"""The `scavenger checkpoint` commands. What reads a checkpoint needs torch, so it is the trainer's, in a process of its own."""
+"""The `scavenger checkpoint` commands. What reads a checkpoint needs torch, so it is the trainer's, in a process of its own.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`scavenger doctor`: what a site's Slurm means for harvesting, line by line. Arguments and printing; `scavenger.doctor` does the work."""
+"""`scavenger doctor`: what a site's Slurm means for harvesting, line by line. Arguments and printing; `scavenger.doctor` does the work.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

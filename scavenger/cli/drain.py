@@ -1,4 +1,7 @@
-"""`scavenger drain`: give every harvested GPU back, and take none until told otherwise. Argument parsing and printing."""
+"""`scavenger drain`: give every harvested GPU back, and take none until told otherwise. Argument parsing and printing.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

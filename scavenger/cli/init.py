@@ -1,6 +1,8 @@
 """`scavenger init`: a site's scavenger.toml and keys, or a run's run.toml and train.sbatch. Owns the arguments and what is printed.
 
 A run's files are looked at and written by `trainer.prepare`, in a process of its own: this package never imports the trainer.
+
+Boundary: one subcommand.
 """
 
 from __future__ import annotations

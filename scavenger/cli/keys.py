@@ -1,4 +1,7 @@
-"""The `scavenger keys` commands: changing keys while jobs run (docs/recovery.md). Each calls one function of `scavenger.protocol.keys`."""
+"""The `scavenger keys` commands: changing keys while jobs run (docs/recovery.md). Each calls one function of `scavenger.protocol.keys`.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The `scavenger ledger` commands: argument parsing and printing. Each command calls one function of `scavenger.ledger`."""
+"""The `scavenger ledger` commands: argument parsing and printing. Each command calls one function of `scavenger.ledger`.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The `scavenger` command: argument parsing and printing. Each command calls one function of the part that does the work."""
+"""The `scavenger` command: argument parsing and printing. Each command calls one function of the part that does the work.
+
+Boundary: the command line; `scavenger/__main__.py` only calls it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """`scavenger samples`: what a step's samples said, decoded, with everything that happened to them.
 
 Owns the reading and the layout of the text. The ledger has the tokens; the run names its tokenizer.
+
+Boundary: one subcommand.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `scavenger simulate ...` without a command is `scavenger simulate site ...`, the question that a site asks; with a run.toml, `run ...`.
 
 `scavenger simulate replay`: argument parsing and printing. It calls `scavenger.simulate.replay.replay`, which plays the run.
+
+Boundary: one subcommand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`scavenger simulate run.toml`: argument parsing and printing. It calls `scavenger.simulate.play`, which plays the run."""
+"""`scavenger simulate run.toml`: argument parsing and printing. It calls `scavenger.simulate.play`, which plays the run.
+
+Boundary: one form of a subcommand, with arguments of its own.
+"""
 
 from __future__ import annotations
 

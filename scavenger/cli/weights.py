@@ -1,4 +1,7 @@
-"""The `scavenger weights` commands. Each calls one function of `scavenger.weights`."""
+"""The `scavenger weights` commands. Each calls one function of `scavenger.weights`.
+
+Boundary: one subcommand.
+"""
 
 from __future__ import annotations
 

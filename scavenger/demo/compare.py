@@ -1,6 +1,8 @@
 """`scavenger demo --compare`: the same short run twice, undisturbed and preempted, side by side.
 
 Owns the comparison and its table; the runs are the demo's.
+
+Boundary: one mode of the demo, beside its one session.
 """
 
 from __future__ import annotations

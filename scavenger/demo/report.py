@@ -1,4 +1,7 @@
-"""The demo's report: one self-contained HTML page, and its summary for the terminal. Pure: figures in, text out."""
+"""The demo's report: one self-contained HTML page, and its summary for the terminal. Pure: figures in, text out.
+
+Boundary: pure; the page is made from figures alone, without a site.
+"""
 
 from __future__ import annotations
 

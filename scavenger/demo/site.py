@@ -2,6 +2,8 @@
 
 Owns the order in which they start and stop, and that nothing of them is left afterwards. Used by the demo and by the tests. Knows nothing
 of what is trained.
+
+Boundary: processes, folders and a Slurm are started and ended here; tests and benchmarks use it too.
 """
 
 from __future__ import annotations

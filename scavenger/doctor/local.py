@@ -1,6 +1,8 @@
 """The checks that mean something where the cluster is the local backend: no Slurm, no other users, one machine's processes.
 
 Owns which they are; each is Slurm's rule of the same name, on what the backend says of itself. Its only question is the cluster's port.
+
+Boundary: the checks of one backend.
 """
 
 from __future__ import annotations

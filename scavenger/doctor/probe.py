@@ -2,6 +2,8 @@
 
 Owns the job's script, its folder below the state directory, and their end: whatever happens, the job is cancelled and the folder removed.
 The job asks for what an engine asks for, and runs nothing of a user's.
+
+Boundary: the only check that submits a job.
 """
 
 from __future__ import annotations

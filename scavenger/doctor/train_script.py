@@ -2,6 +2,8 @@
 
 Owns what of Slurm's answers contradicts the script's directives (`directives` reads them). Submits nothing: `sbatch --test-only` is Slurm's
 own word on the whole script. Where no Slurm answers nothing is claimed, and that is said.
+
+Boundary: a question to Slurm (`sbatch --test-only`); nothing is submitted.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 journald reads a line's priority from a leading `<N>` (SyslogLevelPrefix=, on by default) and keeps the rest, here one JSON object, so that
 `journalctl -u scavenger -p warning -o cat | jq` works.
+
+Boundary: the process-wide set-up of structlog.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Owns where each figure comes from. A look costs a pass over the runs' workers and groups, so it is taken every few seconds and not for
 every scrape.
+
+Boundary: the daemon's parts are read here alone; `metrics` knows only figures.
 """
 
 from __future__ import annotations

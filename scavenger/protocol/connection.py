@@ -7,6 +7,8 @@ How long a client listens to a silent daemon before it connects anew. Pure: the 
 
 Only whole messages are heard, and over a slow link one group may take long: whoever gives up after the same silence each time has the
 group sent again each time, and never gets it. Owns these seconds; knows nothing of sockets, and of messages only which are groups.
+
+Boundary: a socket; the client above it has none.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Owns that socket and that thread. Knows when the daemon last answered, and nothing of groups or steps. A daemon that answers here and
 not there is one that cannot commit: its replies wait for the ledger, its pongs do not.
+
+Boundary: a thread with a socket of its own.
 """
 
 from __future__ import annotations

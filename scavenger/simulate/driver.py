@@ -4,6 +4,8 @@
                   ^------------- demand, decide ------------------------------'
 
 Wires the parts and adds up. Decides nothing; every random draw comes from the scenario's seed by name, so policies meet the same world.
+
+Boundary: virtual time; the loop that owns it.
 """
 
 from __future__ import annotations

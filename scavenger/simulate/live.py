@@ -7,6 +7,8 @@ Read-only by construction: it is handed a view and returns answers. A site that 
 all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one look cannot tell.
 
 One look at a cluster as rows of name, value and meaning. Pure: a `ClusterPoll` in, text out.
+
+Boundary: a live cluster is read; everything else here is recorded or drawn.
 """
 
 from __future__ import annotations

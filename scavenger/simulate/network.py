@@ -9,6 +9,8 @@ The source is the trainer, whose interface pulls have for themselves: to publish
 Knows of versions only that a new one has no holders.
 
 Sharing one network interface: max-min fair rates. Pure. Knows nothing of what the bytes are.
+
+Boundary: one shared interface, in virtual time.
 """
 
 from __future__ import annotations

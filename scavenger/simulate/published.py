@@ -4,6 +4,8 @@ The system is RLBoost (arXiv 2510.19225); its code is PolyRL (github.com/Terra-F
 row and prints it against the published value. What the scripts fix is taken from them. What nobody published (lengths, training
 efficiency, an engine's step beside the GPU's, toggles) is in `STACK`, one set for all rows; it was chosen by the rows marked
 `calibrates`, and the others are reported as they come out. Knows nothing of policies' code: a row names its policy and switches.
+
+Boundary: data with its sources, no code.
 """
 
 from __future__ import annotations

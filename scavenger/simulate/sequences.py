@@ -8,6 +8,8 @@ when it joined. What changes the batch (a finish, a full cache, a prefill, a cal
 
 As vLLM does it: prefills go first, siblings share their prompt's KV on one engine, a full cache preempts the latest to join. Owns one
 engine's batch. Knows nothing of leases, workers or why a sample is here; times are given by the caller and never go back.
+
+Boundary: one engine between two events; it knows no site.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ For whom `gates` holds the harvester is the live daemon's with its defaults: `Id
 last, the policy says what an engine saves, each job is submitted for one node, and one whose node does not
 come moves (`harvest.decide.standby`). It
 begins as a restarted daemon does, with nothing seen. Who has none takes whatever is idle, wherever Slurm puts it.
+
+Boundary: virtual Slurm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Readers of the traces that the project is evaluated on: idle GPUs by node and by virtual cluster, the jobs behind them, spot instances.
 
 Owns their columns (the traces' README describes them). Knows no path: the user gives one. `parse_*` are pure; `read_*` open the file.
+
+Boundary: file formats of others.
 """
 
 from __future__ import annotations

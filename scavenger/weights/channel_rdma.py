@@ -2,6 +2,8 @@
 
 Owns one registered piece of this process's memory. The holder's processor takes no part in a read, so the reader renews its lease by asking
 what is there; a read of memory that is written again meanwhile has a wrong hash.
+
+Boundary: NIXL, which may not be installed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ What a preempted engine is told, and how long a hung one holds up whoever takes 
 Measured on Slurm 22.05 (docs/admin.md has the table). At the start of a GraceTime, or at once where there is none, processes under `srun`
 get SIGCONT and SIGTERM. With a GraceTime SIGKILL comes no earlier than the larger of GraceTime and KillWait + MessageTimeout, and then
 only at one of the controller's checks of limits; without one it comes after KillWait. Seconds throughout.
+
+Boundary: pure rules, one subject.
 """
 
 from __future__ import annotations

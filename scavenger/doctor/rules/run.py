@@ -1,4 +1,7 @@
-"""The checks of a site, in the order in which they are told. Pure. Owns the order, and what becomes of a check whose facts are missing."""
+"""The checks of a site, in the order in which they are told. Pure. Owns the order, and what becomes of a check whose facts are missing.
+
+Boundary: pure; the order of the rules, without IO.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The checks on the site at large: versions, visibility, clocks, rates, GPUs, MPI. Pure: facts in, one finding each."""
+"""The checks on the site at large: versions, visibility, clocks, rates, GPUs, MPI. Pure: facts in, one finding each.
+
+Boundary: pure rules, one subject.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Reads pages in the order of the primary key, each in a transaction of its own, so neither memory nor the ledger's log grows with the
 ledger. Tables are read from the children up: what a row names is in its table's file too, also while a daemon goes on writing.
+
+Boundary: a file format that others read.
 """
 
 from __future__ import annotations

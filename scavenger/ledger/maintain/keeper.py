@@ -2,6 +2,8 @@
 
 Owns when: it looks at the runs now and then, step after step, and waits for each portion's commit. `retention` owns what may be done.
 It holds a mark a run in memory, up to which it asks nothing more; a restarted daemon begins at the first step with contents to reduce.
+
+Boundary: a task of the daemon, with a clock; the rule itself is `retention`, which is pure.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Owns the transactions. The only writer beside the daemon's. It may be: each of i
 unless the run has ended, and nobody writes to an ended run but an attempt that opens it again, whose grant changes that row. The daemon
 reads an opened run's history after that grant, so it sees a portion's contents as gone or keeps them. Rows stay, with empty payloads:
 every sum, count and time over them is what it was.
+
+Boundary: what is deleted for privacy, in one place to be reviewed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 SQLite writes the whole file anew, which no daemon may witness: SQLite's own locks tell whether any other connection is open (in WAL
 mode each holds one), and while we hold them exclusively none can open. A crash in between leaves the old file, by SQLite's journal.
 PostgreSQL vacuums beside a daemon that goes on.
+
+Boundary: statements that no transaction may hold, by database.
 """
 
 from __future__ import annotations

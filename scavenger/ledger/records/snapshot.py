@@ -1,4 +1,7 @@
-"""What a restarted daemon reads: the state that the records of before add up to. Pure."""
+"""What a restarted daemon reads: the state that the records of before add up to. Pure.
+
+Boundary: what is read back, beside what is written.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Chunks have no unique key, so that they join up without a hole or an overlap is proved here before any of them goes. A sample whose
 chunks do not is left as it is, and an event says so.
+
+Boundary: statements of one maintenance operation.
 """
 
 from __future__ import annotations

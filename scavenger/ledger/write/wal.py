@@ -6,6 +6,8 @@ oldest reader that is still in a transaction: one that stays open makes the log 
 somebody's `sqlite3` may not. Nor does it get to the log's end at one instant while short readers overlap, and then the log is never begun
 anew: so a log that is too large is written back with a little patience, during which new readers wait for nothing and the old ones end.
 Owns the bound and the attempts to bring the log back below it, and how long the writer may wait for one.
+
+Boundary: one database's files; PostgreSQL has none of this.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ While a transaction runs, submissions gather for the next: that is the group com
 that are lost together (`go`). Nothing is dropped and nothing is acknowledged before its commit: when the database cannot take a
 transaction, the same one is tried again with growing pauses until it can, and `backlog_bytes` tells the daemon to slow down. Callbacks
 run in the writer's thread (`on_state` in that of `start` and `close` too) and must neither block nor call back into the writer.
+
+Boundary: the thread; what it runs in a transaction is `transaction`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Frames and packed arrays: a message becomes one bounded MessagePack frame, tokens and logprobs little-endian arrays.
 
 Owns the encoder, the typed decoder of each direction and the packing. Knows no socket.
+
+Boundary: bytes; the messages themselves know no frame.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Owns the bookkeeping of tokens between the engine and the daemon. No IO, no clock. All lengths count from the sample's first
 answer token: `durable <= sent <= length`. Tokens below `durable` are forgotten, all others are kept, however often sent.
+
+Boundary: one worker's samples, apart from weights and sleep.
 """
 
 from __future__ import annotations

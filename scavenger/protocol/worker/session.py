@@ -10,6 +10,8 @@ that it is durable, and after each Welcome everything above the durable length i
 
 Leaving is an intent beside the phase: it flushes, says Goodbye and goes when that is acked or its deadline has passed.
 Owns the phases, what is awaited and until when. Knows no socket, thread or clock; `now` is monotonic seconds.
+
+Boundary: sans-IO; the rollout worker performs its actions, and so does the simulated one.
 """
 
 from __future__ import annotations

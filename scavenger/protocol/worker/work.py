@@ -3,6 +3,8 @@
 Sans-IO, like `session`, which hands it what it hears and tells it how the conversation stands: `hears` (somebody listens) and
 `closed` (the worker leaves: nothing new begins). What cannot be said now is said by what follows the next Welcome.
 Owns tokens until they are durable. Knows nothing of connections, retries or goodbyes; `now` is monotonic seconds.
+
+Boundary: what is served, apart from how the connection is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What must hold between the core's tables after every event, recounted from scratch. Pure; for tests and for a suspicious admin."""
+"""What must hold between the core's tables after every event, recounted from scratch. Pure; for tests and for a suspicious admin.
+
+Boundary: invariants recounted; it changes nothing.
+"""
 
 from __future__ import annotations
 

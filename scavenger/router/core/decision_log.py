@@ -5,6 +5,8 @@
 
 Rows of each kind are bounded (`told.Budget`), and what goes into one is made only where there is room for it; what was left out is counted
 in the next row's `inputs`. Owns the codes and the words.
+
+Boundary: what is written down of decisions; the driver decides nothing of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Holds what a restart may not forget (I2, I3, I10). A group from the ledger is *orphaned* until the present attempt claims it, by
 attaching with its id or by submitting it again: an older attempt may have left it.
+
+Boundary: from ledger rows to tables; no event passes here.
 """
 
 from __future__ import annotations

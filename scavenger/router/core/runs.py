@@ -1,6 +1,8 @@
 """What a trainer may ask: open a run, submit groups, publish versions, commit steps. Pure; every call may be repeated.
 
 Holds I3: a new attempt fences the older; what it had not consumed for good is offered again only under an equal root hash, else superseded.
+
+Boundary: a trainer's calls, beside a worker's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A step of a run: groups submitted, adopted by a later attempt, committed with their samples' ends. Pure.
 
 Holds I3: a step's groups are made once, a replay gets those that exist, and each sample is consumed by one commit.
+
+Boundary: a step's calls, of a trainer's.
 """
 
 from __future__ import annotations

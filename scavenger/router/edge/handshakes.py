@@ -8,6 +8,8 @@ ours that is ended so connects again by itself. libzmq ends a handshake that is 
 `Handshakes` decides, and is pure. `HandshakeGuard` runs it in a thread of its own over libzmq's monitor of the
 socket, because accepts are libzmq's thread's and wait for no event loop. It ends a connection by shutting down its
 descriptor, which libzmq then closes.
+
+Boundary: a thread over libzmq's monitor.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ moment is asked again; anything else that a read or a handler raises goes to `fa
 Whether the numbers in a message can be: those that the ledger keeps, token ids, logprobs. Pure; one look over a whole message.
 
 Lengths, leases and budgets are the core's (`router.core.samples`); it takes a fault found here as its last reason to refuse a chunk.
+
+Boundary: sans-IO; the server owns the sockets and performs what it says.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 A stretch of an engine's work is counted from the lease on, so its prefills are in its steps, and are not counted again. Owns the fit; knows
 nothing of how a run is played.
+
+Boundary: pure fitting, without a play.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ A replay as a reader meets it: each step as it was and as it was played, and how
 The trainer of a replay: the simulator's, with the seconds that were measured of the one that lived. Pure.
 
 Groups without anything to teach are scored and not trained, as they were. Owns nothing but these seconds.
+
+Boundary: a ledger's run; `play` has a scenario.
 """
 
 from __future__ import annotations
