@@ -18,6 +18,7 @@ from scavenger.protocol.messages import (
     Rejected,
     SetReserved,
     Sleep,
+    UseWeights,
     Wake,
     reserved_name,
 )
@@ -196,6 +197,36 @@ def test_who_is_awake_when_the_daemon_restarts_is_not_put_to_sleep_before_the_tr
     bench.call(Attach("r", ()), conn=2)
     bench.call(SetReserved(False, 3), conn=2)
     assert bench.take(W2, Sleep) == [Sleep(5)], "its numbers go on"
+
+
+def test_a_restarted_daemon_knows_an_engine_that_does_not_come_back_by_its_trainer_s_name() -> None:
+    bench = told_to_sleep()
+    bench.restart()
+    bench.call(Attach("r", ()), conn=2)
+    bench.call(SetReserved(False, 2), conn=2)
+    bench.tick(60.0)
+    assert bench.router.core.workers == {}
+    run = bench.router.core.runs["r"]
+    assert run.fleet is not None
+    assert run.fleet.holding == (NAME,)
+    bench.call(EndReserved((NAME,), "its process ended"), conn=2)
+    bench.tick()
+    assert run.fleet.holding == ()
+
+
+def test_weights_that_an_engine_was_to_load_before_it_slept_are_asked_for_again() -> None:
+    bench = started(n=1)
+    (lease,) = bench.join(W1, kind="reserved", slot="0")
+    bench.chunk(W1, lease, 0, 4, finish="stop")
+    bench.publish(2, step=1)
+    bench.commit_step(1, [lease.sample_id])
+    bench.submit(step=2, version=2)
+    for order in (1, 3):
+        assert bench.take(W1, UseWeights)[-1].version == 2, "it may never have come"
+        bench.call(SetReserved(False, order))
+        bench.say(W1, Asleep(order, 512))
+        bench.call(SetReserved(True, order + 1))
+        assert bench.take(W1, Wake) == [Wake(order + 1)]
 
 
 def test_a_word_of_the_trainer_that_comes_late_changes_nothing() -> None:
