@@ -30,7 +30,7 @@ from rollout.engines.base import Host
 from rollout.engines.vllm import engine as engines
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
-from scavenger.protocol.worker.engine import Request
+from scavenger.protocol.worker.events import Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
 from tests.rollout.daemon import FakeDaemon

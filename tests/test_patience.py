@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.protocol.connection import MOST_SILENT_S, SILENT_S, ClientTimeout
+from scavenger.client import MOST_SILENT_S, SILENT_S, ClientTimeout
 
 
 def reconnected(patience: ClientTimeout, now: float) -> float:

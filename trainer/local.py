@@ -17,7 +17,7 @@ from rollout.engines.base import Engine, Host, Weight
 from rollout.engines.registry import builder
 from scavenger.errors import EngineError
 from scavenger.protocol import messages
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer

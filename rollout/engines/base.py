@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scavenger.errors import EngineError
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 
 class Weight(Protocol):

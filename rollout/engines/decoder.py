@@ -23,7 +23,7 @@ from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MAX_PREFILL_TOKENS = (

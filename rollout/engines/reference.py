@@ -31,7 +31,7 @@ from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, told
 from scavenger.protocol.messages import EngineSpec
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 
 from rollout.engines.base import Engine, EngineInfo, Weight
 from scavenger.errors import EngineError
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 
 class Matcher:

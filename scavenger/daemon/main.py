@@ -365,7 +365,7 @@ class Daemon:
             payloads.nbytes,
             payloads.bound,
             payloads.evictions,
-            server.gate.reads,
+            server.pipeline.reads,
             database=writer.engine.dialect.name,
             metrics=self.service_manager.address,
             logged_moves=writer.logged_moves,

@@ -9,7 +9,8 @@ import pytest
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.ledger.write import batch_sql, statements
-from scavenger.ledger.write.statements import KINDS, each, tuples
+from scavenger.ledger.write.batches import tuples
+from scavenger.ledger.write.statements import KINDS, each
 from tests.ledger.examples import written
 
 UPDATES = [

@@ -17,9 +17,14 @@ from scavenger.ledger import records as r
 from scavenger.ledger.read.reader import rows
 from scavenger.ledger.schema import move_log
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.write import moves
-from scavenger.ledger.write.moves import MoveLog
-from scavenger.ledger.write.transaction import Generation, commit_batch, grant_generation, open_connection
+from scavenger.ledger.write import transaction
+from scavenger.ledger.write.transaction import (
+    Generation,
+    MoveLog,
+    commit_batch,
+    grant_generation,
+    open_connection,
+)
 from scavenger.ledger.write.writer import WriterState
 from tests.ledger.examples import witness
 
@@ -169,13 +174,15 @@ def test_what_other_samples_do_does_not_wait_for_a_fold(sqlite_url: str) -> None
         r.GroupCreated(2, 1, "train", 1, 1, 0, 1, b"", 2, 900, "{}", "{}", 1.0),
         r.Event("x", 0, "", "", "{}", 1.0),
     ]
-    assert log.plan(others, 1.5) == moves.Plan((), others, ())
+    assert log.plan(others, 1.5) == transaction.Plan((), others, ())
     assert log.plan(others, 2.5).fold, "not for ever"
     assert log.plan([], 1.1).fold, "nobody writes"
-    few = moved(1, 2.0, samples=moves.FEWEST - 1)
-    assert MoveLog().plan(few, 1.0) == moves.Plan((), few, ()), "a fold costs a transaction"
+    few = moved(1, 2.0, samples=transaction.FEWEST_MOVES - 1)
+    assert MoveLog().plan(few, 1.0) == transaction.Plan((), few, ()), "a fold costs a transaction"
     mixed = [chunk(7, 1, 0), *moved(1, 2.0)]
-    assert MoveLog().plan(mixed, 1.0) == moves.Plan((), mixed, ()), "the order within the transaction matters"
+    assert MoveLog().plan(mixed, 1.0) == transaction.Plan((), mixed, ()), (
+        "the order within the transaction matters"
+    )
 
 
 def test_moves_that_go_on_and_on_are_folded_all_the_same() -> None:
@@ -202,7 +209,7 @@ def test_a_log_that_holds_what_nobody_logged_is_not_emptied(sqlite_url: str) -> 
 
 
 def test_a_bound_on_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "MOST", SAMPLES)
+    monkeypatch.setattr(transaction, "MOST_MOVES", SAMPLES)
     log = MoveLog()
     for n in range(4):
         plan = log.plan(moved(1 + n, 2.0), 1.0)
@@ -303,7 +310,7 @@ def test_any_history_leaves_the_same_ledger_logged_or_not(
     engine = open_engine(url)
     generation, log, now = grant_generation(engine, "h", 1, "v", 0.0), MoveLog(), 0.0
     with pytest.MonkeyPatch.context() as patched, open_connection(engine) as connection:
-        patched.setattr(moves, "FEWEST", 1)
+        patched.setattr(transaction, "FEWEST_MOVES", 1)
         for batch, records in enumerate(history, 1):
             now += paces[batch % len(paces)]
             commit(connection, generation, batch, records, now, log)
@@ -323,7 +330,7 @@ def batches_of(url: str, monkeypatch: pytest.MonkeyPatch, *, go: bool) -> tuple[
         batch: int,
         records: Sequence[r.Record],
         now: float,
-        plan: moves.Plan,
+        plan: transaction.Plan,
     ) -> bool:
         sizes.append(len(records))
         return commit_batch(connection, generation, batch, records, now, plan)

@@ -17,8 +17,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rollout.background_tasks import spawn
 from rollout.engines.reference import ReferenceEngine
+from rollout.worker import spawn
 from scavenger import client
 from scavenger.config import AlgorithmSection, RewardSection
 from scavenger.errors import ConfigError, RewardError, told

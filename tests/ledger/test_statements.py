@@ -8,7 +8,8 @@ import pytest
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger.write.statements import BARRIERS, KINDS, arrange, kinds, parameters, weigh
+from scavenger.ledger.write.batches import BARRIERS, arrange
+from scavenger.ledger.write.statements import KINDS, kinds, parameters, weigh
 from tests.ledger.examples import chunk, everything, group
 
 

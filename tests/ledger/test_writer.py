@@ -18,10 +18,9 @@ from scavenger.ledger import records as r
 from scavenger.ledger.faults import WriterState
 from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.write import transaction
-from scavenger.ledger.write.moves import Plan
+from scavenger.ledger.write import batches, transaction
 from scavenger.ledger.write.statements import KINDS
-from scavenger.ledger.write.transaction import Generation
+from scavenger.ledger.write.transaction import Generation, Plan
 from scavenger.ledger.write.writer import Writer
 from tests.ledger.examples import WAIT_S, event, everything, subjects, witness, written
 
@@ -207,7 +206,7 @@ def test_a_new_generation_waits_for_the_transaction_in_progress(url: str) -> Non
         rival.join(0.3)
         assert rival.is_alive()
         assert granted == []
-        transaction._run(connection, KINDS[r.Event].statements[0], [event(1)])
+        batches._run(connection, KINDS[r.Event].statements[0], [event(1)])
     rival.join(WAIT_S)
     assert granted == [2]
     assert subjects(url) == [1]

@@ -12,8 +12,7 @@ from rollout.worker import Options, Worker
 from scavenger.errors import EngineError
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
-from scavenger.protocol.worker.engine import Delta, Request
-from scavenger.protocol.worker.events import EndWorker, Identity, WorkerLimits
+from scavenger.protocol.worker.events import Delta, EndWorker, Identity, Request, WorkerLimits
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
 from tests.rollout.daemon import FakeDaemon

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from scavenger.protocol import messages
 from scavenger.protocol.messages import Chunk, EngineSpec, Lease, SampleKey, Sampling, pack_tokens
-from scavenger.protocol.worker.engine import Delta
 from scavenger.protocol.worker.events import (
     Connected,
+    Delta,
     Event,
     Generated,
     Identity,

@@ -18,7 +18,7 @@ import pytest
 from rollout.engines.base import Engine
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")

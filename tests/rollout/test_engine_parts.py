@@ -13,7 +13,7 @@ from rollout.engines.stopping import Matcher, Stopping
 from rollout.engines.vllm.engine import lease_seed
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import SampleKey, Sampling
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")

@@ -10,7 +10,6 @@ import pytest
 
 from scavenger.protocol import messages as wire
 from scavenger.protocol.messages import Held, unpack_tokens
-from scavenger.protocol.worker.engine import Delta
 from scavenger.protocol.worker.events import (
     Abort,
     Add,
@@ -19,6 +18,7 @@ from scavenger.protocol.worker.events import (
     Built,
     Connect,
     Connected,
+    Delta,
     Generated,
     Loaded,
     LoadFailed,

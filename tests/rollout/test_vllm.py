@@ -29,8 +29,7 @@ from scavenger.protocol.messages import (
     unpack_logprobs,
     unpack_tokens,
 )
-from scavenger.protocol.worker.engine import Request
-from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED
+from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED, Request
 from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
 from tests.rollout.daemon import FakeDaemon

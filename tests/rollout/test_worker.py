@@ -108,7 +108,7 @@ def test_sleep_and_wake_reach_the_engine_in_order(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["rollout.link.read_rendezvous", "scavenger.protocol.messages.decode_to_worker"]
+    "broken", ["rollout.worker.read_rendezvous", "scavenger.protocol.messages.decode_to_worker"]
 )
 def test_a_link_that_breaks_in_an_unforeseen_way_is_made_anew(
     play: Play, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -123,7 +123,7 @@ def test_a_link_that_breaks_in_an_unforeseen_way_is_made_anew(
 
         with monkeypatch.context() as patch:
             patch.setattr(broken, fails)
-            if broken == "rollout.link.read_rendezvous":
+            if broken == "rollout.worker.read_rendezvous":
                 stage.daemon.send(messages.Rejected("not open", "wait", retry=True))  # connect again
             while not failures:
                 await asyncio.sleep(BEAT_S / 4)

@@ -12,8 +12,7 @@ from functools import lru_cache
 
 from scavenger.protocol.messages import Chunk, Chunks, pack_logprobs, pack_tokens
 from scavenger.protocol.worker import events as ev
-from scavenger.protocol.worker.engine import Delta, Request
-from scavenger.protocol.worker.events import Event, Identity, WorkerAction, WorkerPhase
+from scavenger.protocol.worker.events import Delta, Event, Identity, Request, WorkerAction, WorkerPhase
 from scavenger.protocol.worker.session import Session
 from tests.router.links import Link
 

@@ -198,16 +198,20 @@ def rewound_steps_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
     """The fix of a worker that leaves is undone: its goodbye is acked although its tokens are not committed."""
-    said = wk.said
+    sender, goodbye = wk.sender, wk.goodbye
 
-    def hasty(core: Core, conn: int, message: Any, faults: Any = None) -> None:
-        send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
-        try:
-            said(core, conn, message, faults)
-        finally:
-            core.send_durable = send  # type: ignore[method-assign]
+    def hastily(say: Callable[..., Any]) -> Callable[..., Any]:
+        def hasty(core: Core, *rest: Any) -> Any:
+            send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
+            try:
+                return say(core, *rest)
+            finally:
+                core.send_durable = send  # type: ignore[method-assign]
 
-    patch.setattr(wk, "said", hasty)
+        return hasty
+
+    patch.setattr(wk, "sender", hastily(sender))
+    patch.setattr(wk, "goodbye", hastily(goodbye))
 
 
 def evicted_engine_let_in_again(patch: pytest.MonkeyPatch) -> None:

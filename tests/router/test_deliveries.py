@@ -31,32 +31,32 @@ def group(group_id: int, nbytes: int = 10) -> GroupDone:
 def test_bytes_under_way_are_counted_for_each_connection_until_they_are_gone() -> None:
     deliveries, gone = Deliveries(100), {1: False, 2: False, 3: False}
     deliveries.sent(1, 60, lambda: gone[1])
-    assert deliveries.room(1)
+    assert deliveries.has_room(1)
     deliveries.sent(1, 60, lambda: gone[2])
     deliveries.sent(2, 60, lambda: gone[3])
-    assert (deliveries.room(1), deliveries.room(2), deliveries.nbytes) == (False, True, 180)
+    assert (deliveries.has_room(1), deliveries.has_room(2), deliveries.nbytes) == (False, True, 180)
     gone[2] = True
-    assert not deliveries.room(1), "they go in order: a later one is not gone before the first"
+    assert not deliveries.has_room(1), "they go in order: a later one is not gone before the first"
     gone[1] = True
-    assert (deliveries.room(1), deliveries.nbytes) == (True, 60)
+    assert (deliveries.has_room(1), deliveries.nbytes) == (True, 60)
     gone[3] = True
-    assert (deliveries.room(1), deliveries.nbytes) == (True, 0)
+    assert (deliveries.has_room(1), deliveries.nbytes) == (True, 0)
 
 
 def test_bytes_under_way_are_counted_for_a_run_over_all_its_connections_too() -> None:
     deliveries, gone = Deliveries(100), {1: False, 2: False}
     deliveries.sent(1, 110, lambda: gone[1], run=7)
     deliveries.sent(2, 90, lambda: gone[2], run=7)
-    assert [deliveries.room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], (
+    assert [deliveries.has_room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], (
         "also on a connection that has none yet"
     )
-    assert deliveries.room(3, run=8), "another run does not wait"
-    assert deliveries.room(3), "nor does what is of no known run"
+    assert deliveries.has_room(3, run=8), "another run does not wait"
+    assert deliveries.has_room(3), "nor does what is of no known run"
     gone[1] = True
-    assert deliveries.room(3, run=7)
-    assert deliveries.room(2, run=7)
+    assert deliveries.has_room(3, run=7)
+    assert deliveries.has_room(2, run=7)
     gone[2] = True
-    assert deliveries.room(1, run=7)
+    assert deliveries.has_room(1, run=7)
     assert (deliveries.nbytes, deliveries._of_run) == (0, {})
 
 
@@ -72,7 +72,7 @@ class Desk:
         self.full: set[int] = set()
         self.gone: set[int] = set()
         self.failures: list[BaseException] = []
-        self.gate = PayloadPipeline(
+        self.pipeline = PayloadPipeline(
             core,
             store,
             self._read,
@@ -81,7 +81,7 @@ class Desk:
             connected=lambda conn: conn not in self.gone,
             failed=self.failures.append,
         )
-        self.gate.deliveries.most_bytes = 25
+        self.pipeline.deliveries.most_bytes = 25
 
     async def _read(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         raise AssertionError("nothing is cold here")
@@ -92,8 +92,8 @@ class Desk:
         self.said.setdefault(conn, []).append(message)
         if isinstance(message, GroupDone):
             number = sum(isinstance(m, GroupDone) for m in self.said[conn])
-            run = self.gate.run_of(message)
-            self.gate.deliveries.sent(
+            run = self.pipeline.run_of(message)
+            self.pipeline.deliveries.sent(
                 conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run
             )
         return True
@@ -108,7 +108,7 @@ def play(scene: Callable[[Desk], Awaitable[None]], monkeypatch: pytest.MonkeyPat
     async def main() -> Desk:
         desk = Desk()
         await scene(desk)
-        await desk.gate.close()
+        await desk.pipeline.close()
         assert desk.failures == []
         return desk
 
@@ -123,9 +123,9 @@ async def turns(n: int = 20) -> None:
 def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(desk: Desk) -> None:
         for n in range(1, 8):
-            desk.gate.give(Send(1, group(n)))
-        desk.gate.give(Send(1, Reply(1, Pong(1))))
-        desk.gate.give(Send(2, group(99)))
+            desk.pipeline.give(Send(1, group(n)))
+        desk.pipeline.give(Send(1, Reply(1, Pong(1))))
+        desk.pipeline.give(Send(2, group(99)))
         await turns()
         assert desk.groups(1) == [1, 2, 3], "the third crosses the bound"
         assert desk.groups(2) == [99], "another trainer does not wait"
@@ -134,7 +134,7 @@ def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pyt
             desk.taken[1] = taken
             await turns()
             assert desk.groups(1) == list(range(1, min(taken + 3, 7) + 1))
-            assert desk.gate.deliveries.nbytes <= 30
+            assert desk.pipeline.deliveries.nbytes <= 30
 
     desk = play(scene, monkeypatch)
     assert [type(m) for m in desk.said[1]][-2:] == [GroupDone, Reply], "in its place"
@@ -150,9 +150,9 @@ def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_sha
         desk.core.groups.update(bench.router.core.groups)
         for conn in range(1, 11):
             for number in ids[3 * conn - 3 : 3 * conn]:
-                desk.gate.give(Send(conn, group(number)))
+                desk.pipeline.give(Send(conn, group(number)))
             await turns()
-        assert desk.gate.deliveries.nbytes == 50, "twice the bound of one connection"
+        assert desk.pipeline.deliveries.nbytes == 50, "twice the bound of one connection"
         assert len(desk.said) == 2
         for conn in range(1, 11):  # the transport finds the first ones dead
             desk.taken[conn] = 100
@@ -167,9 +167,9 @@ def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_mes
 ) -> None:
     async def scene(desk: Desk) -> None:
         desk.full.add(1)
-        desk.gate.give(Send(1, Fleet(1, 0, 0, 0, 0)))
-        desk.gate.give(Send(1, group(1)))
-        desk.gate.give(Send(1, Fleet(2, 0, 0, 0, 0)))
+        desk.pipeline.give(Send(1, Fleet(1, 0, 0, 0, 0)))
+        desk.pipeline.give(Send(1, group(1)))
+        desk.pipeline.give(Send(1, Fleet(2, 0, 0, 0, 0)))
         await turns()
         assert 1 not in desk.said
         desk.full.clear()
@@ -186,26 +186,26 @@ def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not
 
     async def scene(desk: Desk) -> None:
         for n in range(1, 4):
-            desk.gate.give(Send(1, group(n)))
+            desk.pipeline.give(Send(1, group(n)))
         for n in range(20):
-            desk.gate.give(Send(1, group(10 + n) if n % 2 else Fleet(n, 0, 0, 0, 0)))
+            desk.pipeline.give(Send(1, group(10 + n) if n % 2 else Fleet(n, 0, 0, 0, 0)))
         desk.taken[1] = 100
         await turns(200)
 
     desk = play(scene, monkeypatch)
     assert desk.groups(1) == [1, 2, 3, *range(11, 31, 2)]
     assert sum(isinstance(m, Fleet) for m in desk.said[1]) == 3
-    assert desk.gate.counters["messages_dropped"] == 7
+    assert desk.pipeline.counters["messages_dropped"] == 7
 
 
 def test_what_waits_for_a_peer_that_went_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(desk: Desk) -> None:
         for n in range(1, 8):
-            desk.gate.give(Send(1, group(n)))
+            desk.pipeline.give(Send(1, group(n)))
         await turns()
         desk.gone.add(1)
         await turns()
-        assert desk.gate._out.waiting(1) == 0
+        assert desk.pipeline._out.waiting(1) == 0
 
     play(scene, monkeypatch)
 
@@ -238,23 +238,25 @@ def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_
         assert trainer.poll(5000)
         trainer.recv()
         server = daemon.server
-        server.gate.deliveries.most_bytes = most
+        server.pipeline.deliveries.most_bytes = most
         (conn,) = server._routes
         for number in range(n):
-            daemon.loop.call_soon_threadsafe(server.gate.give, Send(conn, group(number, size)))
-        eventually(lambda: server.gate._out.waiting(conn) > 0)
-        held = server.gate._out.waiting(conn)
+            daemon.loop.call_soon_threadsafe(server.pipeline.give, Send(conn, group(number, size)))
+        eventually(lambda: server.pipeline._out.waiting(conn) > 0)
+        held = server.pipeline._out.waiting(conn)
         assert held > 0
-        assert most <= server.gate.deliveries.nbytes <= most + size + 1000
+        assert most <= server.pipeline.deliveries.nbytes <= most + size + 1000
         got = []
         while len(got) < n:
             assert trainer.poll(5000), f"{len(got)} of {n} groups came"
             message = messages.decode_to_trainer(trainer.recv())
             assert isinstance(message, GroupDone)
             got.append(message.group_id)
-            assert server.gate.deliveries.nbytes <= most + size + 1000
+            assert server.pipeline.deliveries.nbytes <= most + size + 1000
         assert got == list(range(n))
-        eventually(lambda: server.gate.deliveries.room(conn) and server.gate.deliveries.nbytes == 0)
+        eventually(
+            lambda: server.pipeline.deliveries.has_room(conn) and server.pipeline.deliveries.nbytes == 0
+        )
     finally:
         trainer.close(linger=0)
         context.term()

@@ -13,11 +13,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from scavenger.client import Client, Run
+from scavenger.client import SILENT_S, Client, Run
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, DaemonUnavailable, Refused, StaleAttempt
 from scavenger.protocol import keys, messages
-from scavenger.protocol.connection import SILENT_S
 from scavenger.weights import manifest as manifests
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
 from tests.router.harness import SOURCE, SPEC, payload, root, specs

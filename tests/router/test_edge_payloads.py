@@ -69,7 +69,7 @@ def test_a_moved_sample_and_a_delivered_group_bring_tokens_that_were_evicted(dae
         assert (moved.epoch, moved.accepted) == (2, payload(lease.sample_id, 0, 5)[0])
         flush(b, moved, 5, 3, "length")
         check_groups(collect(run, 1))
-    assert daemon.server.gate.reads == 2
+    assert daemon.server.pipeline.reads == 2
 
 
 def test_a_resend_of_evicted_tokens_is_compared_before_it_is_believed(daemon: LiveDaemon) -> None:
@@ -93,7 +93,7 @@ def test_a_resend_of_evicted_tokens_is_compared_before_it_is_believed(daemon: Li
         again = a.await_kind(messages.Assign)
         assert isinstance(again, messages.Assign)
         assert again.leases[0].accepted == payload(lease.sample_id, 0, 4)[0]
-    assert daemon.server.gate.reads == 3
+    assert daemon.server.pipeline.reads == 3
 
 
 def test_messages_keep_their_order_while_tokens_are_read_and_others_do_not_wait(daemon: LiveDaemon) -> None:
@@ -110,7 +110,7 @@ def test_messages_keep_their_order_while_tokens_are_read_and_others_do_not_wait(
         flush(a, lease, 6, 2, "length")
         a.say(messages.Goodbye("SIGTERM", True))
         (worker,) = daemon.server.router.core.workers.values()
-        eventually(lambda: daemon.server.gate.waiting_bytes > 0)
+        eventually(lambda: daemon.server.pipeline.waiting_bytes > 0)
         heard = worker.last_seen
         a.say(messages.Heartbeat((), 0, 1))
         eventually(lambda: worker.last_seen > heard)
@@ -125,7 +125,7 @@ def test_messages_keep_their_order_while_tokens_are_read_and_others_do_not_wait(
         (4, 2),
         (6, 2),
     ]
-    assert daemon.server.gate.waiting_bytes == 0
+    assert daemon.server.pipeline.waiting_bytes == 0
 
 
 def test_a_trainer_s_messages_keep_their_order_behind_a_group_that_is_read(daemon: LiveDaemon) -> None:
@@ -137,7 +137,7 @@ def test_a_trainer_s_messages_keep_their_order_behind_a_group_that_is_read(daemo
         daemon.read_errors = [LedgerUnavailable("the ledger is away for a moment")]
         daemon.readable.clear()
         flush(a, lease, 0, 8, "length")
-        eventually(lambda: daemon.server.gate.reads == 1)
+        eventually(lambda: daemon.server.pipeline.reads == 1)
         client.send("r", run.attempt, messages.PublishVersion(2, 1, root(2), b"manifest", (SOURCE,)))
         eventually(lambda: daemon.query("SELECT count(*) FROM weight_versions") == [(2,)])
         while (early := client.receive(0.2)) is not None:

@@ -13,7 +13,7 @@ import pytest
 from scavenger import client as clients
 from scavenger.client import Client
 from scavenger.errors import DaemonUnavailable
-from scavenger.protocol import connection, heartbeat, keys, messages
+from scavenger.protocol import heartbeat, keys, messages
 from scavenger.router.core.events import Identity
 from scavenger.router.edge import server as servers
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
@@ -32,7 +32,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "PING_S", 0.1)
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
     monkeypatch.setattr(clients, "SILENT_S", 0.5)
-    monkeypatch.setattr(connection, "SILENT_S", 0.5)
 
 
 # ---------------------------------------------------------------- the core

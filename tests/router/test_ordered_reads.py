@@ -29,7 +29,7 @@ class Desk:
     length: int = 4
 
     def __post_init__(self) -> None:
-        self.gate = asyncio.Event()
+        self.pipeline = asyncio.Event()
         self.fetcher = Fetcher(self._read, lambda sample_id, _: self.loaded.add(sample_id))
         self.lines: Lines[Item] = Lines(self._wanted, self._handle, self.fetcher, self.failures.append)
 
@@ -46,7 +46,7 @@ class Desk:
         if self.errors:
             raise self.errors.pop(0)
         await asyncio.sleep(0)
-        await self.gate.wait()
+        await self.pipeline.wait()
         return {i: payload(i, 0, self.length) for i in sample_ids if i < 100}
 
 
@@ -84,7 +84,7 @@ def test_later_items_of_a_connection_wait_behind_a_read_and_other_connections_do
         await turns()
         assert desk.handled == ["other"]
         assert desk.lines.nbytes == 100
-        desk.gate.set()
+        desk.pipeline.set()
         await turns()
 
     desk = play(scene)
@@ -98,7 +98,7 @@ def test_what_is_evicted_again_before_its_turn_is_read_again(monkeypatch: pytest
     monkeypatch.setattr(pipeline, "FIRST_PAUSE_S", 0.0)
 
     async def scene(desk: Desk) -> None:
-        desk.gate.set()
+        desk.pipeline.set()
         load, desk.fetcher._load = desk.fetcher._load, lambda *_: None
         desk.lines.put(1, ("a", 7))
         await turns(4)
@@ -117,7 +117,7 @@ def test_few_reads_are_under_way_at_once() -> None:
             desk.lines.put(conn, (f"{conn}", conn))
         await turns()
         assert len(desk.asked) == pipeline.READS
-        desk.gate.set()
+        desk.pipeline.set()
         await turns(100)
 
     assert len(play(scene).handled) == 20
@@ -127,7 +127,7 @@ def test_a_ledger_that_is_away_is_asked_again_and_nothing_is_lost(monkeypatch: p
     monkeypatch.setattr(pipeline, "FIRST_PAUSE_S", 0.001)
 
     async def scene(desk: Desk) -> None:
-        desk.gate.set()
+        desk.pipeline.set()
         desk.errors = [LedgerUnavailable("away"), LedgerUnavailable("away")]
         desk.lines.put(1, ("a", 7))
         desk.lines.put(1, ("b", 0))
@@ -152,7 +152,7 @@ def test_a_ledger_that_is_corrupt_ends_the_daemon_with_its_reason(
     item: Item, length: int, error: Exception | None, said: str
 ) -> None:
     async def scene(desk: Desk) -> None:
-        desk.gate.set()
+        desk.pipeline.set()
         desk.length = length
         desk.errors = [error] if error is not None else []
         desk.lines.put(1, item)
@@ -168,7 +168,7 @@ def test_a_ledger_that_is_corrupt_ends_the_daemon_with_its_reason(
 
 def test_a_handler_that_raises_behind_a_read_ends_the_daemon_too() -> None:
     async def scene(desk: Desk) -> None:
-        desk.gate.set()
+        desk.pipeline.set()
         desk.lines.put(1, ("a", 7))
         desk.lines.put(1, ("bad", 0))
         await turns()

@@ -14,7 +14,7 @@ import pytest
 from scavenger import client as clients
 from scavenger.client import Client
 from scavenger.errors import Refused
-from scavenger.protocol import connection, keys, messages
+from scavenger.protocol import keys, messages
 from tests.router.edge import LiveDaemon, ScriptedWorker
 from tests.router.harness import specs
 from tests.router.test_edge import check_groups, collect, open_run, publish
@@ -88,7 +88,6 @@ def scripted(daemon: LiveDaemon) -> Iterator[ScriptedWorker]:
 def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connection, "SILENT_S", 0.4)
     monkeypatch.setattr(clients, "SILENT_S", 0.4)
     with LiveDaemon(tmp_path / "state", payload_bytes=2**24) as daemon:
         here = keys.read_rendezvous(daemon.state_dir)

@@ -6,7 +6,7 @@ import pytest
 
 from scavenger.errors import WireError
 from scavenger.protocol import messages
-from trainer.loop.ranks import Inbox
+from trainer.loop.step import Inbox
 
 
 class Run:

@@ -3,22 +3,17 @@
 Owns the command vocabulary and its table of effects. `Ranks` is rank 0's end, `serve` the others'. All commands but `StopRank` are
 collectives of torch.distributed; their frames travel over MPI before, their answers after, never during. `Save` begins only: what it
 copied is written by threads of their own, which every rank has ended before it leaves.
-
-Completed groups in the order in which the loop wants them: those of a later step, which came early, wait here.
-
-Owns nothing but that order. Whoever asks for a step's groups gets them, however they come; a group that nobody asked for is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from rollout.engines.checksum import Sum
-from scavenger.errors import WeightsError, WireError
+from scavenger.errors import WeightsError
 from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -31,40 +26,6 @@ from trainer.loop.publish import Publisher
 from trainer.loop.watchdog import Here
 from trainer.model import merged
 from trainer.model.learner import Learner, RowStats
-
-
-class Poll(Protocol):
-    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
-
-
-class Inbox:
-    """`expect` names what was submitted; `poll` gives each group once. `came` is told of each as soon as it is here, whoever asked."""
-
-    def __init__(self, run: Poll, came: Callable[[messages.GroupDone], None] = lambda group: None) -> None:
-        self._run = run
-        self._came = came
-        self._expected: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step)
-        self._early: list[messages.GroupDone] = []
-
-    def expect(self, purpose: str, step: int, groups: tuple[int, ...]) -> None:
-        self._expected |= dict.fromkeys(groups, (purpose, step))
-
-    def poll(self, purpose: str, step: int, timeout_s: float) -> list[messages.GroupDone]:
-        """Groups of this step that came; waits up to `timeout_s` for the first. Raises `WireError` for a group that nobody submitted."""
-        wanted = (purpose, step)
-        waits = not any(self._expected[group.group_id] == wanted for group in self._early)
-        for group in self._run.poll(timeout_s if waits else 0.0):
-            if group.group_id not in self._expected:
-                raise WireError(
-                    f"group {group.group_id} of step {group.step} came while step {step} was under way"
-                )
-            self._came(group)
-            self._early.append(group)
-        mine = [group for group in self._early if self._expected[group.group_id] == wanted]
-        self._early = [group for group in self._early if self._expected[group.group_id] != wanted]
-        for group in mine:
-            del self._expected[group.group_id]
-        return mine
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

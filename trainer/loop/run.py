@@ -30,8 +30,8 @@ from trainer.loop.ending import Ending, EndRequested
 from trainer.loop.evaluation import Judgement, summarise
 from trainer.loop.metrics import alarm
 from trainer.loop.monitor import Monitor
-from trainer.loop.ranks import Inbox, Ranks
-from trainer.loop.step import SCORED_POLL_S, Run, Stepper
+from trainer.loop.ranks import Ranks
+from trainer.loop.step import SCORED_POLL_S, Inbox, Run, Stepper
 
 POLL_S = 0.1
 

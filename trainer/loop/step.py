@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from scavenger.config import RunConfig
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WireError
 from scavenger.protocol import messages, train_step
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
@@ -37,7 +37,7 @@ from trainer.data.prompts import PromptTask
 from trainer.engine_control import Engines
 from trainer.loop import sleeping
 from trainer.loop.metrics import Capacity, Seconds, Sources, summarise
-from trainer.loop.ranks import Inbox, Ranks
+from trainer.loop.ranks import Ranks
 from trainer.model.learner import RowStats, learning_rate
 
 POLL_S = 0.1
@@ -45,6 +45,40 @@ POLL_S = 0.1
 SCORED_POLL_S = 0.01
 #: What the daemon says of the window, and what that decides.
 WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
+
+
+class Poll(Protocol):
+    def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
+
+
+class Inbox:
+    """`expect` names what was submitted; `poll` gives each group once. `came` is told of each as soon as it is here, whoever asked."""
+
+    def __init__(self, run: Poll, came: Callable[[messages.GroupDone], None] = lambda group: None) -> None:
+        self._run = run
+        self._came = came
+        self._expected: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step)
+        self._early: list[messages.GroupDone] = []
+
+    def expect(self, purpose: str, step: int, groups: tuple[int, ...]) -> None:
+        self._expected |= dict.fromkeys(groups, (purpose, step))
+
+    def poll(self, purpose: str, step: int, timeout_s: float) -> list[messages.GroupDone]:
+        """Groups of this step that came; waits up to `timeout_s` for the first. Raises `WireError` for a group that nobody submitted."""
+        wanted = (purpose, step)
+        waits = not any(self._expected[group.group_id] == wanted for group in self._early)
+        for group in self._run.poll(timeout_s if waits else 0.0):
+            if group.group_id not in self._expected:
+                raise WireError(
+                    f"group {group.group_id} of step {group.step} came while step {step} was under way"
+                )
+            self._came(group)
+            self._early.append(group)
+        mine = [group for group in self._early if self._expected[group.group_id] == wanted]
+        self._early = [group for group in self._early if self._expected[group.group_id] != wanted]
+        for group in mine:
+            del self._expected[group.group_id]
+        return mine
 
 
 class Run(Protocol):

@@ -38,7 +38,7 @@ from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFile
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, told
 from scavenger.protocol.messages import EngineSpec, SampleKey
-from scavenger.protocol.worker.engine import Delta, Request
+from scavenger.protocol.worker.events import Delta, Request
 
 _PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
 

@@ -28,11 +28,9 @@ makes the parameter rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Table, bindparam
@@ -47,53 +45,19 @@ Row = dict[str, Any]
 Rows = Callable[[Sequence[Any]], Iterable[Row]]
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """PostgreSQL's text holds every character but NUL, and a peer's reason must not be able to stop the ledger."""
     return value.replace("\0", "\ufffd") if isinstance(value, str) else value
 
 
 def parameters(record: Record) -> Row:
     """A record's fields as bind parameters; the prefix keeps them apart from the column names that SQLAlchemy binds itself."""
-    return {f"p_{name}": _clean(getattr(record, name)) for name in record.__struct_fields__}
+    return {f"p_{name}": clean(getattr(record, name)) for name in record.__struct_fields__}
 
 
 def each(records: Sequence[Record]) -> Iterator[Row]:
     """One parameter row a record."""
     return map(parameters, records)
-
-
-def tuples(
-    names: tuple[str, ...], make: Rows, records: Sequence[Any]
-) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
-    """Rows of a batch of one kind for `batch_sql`: the Python type of each parameter, and values in the order of `names`."""
-    kind: type[Record] = type(records[0])
-    hints = _field_types(kind)
-    types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count
-    if make is lengths:  # the hot one: no row of it becomes a dictionary
-        return types, sorted(_longest(records).items())
-    if make is not each:
-        return types, [tuple(row[name] for name in names) for row in make(records)]
-    fields = [name.removeprefix("p_") for name in names]
-    values = map(attrgetter(*fields), records)
-    rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
-    if any(
-        "\0" in text
-        for at, kind in enumerate(types)
-        if kind is str
-        for text in {row[at] for row in rows}
-        if text
-    ):
-        rows = [tuple(map(_clean, row)) for row in rows]
-    return types, rows
-
-
-@functools.cache
-def _field_types(kind: type[Record]) -> dict[str, type]:
-    """The Python type of each field; an optional one's without its None."""
-    hints = get_type_hints(kind)
-    return {
-        name: next((x for x in get_args(hint) if x is not type(None)), hint) for name, hint in hints.items()
-    }
 
 
 def new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
@@ -105,24 +69,6 @@ def new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
                 "p_run_id": group.run_id,
                 "p_index": index,
             }
-
-
-def _longest(records: Sequence[r.ChunkAccepted]) -> dict[int, int]:
-    """The last accepted length of each sample: one update a sample, however many chunks it has in the batch."""
-    longest: dict[int, int] = {}
-    for chunk in records:
-        sample_id, length = chunk.sample_id, chunk.offset + len(chunk.tokens) // 4
-        if length > longest.get(sample_id, -1):
-            longest[sample_id] = length
-    return longest
-
-
-def lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
-    # The same order in every transaction, so that two never wait for each other.
-    return (
-        {"p_sample_id": sample_id, "p_length": length}
-        for sample_id, length in sorted(_longest(records).items())
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +86,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the writer does with one kind of record. The insert of chunks is `batch_sql.append_chunks`."""
+    """What the writer does with one kind of record. The insert of chunks is `batches.append_chunks`."""
 
     statements: tuple[Statement, ...]
     creates: frozenset[str] = frozenset()
@@ -394,8 +340,9 @@ KINDS: dict[type[Record], Kind] = {
         uses="leases samples",
         sets="samples.epoch",
     ),
+    # Over `batches.SampleLength`: one update a sample, however many chunks it has in the batch.
     r.ChunkAccepted: _kind(
-        _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
+        _update(t.samples, "sample_id", accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks",
         uses="samples",
     ),
@@ -561,39 +508,6 @@ KINDS: dict[type[Record], Kind] = {
     ),
     r.Heartbeat: _kind(),
 }
-
-
-def _must_follow(later: Kind, earlier: Kind) -> bool:
-    return bool(later.sets & earlier.sets) or bool(later.uses & earlier.creates)
-
-
-#: For each kind, the other kinds whose earlier records it may not overtake.
-BARRIERS: dict[type[Record], tuple[type[Record], ...]] = {
-    kind: tuple(other for other in KINDS if other is not kind and _must_follow(KINDS[kind], KINDS[other]))
-    for kind in KINDS
-}
-
-Batch = tuple[type[Record], list[Record]]
-
-
-def arrange(records: Iterable[Record]) -> list[Batch]:
-    """Records of one transaction as batches of one kind each, in an order with the same result. Records of a kind keep theirs."""
-    batches: list[Batch] = []
-    last: dict[type[Record], int] = {}
-    before: type[Record] | None = None
-    for record in records:
-        kind = type(record)
-        if kind is before:  # nothing has come between: the common case, and it must cost nothing
-            batches[last[kind]][1].append(record)
-            continue
-        before = kind
-        barrier = max((last.get(other, -1) for other in BARRIERS[kind]), default=-1)
-        at = last.get(kind, -1)
-        if at <= barrier:
-            at = last[kind] = len(batches)
-            batches.append((kind, []))
-        batches[at][1].append(record)
-    return batches
 
 
 _LIMIT = 2**63

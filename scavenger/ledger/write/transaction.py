@@ -1,4 +1,4 @@
-"""One transaction of the writer: fence, then records. Owns generations and histories; knows no thread, queue or retry.
+"""One transaction of the writer: fence, then records. Owns generations, histories and logged moves; knows no thread, queue or retry.
 
 Every transaction begins by moving `batch` from n to n + 1 on the row of its own generation, unless that row is superseded. This
 
@@ -10,26 +10,35 @@ A *timeline* is one history of the ledger. A ledger that was restored from a bac
 was given out after the backup is given out again. The new generation is numbered beyond all that were ever announced, and has a
 random `uid`, so a daemon of the other history is fenced here too, should it reach this database. `timeline` goes to workers and
 trainers, who void what the other history gave them.
+
+Moves of many samples at once are logged first, and folded into `leases` and `samples` soon after (`MoveLog`):
+
+    LeaseMoved x 10,000 --one row--> move_log --commit: durable, the new engines are told--> fold: 10,000 x (a lease ended, one made, a
+                                                                                             sample updated), and the row deleted
+
+A lost fleet's samples stand still until their new leases are durable. To write those takes 30,000 changed rows, the log a single one.
+Between the two, `leases` and `samples` describe the moment before the moves: a report lags by a second, by five while ever more engines
+are lost. Nothing that needs a logged move is written before it is folded, and whoever takes the ledger over folds what it finds first,
+in the transaction that makes it the owner.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger.records import ChunkAccepted, ContentsReduced, LeaseMoved, Record
-from scavenger.ledger.schema import generations
+from scavenger.ledger.records import ContentsReduced, GroupCreated, LeaseMoved, Record
+from scavenger.ledger.schema import generations, move_log
 from scavenger.ledger.store import BEGIN, require_head
-from scavenger.ledger.write import batch_sql, moves
-from scavenger.ledger.write.compaction import reduce_contents
-from scavenger.ledger.write.moves import Plan
-from scavenger.ledger.write.statements import KINDS, Statement, arrange, describe, each, tuples
+from scavenger.ledger.write.batches import run_all, write_records
+from scavenger.ledger.write.statements import KINDS
 
 _g = generations.c
 _ADVANCE = (
@@ -101,7 +110,7 @@ def grant_generation(
     with open_connection(engine) as connection, connection.begin():
         require_head(connection)
         granted = _grant(connection, now, announced)
-        moves.fold_left(connection, _write_moves)
+        fold_left(connection)
         row = {
             "generation": int(granted),
             "uid": granted.uid,
@@ -197,27 +206,13 @@ def commit_batch(
     with connection.begin():
         fresh = _advance(connection, generation, batch, now)
         if fresh:
-            _write(connection, plan or Plan((), records, ()), now)
+            plan = plan or Plan((), records, ())
+            if plan.fold:
+                fold_moves(connection, plan.fold)
+            write_records(connection, plan.records)
+            if plan.log:
+                log_moves(connection, plan.log, now)
     return fresh
-
-
-def _write(connection: sa.Connection, plan: Plan, now: float) -> None:
-    if plan.fold:
-        moves.fold(connection, plan.fold, _write_moves)
-    for kind, same in arrange(plan.records):
-        _run_all(connection, KINDS[kind].statements, same)
-        if kind is ChunkAccepted:
-            batch_sql.append_chunks(
-                connection, [record for record in same if isinstance(record, ChunkAccepted)]
-            )
-        elif kind is ContentsReduced:
-            reduce_contents(connection, [record for record in same if isinstance(record, ContentsReduced)])
-    if plan.log:
-        moves.append(connection, plan.log, now)
-
-
-def _write_moves(connection: sa.Connection, batch: Sequence[LeaseMoved]) -> None:
-    _run_all(connection, KINDS[LeaseMoved].statements, batch)
 
 
 def _advance(connection: sa.Connection, generation: Generation, batch: int, now: float) -> bool:
@@ -251,60 +246,127 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
     )
 
 
-def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], records: Sequence[Record]) -> None:
-    """The statements of one kind, in order: over one table of their parameters where they have it in common."""
-    shapes = tuple(s.shape for s in statements if s.shape is not None and s.rows is each)
-    strict = all(
-        s.must_match for s in statements if s.shape is not None and s.shape.keys
-    )  # what joint counts rest on
-    if (
-        1 < len(shapes) == len(statements)
-        and strict
-        and len(records) >= batch_sql.FEWEST
-        and batch_sql.possible(connection)
-    ):
-        names = batch_sql.joint_names(shapes)
-        types, rows = tuples(names, each, records)
-        if batch_sql.apart(shapes, names, rows):
-            for statement, changed in zip(
-                statements, batch_sql.run_jointly(connection, shapes, types, rows), strict=True
-            ):
-                _compare(statement, records, len(rows), changed, counted=connection.dialect.name == "sqlite")
-            return
-    for statement in statements:
-        _run(connection, statement, records)
+# ---------------------------------------------------------------- moves of many samples at once
+
+#: Fewer moves than these are written as they are: a fold costs a transaction.
+FEWEST_MOVES = 4
+#: Logged moves are folded after this time (s) while others write, after `QUIET_S` (s) when nobody does, when there are `MOST_MOVES` of
+#: them, and after `MOST_LAG_S` (s) whatever is written: engines may be lost for a long time.
+MOST_AGE_S = 1.0
+QUIET_S = 0.05
+MOST_LAG_S = 5.0
+MOST_MOVES = 100_000
+
+Moves = tuple[LeaseMoved, ...]
+_Row = tuple[int, int, str, int, int, int, int, float]
+_ROWS = msgspec.msgpack.Decoder(list[_Row])
+#: Kinds that read or change rows of `leases` or `samples`; a group's samples are new, and no lease names them yet.
+_TOUCHING = frozenset(
+    kind
+    for kind, known in KINDS.items()
+    if (known.uses | known.creates) & {"leases", "samples"} and kind is not GroupCreated
+)
 
 
-def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
-    if statement.shape is not None and batch_sql.possible(connection):
-        # By the number of rows: one group makes a row for each of its samples, many chunks of a sample make one.
-        names = statement.shape.names
-        types, rows = tuples(names, statement.rows, records)
-        wanted = len(rows)
-        if wanted >= batch_sql.FEWEST:
-            changed = batch_sql.run(connection, statement.shape, types, rows)
-        else:
-            changed = (
-                connection.execute(
-                    statement.sql, [dict(zip(names, row, strict=True)) for row in rows]
-                ).rowcount
-                if rows
-                else 0
-            )
-    else:
-        single = list(statement.rows(records))
-        wanted = len(single)
-        changed = connection.execute(statement.sql, single).rowcount if single else 0
-    _compare(statement, records, wanted, changed)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a transaction does of moves: `fold` these logged ones first, then write `records`, then log these moves."""
+
+    fold: tuple[Moves, ...]
+    records: Sequence[Record]
+    log: Moves
 
 
-def _compare(
-    statement: Statement, records: Sequence[Record], wanted: int, changed: int, *, counted: bool = True
-) -> None:
-    if statement.must_match and changed != wanted:
-        many = f"{wanted - changed}" if counted else "one or more"
+class MoveLog:
+    """The moves that are logged and not folded. `plan` changes nothing; `done` follows the commit of what was planned."""
+
+    def __init__(self) -> None:
+        self._batches: tuple[
+            Moves, ...
+        ] = ()  # in the order in which they were logged: a later one may move the same samples on
+        self._samples: set[int] = set()
+        self._since = 0.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._batches))
+
+    def plan(self, records: Sequence[Record], now: float) -> Plan:
+        """What to do with the next transaction's records; with none, everything is folded."""
+        moves = tuple(record for record in records if type(record) is LeaseMoved)
+        samples = {move.sample_id for move in moves}
+        log = len(samples) == len(moves) >= FEWEST_MOVES
+        rest = [record for record in records if type(record) is not LeaseMoved] if log else records
+        if log and _concerns(rest, samples):
+            log, rest = False, records
+        return Plan(self._batches if self._due(rest, now, logging=log) else (), rest, moves if log else ())
+
+    def _due(self, rest: Sequence[Record], now: float, *, logging: bool) -> bool:
+        """Whether what was logged is folded before `rest` is written."""
+        if not self._batches:
+            return False
+        age_s = now - self._since
+        if len(self) > MOST_MOVES or age_s > MOST_LAG_S or _concerns(rest, self._samples):
+            return True
+        return not logging and (not rest or age_s > MOST_AGE_S)
+
+    def done(self, plan: Plan, now: float) -> None:
+        kept = () if plan.fold else self._batches
+        if not kept:
+            self._since = now
+        if plan.fold or plan.log:
+            self._batches = (*kept, plan.log) if plan.log else kept
+            if plan.fold:
+                self._samples = set()
+            self._samples.update(move.sample_id for move in plan.log)
+
+
+def _concerns(records: Sequence[Record], samples: set[int]) -> bool:
+    """Whether any record reads or changes what a move of one of these samples does."""
+    if not samples:
+        return False
+    touching: Iterator[Any] = (record for record in records if type(record) in _TOUCHING)
+    return any(isinstance(record, ContentsReduced) or record.sample_id in samples for record in touching)
+
+
+def log_moves(connection: sa.Connection, moves: Moves, now: float) -> None:
+    """Log moves, in the caller's transaction."""
+    packed = msgspec.msgpack.encode([msgspec.structs.astuple(move) for move in moves])
+    connection.execute(sa.insert(move_log).values(n=len(moves), moves=packed, at=now))
+
+
+def fold_moves(connection: sa.Connection, batches: Sequence[Moves]) -> None:
+    """Write logged moves where they belong and empty the log, in the caller's transaction: `batches` are all that it holds."""
+    for batch in batches:
+        run_all(connection, KINDS[LeaseMoved].statements, batch)
+    held = connection.execute(sa.delete(move_log)).rowcount
+    if held != len(batches):
         raise LedgerError(
-            f"{many} of {wanted} {type(records[0]).__name__} records name a row that is not there, "
-            f"among them perhaps {describe(records[0])}",
-            "this is a bug of the daemon; nothing of the batch was written",
+            f"move_log held {held} batches of moves, not the {len(batches)} that were folded",
+            "restart the daemon",
         )
+
+
+def fold_left(connection: sa.Connection) -> int:
+    """Fold what a daemon that ended left in the log, in the caller's transaction; how many moves that were."""
+    rows = connection.execute(sa.select(move_log.c.n, move_log.c.moves).order_by(move_log.c.id)).all()
+    batches = [_unpacked_moves(n, packed) for n, packed in rows]
+    try:
+        if batches:
+            fold_moves(connection, batches)
+    except LedgerError as error:
+        remedy = "the ledger says of itself what it should not: keep a copy of it, report this, and restore a backup (docs/recovery.md)"
+        raise LedgerError(
+            f"what the last daemon left in move_log cannot be folded: {error.cause}", remedy
+        ) from error
+    return sum(map(len, batches))
+
+
+def _unpacked_moves(n: int, packed: bytes) -> Moves:
+    remedy = "start the release that wrote it and stop it: it folds its log; else restore the ledger from a backup (docs/recovery.md)"
+    try:
+        moves = tuple(LeaseMoved(*row) for row in _ROWS.decode(packed))
+    except msgspec.MsgspecError as error:
+        raise LedgerError(f"a row of move_log cannot be read: {error}", remedy) from error
+    if len(moves) != n:
+        raise LedgerError(f"a row of move_log holds {len(moves)} moves, not {n}", remedy)
+    return moves

@@ -53,7 +53,7 @@ class HelloReceived:
 
 
 class WorkerSent(msgspec.Struct, frozen=True, gc=False):
-    """Any message of a worker after its hello. `faults`: what `payload_check` found, by position of the chunk in the message.
+    """Any message of a worker after its hello. `faults`: what the pipeline's `checked` found, by position of the chunk in the message.
 
     The tokens that the core compares (`samples.overlaps`) are in memory.
     """

@@ -16,11 +16,25 @@ a reply to the trainer, a complete group. The core reads no clock and draws no r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import NewPolicy
-from scavenger.protocol.messages import Awake, Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
+from scavenger.protocol.messages import (
+    Asleep,
+    Awake,
+    Chunks,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Ping,
+    SampleFailed,
+    Serving,
+    WeightsFailed,
+    WeightsLoaded,
+    Yielded,
+)
 from scavenger.router.core import (
     audit,
     policy_driver,
@@ -77,7 +91,7 @@ class Router:
         core.now = now
         match event:
             case WorkerSent(conn=conn, message=message, faults=faults):
-                workers.said(core, conn, message, faults)
+                self._worker_sent(conn, message, faults)
             case Heard(conn=conn):
                 workers.heard(core, conn)
             case Committed(ticket=ticket):
@@ -112,6 +126,35 @@ class Router:
                 return core.finish_event()
         self._settle_fleet(event)
         return core.finish_event()
+
+    def _worker_sent(self, conn: int, message: Message, faults: Mapping[int, str] | None) -> None:
+        """A message of a greeted worker. `faults`: what is wrong with a chunk's values, by its place among the chunks."""
+        core = self.core
+        worker = workers.sender(core, conn, message)
+        if worker is None:
+            return
+        match message:
+            case Chunks(chunks=chunks):
+                for at, chunk in enumerate(chunks):
+                    sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
+            case Heartbeat():
+                workers.heartbeat(core, worker, message)
+            case Yielded(leases=leases):
+                policy_driver.handed_back(core, worker, leases)
+            case WeightsLoaded(version=version):
+                worker_commands.loaded(core, worker, message, version)
+            case WeightsFailed():
+                worker_commands.load_failed(core, worker, message)
+            case Serving():
+                worker_commands.serving(core, worker, message)
+            case SampleFailed():
+                workers.sample_failed(core, worker, message)
+            case Asleep(order=order, bytes_held=bytes_held):
+                worker_commands.asleep(core, worker, order, bytes_held)
+            case Awake(order=order, bytes_held=bytes_held):
+                worker_commands.awake(core, worker, order, bytes_held)
+            case Goodbye():
+                workers.goodbye(core, conn, worker, message)
 
     def _settle_fleet(self, event: RouterEvent) -> None:
         """After every event: idle workers load what is needed, queued samples find a worker, the trainer learns of changes.

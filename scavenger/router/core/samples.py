@@ -70,7 +70,7 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | 
 def accept_chunk(core: Core, worker: Worker, chunk: Chunk, flaw: str = "") -> None:
     """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease.
 
-    `flaw`: what its values are found to be wrong in (`payload_check`); an engine made it so.
+    `flaw`: what its values are found to be wrong in (the pipeline's `checked`); an engine made it so.
     """
     sample = core.samples.get(chunk.sample_id)
     fault = chunk_fault(chunk, sample, worker)

@@ -6,14 +6,9 @@ over, when a later incarnation greets under its key, or after `dead_s` of silenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import EngineProgress, Toggled, WorkerLost
 from scavenger.protocol.messages import (
-    Asleep,
-    Awake,
-    Chunks,
     Goodbye,
     GoodbyeAck,
     Heartbeat,
@@ -22,14 +17,10 @@ from scavenger.protocol.messages import (
     HelloAgain,
     Revoke,
     SampleFailed,
-    Serving,
-    WeightsFailed,
-    WeightsLoaded,
     Yield,
-    Yielded,
 )
-from scavenger.router.core import policy_driver, worker_commands, worker_counts
 from scavenger.router.core import samples as sm
+from scavenger.router.core import worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
 from scavenger.router.core.state import Memory, Sample, Silenced, Worker, WorkerStatus, WorkerStep
 from scavenger.router.core.tables import Core
@@ -62,16 +53,16 @@ def heard(core: Core, conn: int) -> None:
         worker.last_seen = core.now
 
 
-def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | None = None) -> None:
-    """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
+def sender(core: Core, conn: int, message: object) -> Worker | None:
+    """The worker that sent this; it is alive. None for an unknown connection, which is asked to greet again, and for one that left."""
     worker = core.by_conn.get(conn)
     if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
         if isinstance(message, Goodbye):
             core.send_durable(conn, GoodbyeAck())
-        return
+        return None
     if worker is None:
         core.send(conn, HelloAgain("this connection is not known"))
-        return
+        return None
     worker.last_seen = core.now
     if worker.suspect:
         worker.suspect = False
@@ -79,36 +70,21 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
         core.connection_event(
             worker, "worker_back", f"worker {worker.id}", "heard again before it was given up"
         )
-    match message:
-        case Chunks(chunks=chunks):
-            for at, chunk in enumerate(chunks):
-                sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
-        case Heartbeat():
-            _heartbeat(core, worker, message)
-        case Yielded(leases=leases):
-            policy_driver.handed_back(core, worker, leases)
-        case WeightsLoaded(version=version):
-            worker_commands.loaded(core, worker, message, version)
-        case WeightsFailed():
-            worker_commands.load_failed(core, worker, message)
-        case Serving():
-            worker_commands.serving(core, worker, message)
-        case SampleFailed():
-            _sample_failed(core, worker, message)
-        case Asleep(order=order, bytes_held=bytes_held):
-            worker_commands.asleep(core, worker, order, bytes_held)
-        case Awake(order=order, bytes_held=bytes_held):
-            worker_commands.awake(core, worker, order, bytes_held)
-        case Goodbye(reason=reason, notice=notice, failed=failed):
-            worker.notice = notice
-            core.send_durable(conn, GoodbyeAck())
-            gone(core, worker, reason, crashed=failed, flushed=True)
-            core.departed[conn] = None
-            while len(core.departed) > MAX_DEPARTED:
-                core.departed.popitem(last=False)
+    return worker
 
 
-def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
+def goodbye(core: Core, conn: int, worker: Worker, message: Goodbye) -> None:
+    """The worker leaves, and sent all it had."""
+    worker.notice = message.notice
+    core.send_durable(conn, GoodbyeAck())
+    gone(core, worker, message.reason, crashed=message.failed, flushed=True)
+    core.departed[conn] = None
+    while len(core.departed) > MAX_DEPARTED:
+        core.departed.popitem(last=False)
+
+
+def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    """How far its samples came, and which of its leases it holds."""
     if beat.progress != worker.progress:
         worker.progress, worker.moved_at = beat.progress, core.now
     leases, now = worker.leases, core.now
@@ -194,7 +170,7 @@ def _assignment_lost(sample: Sample, beat: Heartbeat) -> bool:
     return sample.assigned_at is not None and beat.heard > sample.assigned_after
 
 
-def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
+def sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
     sample = worker.leases.get(message.sample_id)
     if sample is None or sample.epoch != message.epoch:
         return

@@ -29,14 +29,12 @@ from scavenger.router.core.events import (
     Fill,
     GarbageReceived,
     Heard,
-    HelloReceived,
     HistoryRead,
     ReadHistory,
     RouterAction,
     RouterEvent,
     Send,
     Tick,
-    TrainerCalled,
     Write,
 )
 from scavenger.router.core.machine import Router
@@ -44,7 +42,7 @@ from scavenger.router.core.payloads import PayloadStore
 from scavenger.router.core.tables import is_reported
 from scavenger.router.edge.handshakes import HandshakeGuard, limits_for
 from scavenger.router.edge.keyring import KeyRing
-from scavenger.router.edge.pipeline import PayloadPipeline, ReadPayloads, checked, fits, patiently
+from scavenger.router.edge.pipeline import PayloadPipeline, ReadPayloads, event_of, patiently
 
 __all__ = ["KeyRing", "LedgerWriter", "Server"]
 
@@ -52,7 +50,7 @@ log = structlog.get_logger()
 
 TICK_S = 0.25
 #: Messages that may wait for one slow peer before further ones are dropped (every protocol survives a lost message). Groups are bounded
-#: in bytes, and never dropped: `deliveries`.
+#: in bytes, and never dropped: `pipeline.Deliveries`.
 CONNECTION_QUEUE = 4000
 #: Bytes that may wait for the disk before the server stops reading: workers keep their tokens, nothing is dropped.
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
@@ -99,7 +97,7 @@ class Server:
     ) -> None:
         assert router.core.payloads is store
         self.router = router
-        self.gate = PayloadPipeline(
+        self.pipeline = PayloadPipeline(
             router.core,
             store,
             read_payloads,
@@ -190,7 +188,7 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            await self.gate.close()
+            await self.pipeline.close()
 
     def close(self) -> None:
         if self._auth is not None:
@@ -243,7 +241,7 @@ class Server:
     @property
     def _full(self) -> bool:
         """Whether as much waits for the disk, to be written or to be read, as may."""
-        return self._writer.backlog_bytes + self.gate.waiting_bytes > MAX_BACKLOG_BYTES
+        return self._writer.backlog_bytes + self.pipeline.waiting_bytes > MAX_BACKLOG_BYTES
 
     def _check_again(self) -> None:
         if not self._drain_due:
@@ -251,7 +249,7 @@ class Server:
             asyncio.get_running_loop().call_soon(self._drain)
 
     def _frame(self, frames: Sequence[Any]) -> None:
-        """One message of a peer: find out who it is, decode, hand it to the core."""
+        """One message of a peer: find out who it is, and put it on its way to the core."""
         if len(frames) != 2:
             return  # not from a DEALER of ours; CURVE let it in, but it speaks another pattern
         routing_id, body = bytes(frames[0]), frames[1]
@@ -274,26 +272,11 @@ class Server:
         greeted = conn in self.router.core.by_conn or identity.role == "owner"
         limit = messages.MAX_MESSAGE_BYTES if greeted else messages.MAX_HELLO_BYTES
         try:
-            message = messages.decode_to_daemon(body.buffer, limit)
+            event = event_of(conn, identity, body.buffer, limit)
         except WireError as error:
             self._garbage(routing_id, public_key, error, retry=not greeted and len(body.buffer) > limit)
             return
-        if not fits(message):
-            self._garbage(
-                routing_id,
-                public_key,
-                WireError(f"a {type(message).__name__} with numbers over 64 bits"),
-                retry=False,
-            )
-            return
-        event: RouterEvent
-        if isinstance(message, messages.WorkerHello):
-            event = HelloReceived(conn, identity, message)
-        elif isinstance(message, messages.Call):
-            event = TrainerCalled(conn, identity, message)
-        else:
-            event = checked(conn, message)
-        if not self.gate.receive(conn, event, len(body.buffer)):
+        if not self.pipeline.receive(conn, event, len(body.buffer)):
             self.post(Heard(conn))
 
     def _from_connection(self, event: RouterEvent) -> None:
@@ -359,7 +342,7 @@ class Server:
         for action in actions:
             match action:
                 case Send() | Fill():
-                    self.gate.give(action)
+                    self.pipeline.give(action)
                 case Write(ticket=ticket, records=records):
                     self._tickets.append((self.write(records), ticket))
                 case ReadHistory():
@@ -404,8 +387,8 @@ class Server:
             self._routes.pop(conn, None)
         elif taken and isinstance(frame, zmq.Frame):
             tracker = frame.tracker
-            run = self.gate.run_of(message) if isinstance(message, messages.GroupDone) else 0
-            self.gate.deliveries.sent(conn, len(body), lambda: bool(tracker.done), run)
+            run = self.pipeline.run_of(message) if isinstance(message, messages.GroupDone) else 0
+            self.pipeline.deliveries.sent(conn, len(body), lambda: bool(tracker.done), run)
         return taken is not False
 
     def _push(self, routing_id: bytes, frame: bytes | zmq.Frame) -> bool | None:
@@ -416,7 +399,7 @@ class Server:
                 [routing_id, frame], zmq.NOBLOCK, copy=not isinstance(frame, zmq.Frame)
             )
         except zmq.Again:
-            self.gate.counters["messages_dropped"] += 1
+            self.pipeline.counters["messages_dropped"] += 1
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
