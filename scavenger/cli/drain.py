@@ -27,7 +27,7 @@ def drain(
 
     Exit code 1: it is noted, and no daemon serves that would act on it now.
     """
-    from scavenger.harvest import stop_state
+    from scavenger.harvest import limits as harvest_limits
     from scavenger.observe import status
 
     if now and off:
@@ -40,8 +40,8 @@ def drain(
         )
     gone = _gone(state_dir)
     if off:
-        was, stop_file = stop_state.resume(state_dir), settings.harvest.stop_file
-        still = stop_state.read_stop(stop_file, "the stop file")
+        was, stop_file = harvest_limits.resume(state_dir), settings.harvest.stop_file
+        still = harvest_limits.read_stop(stop_file, "the stop file")
         does = (
             ("a daemon harvests again once one serves" if gone else "harvests again")
             if was
@@ -49,7 +49,7 @@ def drain(
         )
         print(f"{does}; but {stop_file} is there, and stops it all the same" if still is not None else does)
         return
-    stop_state.drain(state_dir, f"{getpass.getuser()}{f': {reason}' if reason else ''}", at_once=now)
+    harvest_limits.drain(state_dir, f"{getpass.getuser()}{f': {reason}' if reason else ''}", at_once=now)
     if not gone:
         print(
             f"{'cancels' if now else 'drains'} all engines; none is submitted until `scavenger drain --off`"

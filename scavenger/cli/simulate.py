@@ -301,8 +301,7 @@ def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Pa
 def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
     from scavenger.cli import tables
     from scavenger.cluster import choose
-    from scavenger.harvest.limits import rules_of
-    from scavenger.harvest.stop_state import StopState
+    from scavenger.harvest.limits import StopState, rules_of
     from scavenger.harvest.track.tracker import Tracker
     from scavenger.simulate import live
     from scavenger.simulate import live as live_text

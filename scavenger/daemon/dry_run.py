@@ -23,8 +23,7 @@ from scavenger.harvest.decide import decide as policy
 from scavenger.harvest.decide.decide import Decision, Limits, Submit
 from scavenger.harvest.decide.free_capacity import owners
 from scavenger.harvest.driver import DRAIN_NOTICE_S
-from scavenger.harvest.limits import rules_of
-from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.limits import StopState, rules_of
 from scavenger.harvest.track.tracker import Tracker
 from scavenger.policy.fleet_size import Demand
 

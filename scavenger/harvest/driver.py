@@ -43,9 +43,8 @@ from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import owners
 from scavenger.harvest.execute.execute import Durable, Performer, WorkerKeys, as_json
-from scavenger.harvest.limits import pace_of, rules_of, stale_s
+from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
-from scavenger.harvest.stop_state import StopState
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand

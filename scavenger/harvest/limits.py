@@ -1,20 +1,46 @@
-"""How configuration becomes what tracker and policy may do. Pure.
+"""What the harvester may do now: the configuration at this hour, the stop files, `scavenger drain`, and whether other users' jobs are seen.
 
-Owns the reading of the week's hours.
+    scavenger.toml --limits_of--> Limits of this hour  --+
+    stop file, drain file --StopState.poll-------------> +--> StopState.limits --> decide
+    hidden jobs, polls that fell behind ---------------> +
+
+Two files stop harvesting while they are there: the site's `harvest.stop_file`, which an admin may write without knowing us, and the state
+directory's `drain`, which the command writes. One whose first word is "now" does not wait for engines to drain.
+
+A file that cannot be read now (no descriptor is left, the disk or its server fails, no reply within `patience_s`) is no stop:
+what was last known holds for `KEEP_S`. After that a file that is known to be there stops harvesting, whatever is in it; while not even that
+is known nothing more is submitted, and the engines that run stay. A file that is there and will not be readable by waiting (its mode, a
+folder) stops at once: somebody put it there.
+
+Owns these files, that rule, its log and the events that report a change. Decides nothing about jobs. `limits_of` and `hours_now` are pure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import errno
+import math
+import os
+import stat
+import time
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import structlog
+
+from scavenger.asyncio_helpers import patience_s
+from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, Hours
-from scavenger.harvest.decide.decide import Limits
+from scavenger.harvest.decide.decide import Decision, Limits
+from scavenger.harvest.decide.other_users import gpus_by_node
 from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.track.node_health import Health, HealthRules
-from scavenger.harvest.track.tracker import Rules
+from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.ledger import records as rec
+from scavenger.protocol import keys
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
@@ -142,3 +168,324 @@ def _on(days: str, weekday: int) -> bool:
     first, _, last = days.partition("-")
     low, high = _DAYS.index(first), _DAYS.index(last or first)
     return low <= weekday <= high if low <= high else weekday >= low or weekday <= high
+
+
+log = structlog.get_logger()
+
+#: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
+_LATELY_S = 120.0
+#: How long what was last known holds.
+KEEP_S = 60.0
+#: Errors of a file that is there which say nothing of the file: the next look may read it.
+PASSING = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ENODEV,
+        errno.ENXIO,
+    }
+)
+
+
+class StopFiles:
+    """`read` says what a stop file (path, what it is called) orders, None where there is none, and raises OSError.
+
+    `unread`: why one cannot be read now, "" when all can.
+    """
+
+    def __init__(
+        self, read: Callable[[Path, str], Stop | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._read, self._clock = read, clock
+        self._known: dict[Path, Stop | None] = {}
+        self._failing: dict[Path, tuple[float, str]] = {}  # since when, and why
+        self._silent_since: float | None = None
+        self._asked: set[Path] = set()
+        self.unread = ""
+
+    @property
+    def hold(self) -> str:
+        """Why nothing may be submitted; "" = it may. Not known for `KEEP_S`, or since the start: whether somebody stopped it."""
+        since = [at for at, _ in self._failing.values()]
+        if self._silent_since is not None:
+            since.append(self._silent_since)
+        return self.unread if since and self._clock() - min(since) >= KEEP_S else ""
+
+    def poll(self, path: Path | None, what: str) -> Stop | None:
+        """What holds of one file now."""
+        if path is None:
+            return None
+        self._asked.add(path)
+        try:
+            there = self._is_there(path)
+            stop = self._read(path, what) if there else None
+        except OSError as error:
+            return self._not_read(path, what, error)
+        self._known[path] = stop
+        self._failing.pop(path, None)
+        self._tell()
+        return stop
+
+    def answered(self) -> None:
+        """All files were looked at. One that is none of them any more, after a reload, holds nothing up."""
+        self._silent_since = None
+        self._failing = {path: failing for path, failing in self._failing.items() if path in self._asked}
+        self._asked.clear()
+        self._tell()
+
+    def no_answer(self) -> None:
+        """A look takes too long: what was last known holds."""
+        if self._silent_since is None:
+            self._silent_since = self._clock() - (0.0 if self._known else KEEP_S)
+        self._tell()
+
+    @staticmethod
+    def _is_there(path: Path) -> bool:
+        """Takes no descriptor: that none is left does not hide that there is no file. Raises OSError."""
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _not_read(self, path: Path, what: str, error: OSError) -> Stop | None:
+        why, there = f"{what} ({path}) cannot be read: {error.strerror}", True
+        try:
+            there = self._is_there(path)
+        except OSError:
+            there = False  # not known
+        now = self._clock()
+        since = self._failing.get(path, (now if path in self._known else now - KEEP_S, ""))[0]
+        if there and (error.errno not in PASSING or now - since >= KEEP_S):
+            self._known[path] = Stop(why)
+            if error.errno not in PASSING:
+                self._failing.pop(path, None)
+                self._tell()
+                return self._known[path]
+        self._failing[path] = (since, why)
+        self._tell()
+        return self._known.get(path)
+
+    def _tell(self) -> None:
+        whys = [why for _, why in self._failing.values()]
+        if self._silent_since is not None:
+            whys.append("the stop files cannot be read: no answer")
+        unread = "; ".join(whys)
+        if unread and unread != self.unread:
+            log.warning(
+                "stop file unread",
+                reason=unread,
+                holds=f"what was last known, for {KEEP_S:g} s",
+                remedy="see to the file system, or to the limit on open files",
+            )
+        elif self.unread and not unread:
+            log.info("stop files are read again")
+        self.unread = unread
+
+
+DRAIN = "drain"
+HOUR_S = 3600.0
+_MOST_BYTES = 500
+
+
+def drain_path(state_dir: Path) -> Path:
+    return state_dir / DRAIN
+
+
+def drain(state_dir: Path, reason: str, *, at_once: bool) -> None:
+    """Have the daemon of this state directory give everything back, and submit nothing until `resume`."""
+    keys.write_private(
+        drain_path(state_dir), f"{'now' if at_once else 'drain'} {' '.join(reason.split())}\n".encode()
+    )
+
+
+def resume(state_dir: Path) -> bool:
+    """Undo `drain`. False when nothing was drained."""
+    path = drain_path(state_dir)
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
+
+
+def read_stop(path: Path | None, what: str) -> Stop | None:
+    """What a stop file says; None when there is none."""
+    if path is None:
+        return None
+    try:
+        return _ordered(path, what)
+    except OSError as error:
+        return Stop(f"{what} ({path}) cannot be read: {error.strerror}")
+
+
+def _ordered(path: Path, what: str) -> Stop | None:
+    """The same, of a file that can be read. Raises OSError."""
+    try:
+        text = _beginning(path)
+    except FileNotFoundError:
+        return None
+    word, _, reason = " ".join(text.split()).partition(" ")
+    said = reason if word in ("now", "drain") else f"{word} {reason}".strip()
+    return Stop(f"{what}{f': {said}' if said else ''}", at_once=word == "now")
+
+
+def _beginning(path: Path) -> str:
+    """Never waits for a writer, as opening a FIFO would. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return os.read(descriptor, _MOST_BYTES).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float) -> str:
+    """Why we cannot know who waits, or "".
+
+    With PrivateData=jobs only an operator sees other users' jobs. Seeing some, and none missing, proves it.
+    """
+    if "jobs" not in info.private or sees_all:
+        return ""
+    explained: dict[str, int] = {}
+    seen = False
+    for job in view.jobs:
+        seen = seen or job.user != info.user
+        if job.has_gpus_allocated or now - job.end_time < _LATELY_S:
+            for node, gpus in gpus_by_node(job):
+                explained[node] = explained.get(node, 0) + gpus
+    unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)
+    if unexplained:
+        return f"PrivateData hides jobs: {unexplained} GPUs are taken by jobs that {info.user} may not see"
+    return "" if seen else f"PrivateData hides jobs: {info.user} sees no job of anybody else"
+
+
+class StopState:
+    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; whoever takes them empties it."""
+
+    def __init__(self, config: Callable[[], DaemonConfig]) -> None:
+        self._config = config
+        self.files = StopFiles(_ordered)
+        self.events: list[rec.Event] = []
+        self.seen: Stop | None = None  # as of the last `poll`
+        self.decided_on: Stop | None = None  # as of the last `limits`
+        self.hidden = ""  # why others' jobs cannot be seen
+        self.blind = False  # and some of those could not preempt us: nothing is harvested
+        self.concluded = ""  # the last decision's reason, for `scavenger status`
+        self._could_start: dict[int, float] = {}
+        self._looking: asyncio.Future[None] | None = (
+            None  # never two at once: each would hold a thread where the files hang
+        )
+        self._asked_at = 0.0  # when it began (the loop's time)
+
+    def poll(self) -> None:
+        """Read the files. They may lie on a file system that hangs: not for the event loop. Of two that in the greater hurry holds."""
+        config = self._config()
+        stop = self.files.poll(config.harvest.stop_file, "the stop file")
+        drained = self.files.poll(drain_path(config.daemon.state_dir), "scavenger drain")
+        self.files.answered()
+        self.seen = (
+            drained
+            if drained is not None and (stop is None or (drained.at_once and not stop.at_once))
+            else stop
+        )
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread look again for the next time."""
+        self._begin()
+        if self._left_s() <= 0:
+            self.files.no_answer()
+        return self.seen != self.decided_on
+
+    async def poll_now(self) -> None:
+        """Have the files read in a thread, and know the answer, or that there is none in time."""
+        if (
+            older := self._looking
+        ) is not None and not older.done():  # it may have missed what was written meanwhile
+            await asyncio.wait([older], timeout=self._left_s())
+        poll = self._begin()
+        await asyncio.wait([poll], timeout=self._left_s())
+        if poll.done():
+            poll.result()
+        else:
+            self.files.no_answer()
+
+    def _begin(self) -> asyncio.Future[None]:
+        """The look under way, or a new one."""
+        loop = asyncio.get_running_loop()
+        if self._looking is None or self._looking.done():
+            self._asked_at = loop.time()
+            self._looking = loop.run_in_executor(None, self.poll)
+        return self._looking
+
+    def _left_s(self) -> float:
+        """How long the look under way may still take."""
+        return max(
+            0.0,
+            self._asked_at
+            + patience_s(self._config().cluster.fast_poll_interval_s)
+            - asyncio.get_running_loop().time(),
+        )
+
+    def limits(
+        self, view: ClusterView, info: ClusterInfo, tracker: Tracker, drain_notice_s: float, now: float
+    ) -> Limits:
+        """What is allowed now, by the last `poll`."""
+        config, harvest = self._config(), self._config().harvest
+        self._note_stop(self.seen, now)
+        self._note_hidden(hidden_jobs(info, view, harvest.sees_all_jobs, now), now)
+        part = view.partition(harvest.partition)
+        limits = limits_of(
+            config,
+            tracker.health,
+            drain_notice_s,
+            now,
+            user=info.user,
+            stop=self.decided_on,
+            hidden=self.hidden,
+            restricted=part is not None and part.restricted,
+            preempted_last_hour=tracker.preempted_since(now - HOUR_S),
+            could_start_since=tuple(self._could_start.items()),
+            by_qos=info.preempts_by == "qos",
+            plan_step_s=info.plan_step_s,
+        )
+        self.blind = limits.blind
+        hold = self.files.hold
+        return limits if not hold else replace(limits, not_before=math.inf, not_before_reason=hold)
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""
+        self._could_start = {job_id: self._could_start.get(job_id, now) for job_id in decision.could_start}
+        self.concluded = decision.reason
+
+    def _note_stop(self, stop: Stop | None, now: float) -> None:
+        if stop != self.decided_on:
+            kind, why = (
+                ("harvest_resumed", "nothing stops it any more")
+                if stop is None
+                else ("harvest_stopped", stop.reason)
+            )
+            self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
+        self.decided_on = stop
+
+    def _note_hidden(self, hidden: str, now: float) -> None:
+        if bool(hidden) != bool(self.hidden):
+            kind, why = ("courtesy_off", hidden) if hidden else ("courtesy_on", "others' jobs are seen")
+            self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
+        self.hidden = hidden

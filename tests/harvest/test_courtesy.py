@@ -25,7 +25,7 @@ from scavenger.harvest.decide.decide import (
     Submit,
     decide,
 )
-from scavenger.harvest.stop_state import StopState
+from scavenger.harvest.limits import StopState
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
 from scavenger.policy.fleet_size import Demand

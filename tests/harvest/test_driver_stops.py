@@ -13,9 +13,9 @@ import pytest
 from scavenger import asyncio_helpers
 from scavenger.cluster.model import JobSpec, JobState
 from scavenger.errors import Fenced
-from scavenger.harvest import stop_state
+from scavenger.harvest import limits as harvest_limits
+from scavenger.harvest.limits import drain, resume
 from scavenger.harvest.pace import Poll
-from scavenger.harvest.stop_state import drain, resume
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked
 from tests.harvest.world import World, running, until
@@ -181,7 +181,7 @@ def test_stop_files_that_give_no_answer_stop_no_engine_and_after_a_while_none_is
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asyncio_helpers, "LEAST_S", 0.3)
-    monkeypatch.setattr(stop_state, "KEEP_S", 1.0)
+    monkeypatch.setattr(harvest_limits, "KEEP_S", 1.0)
     hung, looks = threading.Event(), []
 
     async def play() -> None:

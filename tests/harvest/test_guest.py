@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from scavenger.cli.main import app
 from scavenger.cluster.model import JobState
-from scavenger.harvest import stop_state
+from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import records as rec
 from scavenger.observe import status
 from scavenger.observe import status as harvested
@@ -130,7 +130,7 @@ def test_a_drain_without_a_daemon_says_that_nothing_leaves_now_and_how_to_end_th
     ]
     assert f"NOTHING IS CANCELLED NOW, because no daemon serves: {why}" in done.output
     assert "scancel -u $USER -p idle" in done.output
-    assert stop_state.read_stop(stop_state.drain_path(state_dir), "drain") is not None, (
+    assert harvest_limits.read_stop(harvest_limits.drain_path(state_dir), "drain") is not None, (
         "the next daemon obeys"
     )
     (tmp_path / "STOP").write_text("")

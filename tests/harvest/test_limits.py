@@ -14,8 +14,17 @@ import pytest
 from scavenger.cluster.model import JobState
 from scavenger.config import DaemonConfig, DaemonSection, HarvestSection, Hours
 from scavenger.harvest.decide.decide import Code, Decision
-from scavenger.harvest.limits import Stop, hours_now, limits_of, rules_of
-from scavenger.harvest.stop_state import StopState, drain, hidden_jobs, read_stop, resume
+from scavenger.harvest.limits import (
+    Stop,
+    StopState,
+    drain,
+    hidden_jobs,
+    hours_now,
+    limits_of,
+    read_stop,
+    resume,
+    rules_of,
+)
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.tracker import Tracker
 from tests.harvest.views import INFO, job, node, view

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.config import DaemonConfig, DaemonSection, HarvestSection
-from scavenger.harvest.limits import Stop
-from scavenger.harvest.stop_state import KEEP_S, StopFiles, StopState
+from scavenger.harvest.limits import KEEP_S, Stop, StopFiles, StopState
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from scavenger.cli import main, simulate_run
 from scavenger.cluster import choose
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec, Node, Partition, PreemptMode
 from scavenger.errors import ClusterError, ConfigError
-from scavenger.harvest.stop_state import drain
+from scavenger.harvest.limits import drain
 from scavenger.simulate import play, presets
 from scavenger.simulate.calibrate import error_of, load
 from scavenger.simulate.decode import Efficiency

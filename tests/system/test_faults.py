@@ -17,7 +17,7 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import Fenced, LedgerHeld, Refused
-from scavenger.harvest import stop_state
+from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger.read import reports
 from scavenger.weights.source import WeightSource
 from tests.chaos.faults import fill
@@ -89,7 +89,7 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
             reason for (reason,) in play.ask(site, "SELECT reason FROM decisions WHERE action = 'give_back'")
         ]
         done = play.cut_short(site, training)
-        stop_state.drain(site.state_dir, "the test", at_once=False)
+        harvest_limits.drain(site.state_dir, "the test", at_once=False)
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site))
         found = play.result(site).until(done)
         assert found == play.as_long(undisturbed, found, small_model, tmp_path)

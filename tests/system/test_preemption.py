@@ -15,7 +15,7 @@ import pytest
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.harvest import stop_state
+from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import queries
 from tests.system import play
 
@@ -69,7 +69,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
         after = play.steps_done(site) + 2  # the one in which the last ones were lost, and one more
         play.wait_for("training to go on", lambda: play.steps_done(site) >= after)
         done = play.cut_short(site, training)
-        stop_state.drain(site.state_dir, "the test", at_once=False)
+        harvest_limits.drain(site.state_dir, "the test", at_once=False)
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site))
         found = play.result(site).until(done)
         assert found == play.as_long(undisturbed, found, small_model, tmp_path)
