@@ -40,7 +40,8 @@ from scavenger.cluster.sandbox import sandbox
 from scavenger.cluster.sandbox.ports import listens, take_ports
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon import process
-from scavenger.harvest.decide.decide import Limits, OurJob, decide
+from scavenger.harvest.decide.actions import Caps, Headroom, JobLimits, Limits, OurJob, Placement, Yielding
+from scavenger.harvest.decide.decide import decide
 from scavenger.harvest.decide.free_capacity import owners
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
@@ -51,12 +52,11 @@ ROOT = Path(__file__).resolve().parents[1]
 NOW = 1000.0
 LIMITS = Limits(
     "scavenge",
-    max_engines=4000,
-    max_pending=32,
-    other_users_window_s=120.0,
-    headroom_per_node=1,
-    pin=True,
-    drain_before_s=30.0,
+    Caps(max_engines=4000, max_pending=32),
+    headroom=Headroom(per_node=1),
+    job=JobLimits(drain_before_s=30.0),
+    yielding=Yielding(window_s=120.0),
+    placement=Placement(pin=True),
     user="scavenger",
 )
 DEMAND = [Demand(1, "bench", 4000, 1, "whatever is idle")]
@@ -143,9 +143,8 @@ def time_policy(nodes: int, jobs: int, repeat: int, seed: int) -> None:
     view, ours = busy_site(nodes, jobs, seed)
     running = sum(job.state is JobState.RUNNING for job in view.jobs)
     took = []
-    limits = replace(
-        LIMITS, could_start_since=tuple((job.job_id, 0.0) for job in view.jobs if job.waits)
-    )  # they have waited long enough
+    waited = tuple((job.job_id, 0.0) for job in view.jobs if job.waits)  # long enough
+    limits = replace(LIMITS, yielding=replace(LIMITS.yielding, could_start_since=waited))
     process.tune()
     for _ in range(repeat):
         before = time.process_time()

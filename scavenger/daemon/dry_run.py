@@ -34,7 +34,7 @@ def supposed(most: int, gpus_per_engine: int) -> Demand:
 
 def decide(view: ClusterView, limits: Limits, gpus_per_engine: int, now: float) -> Decision:
     """What the daemon would do about this view, had it no job yet. Pure."""
-    return policy.decide(view, [supposed(limits.max_engines, gpus_per_engine)], (), limits, now)
+    return policy.decide(view, [supposed(limits.caps.max_engines, gpus_per_engine)], (), limits, now)
 
 
 def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: float) -> Iterator[str]:

@@ -400,11 +400,11 @@ class Harvester:
         info = self._poller.info
         assert info is not None  # by `Poller.observe`
         limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
-        standby_jobs = limits.standby_jobs if self._performer.steers else 0
+        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
         limits = replace(
             limits,
             idle=self.idling.known(self.config.harvest.min_expected_life, now),
-            standby_jobs=standby_jobs,
+            placement=replace(limits.placement, standby_jobs=standby_jobs),
         )
         self._write(self.stop_state.events)
         self.stop_state.events.clear()

@@ -34,7 +34,16 @@ import structlog
 from scavenger.asyncio_helpers import patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, Hours
-from scavenger.harvest.decide.decide import Decision, Limits
+from scavenger.harvest.decide.actions import (
+    Caps,
+    Decision,
+    Headroom,
+    Hold,
+    JobLimits,
+    Limits,
+    Placement,
+    Yielding,
+)
 from scavenger.harvest.decide.other_users import gpus_by_node
 from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.track.node_health import Health, HealthRules
@@ -94,55 +103,62 @@ def limits_of(
     plan_step_s: float = 60.0,
 ) -> Limits:
     """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
-    not_before, why = health.backoff()
-    return replace(
-        _configured(config, now),
-        drain_notice_s=drain_notice_s,
-        could_start_since=could_start_since,
-        by_qos=by_qos,
-        plan_step_s=plan_step_s,
-        user=user,
-        stop=stop.reason if stop is not None else "",
-        stop_now=stop is not None and stop.at_once,
-        hidden=hidden,
-        blind=bool(hidden) and not (restricted or config.harvest.sole_user),
-        preempted_last_hour=preempted_last_hour,
-        quarantined=health.quarantined(now),
-        not_before=not_before,
-        not_before_reason=why,
-    )
-
-
-def _configured(config: DaemonConfig, now: float) -> Limits:
-    """What the configuration alone allows at this hour."""
     harvest, cluster = config.harvest, config.cluster
     hours = hours_now(harvest.schedule, harvest.timezone, now)
+    not_before, why = health.backoff()
     return Limits(
         partition=harvest.partition,
-        max_engines=harvest.max_engines if hours is None or hours.max_engines is None else hours.max_engines,
-        max_gpus=harvest.max_gpus if hours is None or hours.max_gpus is None else hours.max_gpus,
-        max_pending=harvest.max_pending,
-        max_gpus_per_node=harvest.max_gpus_per_node,
-        max_gpus_per_user=harvest.max_gpus_per_user,
-        headroom_gpus=harvest.headroom_gpus,
-        headroom_per_node=harvest.headroom_per_node,
-        headroom_by_type=tuple(sorted(harvest.headroom_by_type.items())),
-        headroom_by_partition=tuple(sorted(harvest.headroom_by_partition.items())),
-        gpu_type=harvest.gpu_type,
-        cpus_per_engine=harvest.cpus_per_engine,
-        memory_mb_per_engine=harvest.memory_mb_per_engine,
+        caps=Caps(
+            max_engines=harvest.max_engines
+            if hours is None or hours.max_engines is None
+            else hours.max_engines,
+            max_pending=harvest.max_pending,
+            max_gpus=harvest.max_gpus if hours is None or hours.max_gpus is None else hours.max_gpus,
+            max_gpus_per_node=harvest.max_gpus_per_node,
+            max_gpus_per_user=harvest.max_gpus_per_user,
+            max_preemptions_per_hour=harvest.max_preemptions_per_hour,
+        ),
+        headroom=Headroom(
+            gpus=harvest.headroom_gpus,
+            per_node=harvest.headroom_per_node,
+            by_type=tuple(sorted(harvest.headroom_by_type.items())),
+            by_partition=tuple(sorted(harvest.headroom_by_partition.items())),
+        ),
+        job=JobLimits(
+            gpu_type=harvest.gpu_type,
+            cpus=harvest.cpus_per_engine,
+            memory_mb=harvest.memory_mb_per_engine,
+            drain_before_s=harvest.drain_before_s,
+            min_life_s=min(harvest.min_runtime_s, harvest.time_limit_s) + harvest.drain_before_s,
+        ),
+        yielding=Yielding(
+            horizon_s=cluster.poll_interval_s,
+            window_s=harvest.other_users_window_s,
+            after_s=harvest.yield_after_s,
+            same_tier_s=harvest.same_tier_yield_s,
+            by_qos=by_qos,
+            plan_step_s=plan_step_s,
+            could_start_since=could_start_since,
+        ),
+        placement=Placement(
+            # which nodes have the features of a constraint is Slurm's to know
+            pin=harvest.placement == "node" and not harvest.constraint,
+            standby_jobs=harvest.standby_jobs,
+            fresh_after_s=harvest.fresh_after_s,
+        ),
+        hold=Hold(
+            stop=stop.reason if stop is not None else "",
+            stop_now=stop is not None and stop.at_once,
+            hidden=hidden,
+            blind=bool(hidden) and not (restricted or harvest.sole_user),
+            quarantined=health.quarantined(now),
+            not_before=not_before,
+            not_before_reason=why,
+            preempted_last_hour=preempted_last_hour,
+        ),
+        user=user,
         stale_s=stale_s(config),
-        horizon_s=cluster.poll_interval_s,
-        other_users_window_s=harvest.other_users_window_s,
-        yield_after_s=harvest.yield_after_s,
-        same_tier_yield_s=harvest.same_tier_yield_s,
-        drain_before_s=harvest.drain_before_s,
-        min_life_s=min(harvest.min_runtime_s, harvest.time_limit_s) + harvest.drain_before_s,
-        fresh_after_s=harvest.fresh_after_s,
-        standby_jobs=harvest.standby_jobs,
-        pin=harvest.placement == "node"
-        and not harvest.constraint,  # which nodes have the features is Slurm's to know
-        max_preemptions_per_hour=harvest.max_preemptions_per_hour,
+        drain_notice_s=drain_notice_s,
     )
 
 
@@ -465,9 +481,11 @@ class StopState:
             by_qos=info.preempts_by == "qos",
             plan_step_s=info.plan_step_s,
         )
-        self.blind = limits.blind
+        self.blind = limits.hold.blind
         hold = self.files.hold
-        return limits if not hold else replace(limits, not_before=math.inf, not_before_reason=hold)
+        if not hold:
+            return limits
+        return replace(limits, hold=replace(limits.hold, not_before=math.inf, not_before_reason=hold))
 
     def decided(self, decision: Decision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""

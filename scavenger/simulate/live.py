@@ -119,7 +119,7 @@ def poll(
     ids = frozenset(job.job_id for job in ours)
     free_capacity = find_free_capacity(seen, limits, ours, now)
     explained, fit = free_capacity.explain(), 0
-    while free_capacity.take(wish.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
+    while free_capacity.take(wish.gpus_per_engine, limits.job.cpus, limits.job.memory_mb):
         fit += 1
     count = len(ours) + fit if wish.engines is None else wish.engines
     why = f"asked for {wish.engines}" if wish.engines is not None else "as many as fit"

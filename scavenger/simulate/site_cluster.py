@@ -22,7 +22,7 @@ from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition,
 from scavenger.config.site import HarvestSection
 from scavenger.errors import SimulationError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Code, DrainKind, Limits, OurJob
+from scavenger.harvest.decide.actions import Caps, Code, DrainKind, Limits, OurJob, Placement
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
 from scavenger.router.core.events import IntentRevoked, JobGone
@@ -81,12 +81,9 @@ class SimCluster:
         gates: bool,
     ) -> None:
         self._sim, self._daemon, self._fleet, self._start_engine = sim, daemon, fleet, start
-        self._limits = Limits(PARTITION, most or _MANY, _MANY)
+        live = Placement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
+        self._limits = Limits(PARTITION, Caps(most or _MANY, _MANY), placement=live if gates else Placement())
         self._idling = Idling() if gates else None
-        if gates:
-            self._limits = replace(
-                self._limits, pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s
-            )
         self._schedule_s, self._requeue_s = schedule_s, requeue_s
         self._idle = dict(fleet.initial)  # what others leave
         self._used = dict.fromkeys(fleet.initial, 0)

@@ -29,9 +29,10 @@ from scavenger.harvest.limits import StopState
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
 from scavenger.policy.fleet_size import Demand
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import INFO, SHARED, job, node, ours, view
 
-LIMITS = Limits(
+LIMITS = limits_with(
     "scavenge",
     max_engines=30,
     max_pending=30,
@@ -115,12 +116,14 @@ def test_what_others_need_within_the_window_is_not_idle(others: list[Any], room:
 
 
 def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_what_runs_goes_on() -> None:
-    limits = replace(LIMITS, max_preemptions_per_hour=2)
+    limits = limits_with(LIMITS, max_preemptions_per_hour=2)
     cluster, ours_ = played(
         [engine(1), engine(2, waits=True)], [waiting(engine(2), restart_count=1, reason="BeginTime")]
     )
-    assert left(decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=1), NOW).actions) == []
-    decision = decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=2), NOW)
+    assert (
+        left(decide(cluster, want(2), ours_, limits_with(limits, preempted_last_hour=1), NOW).actions) == []
+    )
+    decision = decide(cluster, want(2), ours_, limits_with(limits, preempted_last_hour=2), NOW)
     assert (left(decision.actions), decision.code) == ([("CancelPending", "preemptions")], Code.PREEMPTIONS)
     assert asked(decision) == 0
 
@@ -147,13 +150,15 @@ def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_wh
     ],
 )
 def test_each_limit_stops_submissions_and_says_so(limits: dict[str, Any], room: int, code: Code) -> None:
-    decision = decide(view(NOW), want(20), [], replace(LIMITS, **limits), NOW)
+    decision = decide(view(NOW), want(20), [], limits_with(LIMITS, **limits), NOW)
     assert (asked(decision), decision.code) == (room, code)
     assert decision.reason
 
 
 def test_courtesy_that_is_off_is_said_in_every_decision() -> None:
-    decision = decide(view(NOW), want(1), [], replace(LIMITS, hidden="PrivateData hides jobs: 3 GPUs"), NOW)
+    decision = decide(
+        view(NOW), want(1), [], limits_with(LIMITS, hidden="PrivateData hides jobs: 3 GPUs"), NOW
+    )
     assert "no voluntary preemption: PrivateData hides jobs: 3 GPUs" in decision.reason
 
 
@@ -165,7 +170,7 @@ def test_a_job_that_slurm_holds_back_for_a_limit_of_ours_stops_more() -> None:
 
 
 def test_an_engine_asks_for_its_gpus_share_of_the_node_at_most() -> None:
-    decision = decide(view(NOW), want(1, gpus=2), [], replace(LIMITS, cpus_per_engine=100), NOW)
+    decision = decide(view(NOW), want(1, gpus=2), [], limits_with(LIMITS, cpus_per_engine=100), NOW)
     (one,) = decision.actions
     assert isinstance(one, Submit)
     assert (one.cpus, one.memory_mb) == (32, 500_000)
@@ -206,7 +211,7 @@ def test_a_node_with_a_reservation_soon_gets_no_engine_and_a_later_one_ends_it_i
     later = Reservation("course", frozenset({"node2"}), NOW + 5000, NOW + 9000)
     past = Reservation("old", frozenset({"node3"}), NOW - 900, NOW - 1)
     cluster = replace(view(NOW), reservations=(soon, later, past))
-    decision = decide(cluster, want(20), [], replace(LIMITS, min_life_s=930.0), NOW)
+    decision = decide(cluster, want(20), [], limits_with(LIMITS, min_life_s=930.0), NOW)
     found = {(action.nodelist, action.most_s) for action in decision.actions if isinstance(action, Submit)}
     assert found == {(("node2",), 4970.0), (("node3",), 0.0)}
     assert "reserved soon: node1" in decision.reason
@@ -280,7 +285,7 @@ def test_who_leaves_for_a_waiting_job(waits: dict[str, Any], gone: list[tuple[st
     cluster, _ = played(
         engines, [other], [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)]
     )
-    limits = replace(LIMITS, horizon_s=20.0, could_start_since=((2, NOW - 10), (3, NOW - 9)))
+    limits = limits_with(LIMITS, horizon_s=20.0, could_start_since=((2, NOW - 10), (3, NOW - 9)))
     decision = decide(cluster, want(4), engines, limits, NOW)
     assert left(decision.actions) == gone
     assert asked(decision) == 0
@@ -299,17 +304,17 @@ def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_fo
         [job(1, partition=partition, submit_time=NOW)],
         [node("node0"), *(node(name, 4) for name in SHARED)],
     )
-    decision = decide(cluster, want(4), engines, replace(LIMITS, by_qos=True), NOW)
+    decision = decide(cluster, want(4), engines, limits_with(LIMITS, by_qos=True), NOW)
     assert left(decision.actions) == [("DrainAllocated", "qos")]
     assert "preempts by QOS" in decision.actions[0].reason
     slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=Code.QOS)
-    bound = replace(LIMITS, by_qos=True, same_tier_yield_s=5.0, drain_notice_s=30.0)
+    bound = limits_with(LIMITS, by_qos=True, same_tier_yield_s=5.0, drain_notice_s=30.0)
     assert left(decide(played([slow], [])[0], [], [slow], bound, NOW).actions) == [("Cancel", "overdue")]
     info = replace(INFO, preempt_type="preempt/qos")
     stop_state = StopState(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
     tracker = Tracker(Rules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
-    assert stop_state.limits(cluster, info, tracker, 30.0, NOW).by_qos
-    assert not stop_state.limits(cluster, INFO, tracker, 30.0, NOW).by_qos
+    assert stop_state.limits(cluster, info, tracker, 30.0, NOW).yielding.by_qos
+    assert not stop_state.limits(cluster, INFO, tracker, 30.0, NOW).yielding.by_qos
 
 
 def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() -> None:
@@ -351,7 +356,7 @@ def test_an_engine_in_slurm_s_grace_is_left_alone_and_counts_as_leaving() -> Non
         listed(one, start_time=NOW - 100, time_limit_s=3600.0, end_time=end)
         for one, end in zip(engines, ends_at, strict=True)
     ]
-    late, limits = job(1), replace(LIMITS, could_start_since=((1, NOW - 60),))
+    late, limits = job(1), limits_with(LIMITS, could_start_since=((1, NOW - 60),))
     cluster = view(NOW, [*jobs, late], [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)])
     assert decide(cluster, want(2), engines, limits, NOW).actions == ()
     ends = [replace(jobs[0], time_limit_s=110.0), jobs[1]]
@@ -360,7 +365,7 @@ def test_an_engine_in_slurm_s_grace_is_left_alone_and_counts_as_leaving() -> Non
 
 
 def test_a_peer_gets_the_gpus_within_its_time_even_from_an_engine_that_does_not_drain() -> None:
-    limits = replace(LIMITS, same_tier_yield_s=5.0, drain_notice_s=30.0)
+    limits = limits_with(LIMITS, same_tier_yield_s=5.0, drain_notice_s=30.0)
     slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5)
     cluster, _ = played([slow], [], full())
     assert decide(cluster, want(1), [slow], limits, NOW).actions[:1] != (
@@ -380,7 +385,7 @@ def test_where_slurm_chooses_a_job_of_before_a_restart_waits_for_no_node() -> No
             cluster,
             want(1),
             [one],
-            replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1, pin=pin),
+            limits_with(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1, pin=pin),
             NOW,
         )
         assert sum(isinstance(action, CancelPending) for action in decision.actions) == moves
@@ -389,9 +394,9 @@ def test_where_slurm_chooses_a_job_of_before_a_restart_waits_for_no_node() -> No
 def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
     engines = [engine(1), engine(2, leaving=DrainKind.DRAINING, asked_at=NOW - 1), engine(3, "", waits=True)]
     cluster, _ = played(engines, [waiting(engines[2])])
-    soft = decide(cluster, want(9), engines, replace(LIMITS, stop="drain"), NOW)
+    soft = decide(cluster, want(9), engines, limits_with(LIMITS, stop="drain"), NOW)
     assert left(soft.actions) == [("CancelPending", "stopped"), ("DrainAllocated", "stopped")]
-    hard = decide(cluster, want(9), engines, replace(LIMITS, stop="drain", stop_now=True), NOW)
+    hard = decide(cluster, want(9), engines, limits_with(LIMITS, stop="drain", stop_now=True), NOW)
     assert left(hard.actions) == [("Cancel", "stopped"), ("CancelPending", "stopped"), ("Cancel", "stopped")]
 
 
@@ -444,7 +449,7 @@ def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(
     one = engine(1, "", waits=True, **mine)
     cluster = view(NOW, [waiting(one, **in_queue)], full(*busy))
     decision = decide(
-        cluster, want(1), [one], replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1), NOW
+        cluster, want(1), [one], limits_with(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1), NOW
     )
     kinds = [type(action) for action in decision.actions]
     assert kinds == ([CancelPending, Submit] if moves else [])
@@ -502,19 +507,21 @@ fleet_st = st.lists(
     unique_by=lambda one: one.intent_id,
 )
 limits_st = st.builds(
-    lambda engines, gpus, pending, per_node, per_user, room, node_room, kind_room, part_room, fresh: replace(
-        LIMITS,
-        max_engines=engines,
-        max_gpus=gpus,
-        max_pending=pending,
-        max_gpus_per_node=per_node,
-        max_gpus_per_user=per_user,
-        headroom_gpus=room,
-        headroom_per_node=node_room,
-        headroom_by_type=(("h100", kind_room),),
-        headroom_by_partition=(("normal", part_room),),
-        fresh_after_s=fresh,
-        min_life_s=100.0,
+    lambda engines, gpus, pending, per_node, per_user, room, node_room, kind_room, part_room, fresh: (
+        limits_with(
+            LIMITS,
+            max_engines=engines,
+            max_gpus=gpus,
+            max_pending=pending,
+            max_gpus_per_node=per_node,
+            max_gpus_per_user=per_user,
+            headroom_gpus=room,
+            headroom_per_node=node_room,
+            headroom_by_type=(("h100", kind_room),),
+            headroom_by_partition=(("normal", part_room),),
+            fresh_after_s=fresh,
+            min_life_s=100.0,
+        )
     ),
     st.integers(0, 10),
     st.none() | st.integers(0, 10),
@@ -574,25 +581,27 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
     }
     rest = [one for one in fleet if one.intent_id not in fresh]
     if new:
-        assert len(new) + len(rest) <= limits.max_engines
-        assert len(new) + sum(one.waits for one in rest) <= limits.max_pending
+        assert len(new) + len(rest) <= limits.caps.max_engines
+        assert len(new) + sum(one.waits for one in rest) <= limits.caps.max_pending
         total = sum(action.gpus for action in new) + sum(one.gpus for one in rest)
-        assert limits.max_gpus is None or total <= limits.max_gpus
-        assert limits.max_gpus_per_user is None or total <= limits.max_gpus_per_user
+        assert limits.caps.max_gpus is None or total <= limits.caps.max_gpus
+        assert limits.caps.max_gpus_per_user is None or total <= limits.caps.max_gpus_per_user
         idle = sum(one.idle_gpus for one in cluster.nodes if one.name in SHARED)
         assert asked(decision) <= idle - max(
-            limits.headroom_gpus, limits.headroom_by_type[0][1], limits.headroom_by_partition[0][1]
+            limits.headroom.gpus, limits.headroom.by_type[0][1], limits.headroom.by_partition[0][1]
         )
     for name in SHARED:
         here = sum(action.gpus for action in new if action.nodelist == (name,))
         held = sum(one.gpus for one in fleet if one.node == name and not one.waits)
-        assert not here or limits.max_gpus_per_node is None or here + held <= limits.max_gpus_per_node
+        assert (
+            not here or limits.caps.max_gpus_per_node is None or here + held <= limits.caps.max_gpus_per_node
+        )
         idle = next(one.idle_gpus for one in cluster.nodes if one.name == name)
-        assert not here or here <= idle - limits.headroom_per_node
+        assert not here or here <= idle - limits.headroom.per_node
     for action in new:
         for reservation in booked:
             if reservation.end > NOW and action.nodelist[0] in reservation.nodes:
-                assert reservation.start >= NOW + limits.min_life_s
+                assert reservation.start >= NOW + limits.job.min_life_s
                 assert NOW + action.most_s <= reservation.start
     gone = [action.intent_id for action in decision.actions if not isinstance(action, Submit)]
     assert len(gone) == len(set(gone))
@@ -612,11 +621,11 @@ def test_more_courtesy_never_takes_more(
     headroom: int,
     gpus: int,
 ) -> None:
-    cluster, limits = cluster_of(taken, others, fleet, []), replace(LIMITS, headroom_gpus=headroom)
-    short, long = (replace(limits, other_users_window_s=window) for window in sorted((one, other)))
+    cluster, limits = cluster_of(taken, others, fleet, []), limits_with(LIMITS, headroom_gpus=headroom)
+    short, long = (limits_with(limits, other_users_window_s=window) for window in sorted((one, other)))
     less = decide(cluster, want(30, gpus), fleet, long, NOW)
     assert asked(less) <= asked(decide(cluster, want(30, gpus), fleet, short, NOW))
-    kinder = decide(cluster, want(30, gpus), fleet, replace(long, headroom_gpus=headroom + 1), NOW)
+    kinder = decide(cluster, want(30, gpus), fleet, limits_with(long, headroom_gpus=headroom + 1), NOW)
     assert asked(kinder) <= asked(less)
     if others:
         fewer = replace(cluster, jobs=tuple(job for job in cluster.jobs if job is not others[0]))
@@ -633,7 +642,7 @@ def test_nobody_leaves_for_a_job_that_could_start_without_that(
         cluster,
         want(30),
         fleet,
-        replace(LIMITS, could_start_since=tuple((one.job_id, NOW - 99) for one in others)),
+        limits_with(LIMITS, could_start_since=tuple((one.job_id, NOW - 99) for one in others)),
         NOW,
     )
     gone = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -11,6 +10,7 @@ from benchmarks.harmless_measure import Stay, bounded, levels, long_slices, perc
 from benchmarks.harmless_neighbour import Round, report, slower
 from benchmarks.scale import DEMAND, LIMITS, NOW, busy_site
 from scavenger.harvest.decide.decide import decide
+from tests.harvest.flat_limits import limits_with
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
@@ -60,7 +60,7 @@ def test_a_large_site_is_decided_on_and_its_queue_claims_what_is_idle() -> None:
         view,
         DEMAND,
         ours,
-        replace(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)),
+        limits_with(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)),
         NOW,
     )
     assert {str(action.code) for action in later.actions} == {"voluntary_preemption"}

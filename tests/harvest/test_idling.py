@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import Node
-from scavenger.harvest.decide.decide import Code, Decision, Limits, Submit, decide
+from scavenger.harvest.decide.decide import Code, Decision, Submit, decide
 from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
 from scavenger.policy.forecast.survival import Curve, Life, estimate, prior
 from scavenger.policy.idle_gpus import GAP_S, LEAST_LOST, PIECE_S, Idle, Idling, node_class
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import SHARED, node, view
 
 NOW = 10_000.0
 KIND = node_class(node("node1"))
-LIMITS = Limits("scavenge", max_engines=12, max_pending=12, pin=True)
+LIMITS = limits_with("scavenge", max_engines=12, max_pending=12, pin=True)
 BENEFIT = Benefit(0.05, 8.0, 1, 100.0)
 #: Half of the slices end within two minutes, the others last for hours.
 MIXED = estimate(
@@ -135,7 +136,7 @@ def decided(
     **more: Any,
 ) -> Decision:
     wanted = Demand(1, "r", engines, benefit.gpus if benefit else 1, f"{engines} are useful", benefit=benefit)
-    return decide(view(NOW, nodes=nodes), [wanted], [], replace(LIMITS, idle=idle, **more), NOW)
+    return decide(view(NOW, nodes=nodes), [wanted], [], limits_with(LIMITS, idle=idle, **more), NOW)
 
 
 def where(decision: Decision) -> list[str]:

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, Node
-from scavenger.harvest.decide.decide import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
+from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Submit, decide
 from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
 from scavenger.policy.forecast.survival import Life, estimate, prior
 from scavenger.policy.idle_gpus import Idle, node_class
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import node, ours, view
 
 NOW = 10_000.0
 KIND = node_class(node("node1"))
-LIMITS = Limits("scavenge", max_engines=4, max_pending=4, pin=True, fresh_after_s=60.0)
+LIMITS = limits_with("scavenge", max_engines=4, max_pending=4, pin=True, fresh_after_s=60.0)
 BENEFIT = Benefit(0.05, 8.0, 1, 100.0)
 #: Half of the slices end within two minutes, the others last for hours.
 MIXED = estimate(
@@ -43,7 +44,7 @@ def decided(
     queue = listed or tuple(
         ours(job.intent_id, job.job_id, restart_count=1, reason="Resources") for job in jobs
     )
-    return decide(view(NOW, queue, nodes), [wanted], jobs, replace(LIMITS, idle=idle, **limits), NOW)
+    return decide(view(NOW, queue, nodes), [wanted], jobs, limits_with(LIMITS, idle=idle, **limits), NOW)
 
 
 def idle_for(share: float = 0.95, **seconds: list[float]) -> Idle:

@@ -80,7 +80,7 @@ def test_what_the_hours_name_replaces_the_limit_and_the_rest_stays() -> None:
         limits_of(settings, health, 30.0, at(when))
         for when in ("2026-11-20T09:00", "2026-11-20T21:00", "2026-11-20T19:00")
     ]
-    assert [(limits.max_engines, limits.max_gpus) for limits in found] == [(1, 8), (9, 16), (4, 8)]
+    assert [(limits.caps.max_engines, limits.caps.max_gpus) for limits in found] == [(1, 8), (9, 16), (4, 8)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_hidden_jobs_leave_only_partitions_in_which_nobody_is_our_peer(
         hidden="PrivateData",
         restricted=restricted,
     )
-    assert (limits.blind, limits.hidden) == (blind, "PrivateData")
+    assert (limits.hold.blind, limits.hold.hidden) == (blind, "PrivateData")
 
 
 PRIVATE = replace(INFO, private=frozenset({"jobs", "usage"}))
@@ -184,7 +184,7 @@ def test_a_drain_holds_until_it_is_undone_and_its_change_is_told_once(tmp_path: 
         stop_state.poll()
         limits = stop_state.limits(view(NOW), PRIVATE, tracker, 30.0, NOW)
         assert stop_state.seen == stop_state.decided_on
-        return limits.stop, limits.stop_now
+        return limits.hold.stop, limits.hold.stop_now
 
     assert stop() == ("", False)
     drain(tmp_path, "alice: a talk", at_once=False)
@@ -210,4 +210,7 @@ def test_since_when_a_job_could_start_is_remembered_while_it_can(tmp_path: Path)
     stop_state, tracker = StopState(lambda: settings), Tracker(rules_of(settings, "u", "me"))
     for now, could in ((1.0, (7,)), (2.0, (7, 8)), (3.0, (8,)), (4.0, (8, 7))):
         stop_state.decided(Decision((), "", Code.SERVED, could), now)
-    assert stop_state.limits(view(NOW), INFO, tracker, 30.0, NOW).could_start_since == ((8, 2.0), (7, 4.0))
+    assert stop_state.limits(view(NOW), INFO, tracker, 30.0, NOW).yielding.could_start_since == (
+        (8, 2.0),
+        (7, 4.0),
+    )

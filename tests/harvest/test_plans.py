@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, JobState
-from scavenger.harvest.decide.decide import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
+from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Submit, decide
 from scavenger.harvest.driver import KEPT_S, Plans
 from scavenger.policy.fleet_size import Demand
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import job, node, ours, view
 
 NOW = 10_000.0
-LIMITS = Limits(
+LIMITS = limits_with(
     "scavenge",
     max_engines=4,
     max_pending=4,
@@ -33,7 +34,11 @@ def planned(in_s: float, *nodes: str) -> Job:
 
 def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits: Any) -> Decision:
     return decide(
-        view(NOW, queue, NODES), [Demand(1, "r", wants, 1, "useful")], jobs, replace(LIMITS, **limits), NOW
+        view(NOW, queue, NODES),
+        [Demand(1, "r", wants, 1, "useful")],
+        jobs,
+        limits_with(LIMITS, **limits),
+        NOW,
     )
 
 
@@ -166,7 +171,7 @@ def test_a_job_for_whichever_node_may_still_go_where_others_are_expected_now() -
         view(NOW, (planned(400, "node2", "node3"),), idle),
         [Demand(1, "r", 1, 1, "useful")],
         (),
-        replace(LIMITS, pin=False),
+        limits_with(LIMITS, pin=False),
         NOW,
     )
     [fresh] = [one for one in decision.actions if isinstance(one, Submit)]

@@ -26,9 +26,10 @@ from scavenger.harvest.decide.decide import (
     decide,
 )
 from scavenger.policy.fleet_size import Demand
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import SHARED, job, node, view
 
-LIMITS = Limits("scavenge", max_engines=8, max_pending=4)
+LIMITS = limits_with("scavenge", max_engines=8, max_pending=4)
 NOW = 1000.0
 
 
@@ -98,7 +99,7 @@ demand_st = st.lists(
     unique_by=lambda one: one.run_id,
 )
 limits_st = st.builds(
-    lambda most, pending, headroom: replace(
+    lambda most, pending, headroom: limits_with(
         LIMITS, max_engines=most, max_pending=pending, headroom_gpus=headroom
     ),
     st.integers(0, 8),
@@ -142,13 +143,13 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
     asked = sum(one.gpus for one in new)
     if new:
         assert asked + sum(one.gpus for one in waiting) <= idle
-        assert asked + limits.headroom_gpus <= idle
+        assert asked + limits.headroom.gpus <= idle
     simple = [one for one in others if one.partition == "normal" and one.n_nodes == 1]
     if new and len(simple) == len(others):
         assert asked <= idle - could_be_taken(cluster)
     # limits
-    assert len(new) + len(jobs) <= limits.max_engines or not new
-    assert len(new) + len(waiting) <= limits.max_pending or not new
+    assert len(new) + len(jobs) <= limits.caps.max_engines or not new
+    assert len(new) + len(waiting) <= limits.caps.max_pending or not new
     # demand
     told = {action.intent_id for action in decision.actions if not isinstance(action, Submit)}
     serving = Counter(one.run_id for one in jobs if one.leaving is DrainKind.NO and one.intent_id not in told)
@@ -227,7 +228,7 @@ def test_an_old_view_decides_nothing() -> None:
     ],
 )
 def test_a_gpu_that_a_pending_job_of_another_could_take_is_not_idle(other: Any, room: int) -> None:
-    limits = replace(LIMITS, horizon_s=5.0)
+    limits = limits_with(LIMITS, horizon_s=5.0)
     cluster = view(NOW, [other], [node("node0"), node("node1"), node("node2", 4), node("node3", 4)])
     assert len(submits(decide(cluster, [demand(6)], [], limits, NOW))) == room
 
@@ -261,7 +262,9 @@ def test_a_node_that_cannot_take_an_engine_is_no_room(bad: Any) -> None:
 
 
 def test_a_quarantined_node_is_excluded_and_is_no_room() -> None:
-    limits = replace(LIMITS, quarantined=(("node1", "3 engines died on it"),), max_pending=12, max_engines=12)
+    limits = limits_with(
+        LIMITS, quarantined=(("node1", "3 engines died on it"),), max_pending=12, max_engines=12
+    )
     decision = decide(view(NOW), [demand(12)], [], limits, NOW)
     assert len(submits(decision)) == 8
     assert all(action.exclude == ("node1",) for action in submits(decision))
@@ -269,7 +272,7 @@ def test_a_quarantined_node_is_excluded_and_is_no_room() -> None:
 
 
 def test_nothing_is_submitted_before_the_back_off_is_over() -> None:
-    limits = replace(LIMITS, not_before=NOW + 1, not_before_reason="job 3 FAILED after 1 s")
+    limits = limits_with(LIMITS, not_before=NOW + 1, not_before_reason="job 3 FAILED after 1 s")
     early = decide(view(NOW), [demand(1)], [], limits, NOW)
     assert early.actions == ()
     assert "job 3 FAILED" in early.reason
@@ -278,7 +281,7 @@ def test_nothing_is_submitted_before_the_back_off_is_over() -> None:
 
 def test_a_requeued_job_waiting_for_its_begin_time_serves_demand_and_counts_as_pending() -> None:
     assert decide(view(NOW), [demand(1)], [mine(1, waits=True)], LIMITS, NOW).actions == ()
-    limits = replace(LIMITS, max_pending=1)
+    limits = limits_with(LIMITS, max_pending=1)
     decision = decide(view(NOW), [demand(2)], [mine(1, waits=True)], limits, NOW)
     assert decision.actions == ()
     assert "max_pending" in decision.reason
@@ -331,7 +334,7 @@ def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
 
 
 def test_a_leaving_engine_still_counts_against_max_engines() -> None:
-    limits = replace(LIMITS, max_engines=1)
+    limits = limits_with(LIMITS, max_engines=1)
     decision = decide(
         view(NOW), [demand(1)], [mine(1, leaving=DrainKind.DRAINING, asked_at=NOW)], limits, NOW
     )
@@ -340,7 +343,7 @@ def test_a_leaving_engine_still_counts_against_max_engines() -> None:
 
 
 def test_a_partition_that_is_gone_gets_no_jobs_but_surplus_still_leaves() -> None:
-    limits = replace(LIMITS, partition="nowhere")
+    limits = limits_with(LIMITS, partition="nowhere")
     decision = decide(view(NOW), [demand(1, run_id=2)], [mine(1, waits=True)], limits, NOW)
     assert [type(a) for a in decision.actions] == [CancelPending]
     assert "nowhere is not there" in decision.reason

@@ -7,22 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Reservation
-from scavenger.harvest.decide.decide import (
-    CancelPending,
-    Code,
-    Decision,
-    Limits,
-    OurJob,
-    Release,
-    Submit,
-    decide,
-)
+from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Release, Submit, decide
 from scavenger.harvest.decide.standby import BEGIN_S, is_standby
 from scavenger.policy.fleet_size import Demand
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import job, node, ours, view
 
 NOW = 1_000_000.0
-LIMITS = Limits("scavenge", max_engines=8, max_pending=8, pin=True, standby_jobs=2, fresh_after_s=60.0)
+LIMITS = limits_with("scavenge", max_engines=8, max_pending=8, pin=True, standby_jobs=2, fresh_after_s=60.0)
 TAKEN = job(900, JobState.RUNNING, nodes=("node1",), gpus=3, gpus_by_node=(("node1", 3),))
 
 
@@ -44,7 +36,7 @@ def decided(
 ) -> Decision:
     wanted = [Demand(1, "r", engines, 1, f"{engines} are useful")]
     seen: ClusterView = replace(view(NOW, queue, nodes), reservations=tuple(reserved))
-    return decide(seen, wanted, jobs, replace(LIMITS, **limits), NOW)
+    return decide(seen, wanted, jobs, limits_with(LIMITS, **limits), NOW)
 
 
 def new_spares(decision: Decision) -> list[Submit]:

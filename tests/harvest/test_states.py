@@ -17,6 +17,7 @@ from scavenger.harvest.decide.decide import Cancel, Code
 from scavenger.harvest.track import observed_jobs
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.states import STATES, TROUBLES, State, state_rows, trouble_rows
 from tests.harvest.test_tracker import A, Watch, running
 from tests.harvest.views import PARTITIONS, SHARED, node, ours, view
@@ -147,7 +148,7 @@ def decided(
     shown = view(61, jobs, nodes)
     if down:
         shown = replace(shown, partitions=tuple(replace(p, up=p.name != "scavenge") for p in PARTITIONS))
-    limits = decide.Limits(partition="scavenge", max_engines=4, max_pending=2)
+    limits = limits_with(partition="scavenge", max_engines=4, max_pending=2)
     return decide.decide(
         shown, [Demand(1, "run", engines, 1, "wanted")], w.tracker.jobs({A: (1, 0.0)}), limits, 61
     )

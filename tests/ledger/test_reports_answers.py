@@ -16,6 +16,7 @@ from scavenger.ledger.store import open_engine
 from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, node_class
+from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import job, node, ours, view
 from tests.ledger.examples import CONFIG, T0, chunk, group, moved_group, prologue, written
 from tests.ledger.test_reports import answers
@@ -264,7 +265,7 @@ def test_throughput_counts_the_time_in_which_an_engine_has_leases_once(url: str)
 
 # ---------------------------------------------------------------- the cluster
 
-LIMITS = Limits("scavenge", max_engines=8, max_pending=4)
+LIMITS = limits_with("scavenge", max_engines=8, max_pending=4)
 SIX = Demand(1, "sorting", 6, 1, "6 are useful")
 NODES = (node("node0"), node("node1", 2), node("node2", 4), node("node3", 4))
 
@@ -300,24 +301,24 @@ REASONS = [
     (why_none([replace(SIX, engines=1)], [mine(False)]), "every wanted engine runs"),
     (why_none([replace(SIX, engines=1)], [mine(True)]), "our own pending jobs are to take them"),
     (why_none([SIX], now=T0 + 61), "the poll was too old to decide on"),
-    (why_none([SIX], limits=replace(LIMITS, max_engines=1), jobs=[mine(False)]), "limit max_engines"),
-    (why_none([SIX], limits=replace(LIMITS, max_pending=1), jobs=[mine(True)]), "limit max_pending"),
-    (why_none([SIX], limits=replace(LIMITS, partition="nowhere")), "the partition is down"),
+    (why_none([SIX], limits=limits_with(LIMITS, max_engines=1), jobs=[mine(False)]), "limit max_engines"),
+    (why_none([SIX], limits=limits_with(LIMITS, max_pending=1), jobs=[mine(True)]), "limit max_pending"),
+    (why_none([SIX], limits=limits_with(LIMITS, partition="nowhere")), "the partition is down"),
     (
-        why_none([SIX], limits=replace(LIMITS, not_before=T0 + 9, not_before_reason="job 3 FAILED")),
+        why_none([SIX], limits=limits_with(LIMITS, not_before=T0 + 9, not_before_reason="job 3 FAILED")),
         "backing off after failures",
     ),
-    (why_none([SIX], limits=replace(LIMITS, headroom_gpus=4)), "limit headroom_gpus"),
+    (why_none([SIX], limits=limits_with(LIMITS, headroom_gpus=4)), "limit headroom_gpus"),
     (
-        why_none([SIX], limits=replace(LIMITS, quarantined=(("node1", "dies"),))),
+        why_none([SIX], limits=limits_with(LIMITS, quarantined=(("node1", "dies"),))),
         "their nodes are quarantined",
     ),
     (why_none([SIX], others=[job(1), job(2)]), "other users' pending jobs may take them"),
     (why_none([replace(SIX, gpus_per_engine=4)]), "no node has free capacity for a whole engine"),
     (why_none([SIX], nodes=FULL), "no node has free capacity for a whole engine"),
-    (why_none([SIX], limits=replace(LIMITS, max_gpus=1), jobs=[mine(False)]), "limit max_gpus"),
+    (why_none([SIX], limits=limits_with(LIMITS, max_gpus=1), jobs=[mine(False)]), "limit max_gpus"),
     (
-        why_none([SIX], limits=replace(LIMITS, max_gpus_per_user=1, user="scavenger"), others=[OURS]),
+        why_none([SIX], limits=limits_with(LIMITS, max_gpus_per_user=1, user="scavenger"), others=[OURS]),
         "limit max_gpus_per_user",
     ),
     (
@@ -327,31 +328,31 @@ REASONS = [
         "a limit of our QOS or account in Slurm",
     ),
     (
-        why_none([SIX], limits=replace(LIMITS, max_preemptions_per_hour=1, preempted_last_hour=1)),
+        why_none([SIX], limits=limits_with(LIMITS, max_preemptions_per_hour=1, preempted_last_hour=1)),
         "limit max_preemptions_per_hour",
     ),
     (
-        why_none([SIX], limits=replace(LIMITS, stop="the stop file")),
+        why_none([SIX], limits=limits_with(LIMITS, stop="the stop file")),
         "harvesting is stopped (stop file or drain)",
     ),
     (
-        why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)),
+        why_none([SIX], limits=limits_with(LIMITS, hidden="PrivateData", blind=True)),
         "other users' jobs are hidden, and some could not preempt ours",
     ),
     (
-        why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]),
+        why_none([SIX], limits=limits_with(LIMITS, min_life_s=60), reservations=[BOOKED]),
         "a reservation begins soon on their nodes",
     ),
     (
-        why_none([SIX], limits=replace(LIMITS, min_life_s=60), others=[LARGE]),
+        why_none([SIX], limits=limits_with(LIMITS, min_life_s=60), others=[LARGE]),
         "Slurm keeps their nodes for larger jobs that it expects soon",
     ),
     (
-        why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]),
+        why_none([SIX], [mine(False)], limits_with(LIMITS, max_gpus_per_node=1), others=[OURS]),
         "limit max_gpus_per_node",
     ),
     (
-        why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=replace(LIMITS, idle=AGES)),
+        why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=limits_with(LIMITS, idle=AGES)),
         "not idle for long enough to outlast a start, or not worth one",
     ),
 ]

@@ -11,9 +11,10 @@ from scavenger.errors import ConfigError
 from scavenger.harvest.decide.decide import Limits, Submit
 from scavenger.simulate import live
 from scavenger.simulate.live import ClusterPoll, EngineRequest, poll
+from tests.harvest.flat_limits import limits_with
 
 INFO = ClusterInfo("hand", "slurm", "22.05.8", "preempt/partition_prio", 30.0, 10.0, "admin")
-LIMITS = Limits("scavenge", max_engines=50, max_pending=50)
+LIMITS = limits_with("scavenge", max_engines=50, max_pending=50)
 NOW = 1000.0
 
 
@@ -54,7 +55,7 @@ def test_idle_gpus_engines_that_fit_and_what_would_be_submitted() -> None:
 
 
 def test_the_limits_are_the_policy_s_and_are_named() -> None:
-    found = at(BOTH, EngineRequest(1, engines=9), replace(LIMITS, max_pending=2))
+    found = at(BOTH, EngineRequest(1, engines=9), limits_with(LIMITS, max_pending=2))
     assert (found.fit, submits(found)) == (11, 2)
     assert "9 engines wanted" in found.decision.reason
     assert "max_pending = 2 is reached" in found.decision.reason

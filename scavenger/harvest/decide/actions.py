@@ -94,67 +94,106 @@ class OurJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What is allowed now. `None`: no limit. Times in Unix seconds, durations in seconds.
+class Caps:
+    """How much may be harvested. `None`: no limit."""
 
-    `quarantined`: (node, reason) pairs. `not_before`: until when nothing is submitted, and why. `stop`: why everything is to leave, "" when
-    nothing says so. `hidden`: why others' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us.
-    """
-
-    partition: str
     max_engines: int
     max_pending: int
-    headroom_gpus: int = 0
-    gpu_type: str = ""
-    cpus_per_engine: int = 1
-    memory_mb_per_engine: int = 0
-    stale_s: float = 60.0  # a view older than this decides nothing
-    horizon_s: float = 0.0  # others' jobs that become eligible within this count as waiting
-    drain_notice_s: float = (
-        30.0  # a job that was asked to leave and is still there after this is cancelled (again)
-    )
-    quarantined: tuple[tuple[str, str], ...] = ()
-    not_before: float = 0.0
-    not_before_reason: str = ""
-    user: str = ""  # the Unix user whose jobs ours are
     max_gpus: int | None = None
     max_gpus_per_node: int | None = None
     max_gpus_per_user: int | None = None  # in the partition, other daemons' of the same user included
-    headroom_per_node: int = 0
-    headroom_by_type: tuple[tuple[str, int], ...] = ()
-    headroom_by_partition: tuple[tuple[str, int], ...] = ()
-    other_users_window_s: float = (
-        0.0  # GPUs that others are expected to need within this are not idle; 0: only those needed now
+    max_preemptions_per_hour: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """Idle GPUs that stay idle."""
+
+    gpus: int = 0
+    per_node: int = 0
+    by_type: tuple[tuple[str, int], ...] = ()
+    by_partition: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What the job of one engine asks for, and how long it must be able to run."""
+
+    gpu_type: str = ""
+    cpus: int = 1
+    memory_mb: int = 0
+    drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
+    #: No engine is started where a reservation, or another user's job that backfill plans, begins sooner.
+    min_life_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Yielding:
+    """When GPUs are left, or given back, to other users who wait."""
+
+    horizon_s: float = 0.0  # other users' jobs that become eligible within this count as waiting
+    window_s: float = (
+        0.0  # GPUs that they are expected to need within this are not idle; 0: only those needed now
     )
-    yield_after_s: float = (
-        10.0  # one who may preempt us, could start, and still waits after this is made room for
-    )
-    could_start_since: tuple[
-        tuple[int, float], ...
-    ] = ()  # (job, Unix s): `Decision.could_start` of earlier looks, when first seen
-    same_tier_yield_s: float = (
+    after_s: float = 10.0  # one who may preempt us, could start, and still waits after this is made room for
+    same_tier_s: float = (
         30.0  # an engine that makes room for a peer, or for one who may be a peer, is gone after this
     )
-    by_qos: bool = False  # Slurm preempts by QOS: tiers do not tell who may preempt us
-    drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
-    min_life_s: float = (
-        0.0  # no engine is started where a reservation, or others whom backfill plans, begin sooner
-    )
+    by_qos: bool = False  # Slurm preempts by QOS: tiers do not say who may preempt us
     plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
-    fresh_after_s: float = float(
-        "inf"
-    )  # a job of ours that waits longer than this is submitted anew where it could start now
+    could_start_since: tuple[
+        tuple[int, float], ...
+    ] = ()  # (job, Unix s): `Decision.could_start` of earlier polls, when first seen
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How jobs are put on nodes."""
+
     pin: bool = False  # each job is submitted for one node
     standby_jobs: int = 0  # jobs that wait for us to say where they begin
+    fresh_after_s: float = float(
+        "inf"
+    )  # a job that waits longer than this is submitted anew where it could start now
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What keeps us from harvesting at present.
+
+    `stop`: why everything is to leave, "" when nothing says so; `stop_now`: without waiting for engines to drain. `hidden`: why other
+    users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us. `quarantined`: (node, reason) pairs.
+    `not_before`: until when nothing is submitted (Unix s), and why.
+    """
+
     stop: str = ""
-    stop_now: bool = False  # `stop` does not wait for engines to drain
+    stop_now: bool = False
     hidden: str = ""
     blind: bool = False
+    quarantined: tuple[tuple[str, str], ...] = ()
+    not_before: float = 0.0
+    not_before_reason: str = ""
     preempted_last_hour: int = 0
-    max_preemptions_per_hour: int | None = None
-    idle: Idle | None = (
-        None  # since when GPUs are idle, and for how long such last; None: nobody looked, and what is idle is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is allowed now. Times in Unix seconds, durations in seconds."""
+
+    partition: str
+    caps: Caps
+    headroom: Headroom = Headroom()
+    job: JobLimits = JobLimits()
+    yielding: Yielding = Yielding()
+    placement: Placement = Placement()
+    hold: Hold = Hold()
+    user: str = ""  # the Unix user whose jobs ours are
+    stale_s: float = 60.0  # a view older than this decides nothing
+    drain_notice_s: float = (
+        30.0  # a job that was asked to leave and is still there after this is cancelled (again)
     )
+    #: Since when GPUs are idle, and for how long such last. None: nobody looked, and what is idle is taken.
+    idle: Idle | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _facts(
         engines=[job for job in ours if not job.standby],
         standby_jobs=[job for job in ours if job.standby],
         wanted=wanted,
-        allotted=allot(wanted, 0 if closed else limits.max_engines, limits.max_gpus),
+        allotted=allot(wanted, 0 if closed else limits.caps.max_engines, limits.caps.max_gpus),
         closed=closed,
         queue=queue,
         capacity=capacity,
@@ -193,10 +193,10 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
 
 def _must_leave(limits: Limits) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
-    if limits.stop:
-        return Code.STOPPED, limits.stop
-    if limits.blind:
-        return Code.HIDDEN, f"{limits.hidden}: a user who cannot preempt us could wait unseen"
+    if limits.hold.stop:
+        return Code.STOPPED, limits.hold.stop
+    if limits.hold.blind:
+        return Code.HIDDEN, f"{limits.hold.hidden}: a user who cannot preempt us could wait unseen"
     return None
 
 
@@ -253,7 +253,7 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
             )
         if job.waits:
             pending.append(CancelPending(job.intent_id, why, code))
-        elif job.connected and not (closed and limits.stop_now):
+        elif job.connected and not (closed and limits.hold.stop_now):
             engines.append(DrainAllocated(job.intent_id, f"{why}; it holds {job.leases} leases", code))
         else:
             engines.append(
@@ -278,7 +278,11 @@ def _summary(facts: Facts, actions: Sequence[Action], serving: Sequence[OurJob],
     counts = Counter(type(action).__name__ for action in actions)
     words += [f"{name} {counts[name]}" for name in sorted(counts)]
     words += [why] if why else []
-    words += [f"no voluntary preemption: {limits.hidden}"] if limits.hidden and not limits.blind else []
+    words += (
+        [f"no voluntary preemption: {limits.hold.hidden}"]
+        if limits.hold.hidden and not limits.hold.blind
+        else []
+    )
     return "; ".join(words)
 
 
@@ -388,9 +392,9 @@ def _shared_out(
     """Why less is allotted than is wanted, when it is."""
     if sum(d.engines for d in demand) <= sum(allotted.values()):
         return None
-    if sum(allotted.values()) >= limits.max_engines:
-        return Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached"
-    return Code.MAX_GPUS, f"max_gpus = {limits.max_gpus} is reached"
+    if sum(allotted.values()) >= limits.caps.max_engines:
+        return Code.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
+    return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached"
 
 
 def _not_now(
@@ -400,8 +404,8 @@ def _not_now(
     partition = view.partition(limits.partition)
     if partition is None or not partition.up:
         return Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
-    if now < limits.not_before:
-        return Code.BACKOFF, f"backs off: {limits.not_before_reason}"
+    if now < limits.hold.not_before:
+        return Code.BACKOFF, f"backs off: {limits.hold.not_before_reason}"
     if preempted := preempted_enough(limits):
         return Code.PREEMPTIONS, preempted
     for job in serving:
@@ -416,10 +420,12 @@ def _not_now(
 
 def preempted_enough(limits: Limits) -> str:
     """Why no engine is to start for a while, however much is idle; "" when it may."""
-    most = limits.max_preemptions_per_hour
-    if most is None or limits.preempted_last_hour < most:
+    most = limits.caps.max_preemptions_per_hour
+    if most is None or limits.hold.preempted_last_hour < most:
         return ""
-    return f"{limits.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
+    return (
+        f"{limits.hold.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
+    )
 
 
 class _Drafts:
@@ -442,7 +448,7 @@ class _Drafts:
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
         part = view.partition(limits.partition)
         # Not where others are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.full}
+        shut = {node for node, _ in limits.hold.quarantined} | {*room.booked, *room.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
     def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
@@ -453,27 +459,30 @@ class _Drafts:
             if instead_of is not None
             else (1, want.gpus_per_engine)
         )
-        if self._engines + one > limits.max_engines:
-            return Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached (leaving ones count)"
-        if limits.max_gpus is not None and self._gpus + gpus > limits.max_gpus:
-            return Code.MAX_GPUS, f"max_gpus = {limits.max_gpus} is reached (leaving ones count)"
-        if limits.max_gpus_per_user is not None and self._user_gpus + gpus > limits.max_gpus_per_user:
+        if self._engines + one > limits.caps.max_engines:
+            return (
+                Code.MAX_ENGINES,
+                f"max_engines = {limits.caps.max_engines} is reached (leaving ones count)",
+            )
+        if limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
+            return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (leaving ones count)"
+        if (
+            limits.caps.max_gpus_per_user is not None
+            and self._user_gpus + gpus > limits.caps.max_gpus_per_user
+        ):
             return (
                 Code.MAX_PER_USER,
-                f"max_gpus_per_user = {limits.max_gpus_per_user} is reached in the partition",
+                f"max_gpus_per_user = {limits.caps.max_gpus_per_user} is reached in the partition",
             )
-        if self._pending + one > limits.max_pending:
-            return Code.MAX_PENDING, f"max_pending = {limits.max_pending} is reached"
+        if self._pending + one > limits.caps.max_pending:
+            return Code.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
         return None
 
     def place(self, want: Demand) -> NodeChoice | None:
         """Set aside what one more job for `want` takes; None, and the room has `refused`, where there is nothing for it."""
         limits = self.limits
         return self._room.take(
-            want.gpus_per_engine,
-            limits.cpus_per_engine,
-            limits.memory_mb_per_engine,
-            self._start_benefits.young(want),
+            want.gpus_per_engine, limits.job.cpus, limits.job.memory_mb, self._start_benefits.young(want)
         )
 
     def drop(self, job: OurJob) -> None:
@@ -504,7 +513,7 @@ class _Drafts:
         return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
 
     def _share(self, node: Node, gpus: int) -> tuple[int, int] | None:
-        return self._room.share(node, gpus, self.limits.cpus_per_engine, self.limits.memory_mb_per_engine)
+        return self._room.share(node, gpus, self.limits.job.cpus, self.limits.job.memory_mb)
 
     def _old_here(self, place: NodeChoice) -> bool:
         """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one.
@@ -512,8 +521,8 @@ class _Drafts:
         Without standby jobs no job is steered: a site orders by start, or Slurm refused to release one of ours.
         """
         return (
-            self.limits.pin
-            and self.limits.standby_jobs > 0
+            self.limits.placement.pin
+            and self.limits.placement.standby_jobs > 0
             and place.node in self._room.shared
             and place.until == float("inf")
         )
@@ -529,10 +538,10 @@ class _Drafts:
         why = f"run {want.run}: {want.reason}; {self._room.explain()}"
         why += f"; {worth}" if (worth := self._start_benefits.why(want, place.node)) else ""
         most_s = 0.0
-        if limits.pin:
+        if limits.placement.pin:
             why = f"{why}; {place.node} has the smallest gap that fits"
-            most_s = place.until - now - limits.drain_before_s if place.until < float("inf") else 0.0
-            least_s = min(most_s, limits.min_life_s - limits.drain_before_s)
+            most_s = place.until - now - limits.job.drain_before_s if place.until < float("inf") else 0.0
+            least_s = min(most_s, limits.job.min_life_s - limits.job.drain_before_s)
             most_s = max(most_s - min(standby_s, most_s / 4), least_s)
         return Submit(
             want.run_id,
@@ -540,8 +549,8 @@ class _Drafts:
             limits.partition,
             gpus,
             why,
-            nodelist=(place.node,) if limits.pin else (),
-            exclude=() if limits.pin else self._exclude,
+            nodelist=(place.node,) if limits.placement.pin else (),
+            exclude=() if limits.placement.pin else self._exclude,
             engine=want.engine,
             cpus=place.cpus,
             memory_mb=place.memory_mb,

@@ -45,15 +45,15 @@ def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[D
         elif now >= must_end_by(job, limits):
             late = f"it was {job.leaving} and is still there after {now - job.asked_at:.0f} s"
             actions.append(Cancel(job.intent_id, late, Code.OVERDUE))
-        elif job.leaving is DrainKind.DRAINING and limits.stop and limits.stop_now:
-            actions.append(Cancel(job.intent_id, limits.stop, Code.STOPPED))
+        elif job.leaving is DrainKind.DRAINING and limits.hold.stop and limits.hold.stop_now:
+            actions.append(Cancel(job.intent_id, limits.hold.stop, Code.STOPPED))
     return actions
 
 
 def must_end_by(job: OurJob, limits: Limits) -> float:
     """When a job that was asked to leave is cancelled (Unix s)."""
     wait_s = (
-        min(limits.drain_notice_s, limits.same_tier_yield_s)
+        min(limits.drain_notice_s, limits.yielding.same_tier_s)
         if job.why_draining in (Code.SAME_TIER_JOB, Code.QOS)
         else limits.drain_notice_s
     )
@@ -87,7 +87,7 @@ def _ending(
     where = {job.node for job in engines}
     until = begins(view, now)
     # between two looks nothing is decided: what comes before the next one is now or too late
-    soon_s = limits.drain_before_s + limits.horizon_s if limits.drain_before_s > 0 else 0.0
+    soon_s = limits.job.drain_before_s + limits.yielding.horizon_s if limits.job.drain_before_s > 0 else 0.0
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
     found: list[Drain] = []
     for job in engines:

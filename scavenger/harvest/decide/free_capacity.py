@@ -37,7 +37,7 @@ from scavenger.harvest.decide.other_users import (
 from scavenger.policy.fleet_size import Demand, StartBenefit
 from scavenger.policy.idle_gpus import Idle, node_class
 
-#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones (`Limits.plan_step_s`).
+#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones (`Yielding.plan_step_s`).
 PLAN_STEP_S = 60.0
 #: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
 NO_MEMORY_MB = 64
@@ -215,7 +215,7 @@ def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob]
 
 def waits_for(job: OurJob, limits: Limits) -> str:
     """The node for which it waits, "" where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
-    return job.pinned if limits.pin else ""
+    return job.pinned if limits.placement.pin else ""
 
 
 def free_capacity_of(
@@ -229,7 +229,7 @@ def free_capacity_of(
         for node in sorted(
             (node for node in view.nodes if node.name in capacity.free), key=attrgetter("name")
         )
-        if node.name in inside and (not limits.gpu_type or node.gpu_type == limits.gpu_type)
+        if node.name in inside and (not limits.job.gpu_type or node.gpu_type == limits.job.gpu_type)
     }
     resources = {name: resources_of(node) for name, node in nodes.items()}
     idle = sum(space.gpus for space in resources.values())
@@ -238,24 +238,26 @@ def free_capacity_of(
     until = dict(reserved)
     for name, at in counted.plans.items():
         until[name] = min(
-            until.get(name, float("inf")), at - PLAN_STEP_S, at // limits.plan_step_s * limits.plan_step_s
+            until.get(name, float("inf")),
+            at - PLAN_STEP_S,
+            at // limits.yielding.plan_step_s * limits.yielding.plan_step_s,
         )
-    quarantined = {name for name, _ in limits.quarantined} & inside
-    soon = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
-    booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.min_life_s}
+    quarantined = {name for name, _ in limits.hold.quarantined} & inside
+    soon = {name for name, at in until.items() if name in inside and at < now + limits.job.min_life_s}
+    booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.job.min_life_s}
     expected = tuple(sorted(name for name in soon - booked if name in resources and resources[name].gpus))
     for name in (quarantined | soon) & resources.keys():
         resources[name].gpus = 0
-    kept = sum(min(space.gpus, limits.headroom_per_node) for space in resources.values())
+    kept = sum(min(space.gpus, limits.headroom.per_node) for space in resources.values())
     for space in resources.values():
-        space.gpus = max(0, space.gpus - limits.headroom_per_node)
+        space.gpus = max(0, space.gpus - limits.headroom.per_node)
     held = {name: space.gpus for name, space in counted.held.items()}
     room = FreeCapacity(
         resources,
         nodes,
         until,
         _quotas(view, nodes, resources, limits),
-        limits.max_gpus_per_node,
+        limits.caps.max_gpus_per_node,
         held,
         {},
         idle,
@@ -293,8 +295,8 @@ def begins(view: ClusterView, now: float) -> dict[str, float]:
 def _headroom(limits: Limits, kept: int) -> int:
     """GPUs that the site wants to stay idle; `kept`: of these, on nodes that each keep some."""
     return max(
-        limits.headroom_gpus,
-        sum(gpus for _, gpus in (*limits.headroom_by_type, *limits.headroom_by_partition)),
+        limits.headroom.gpus,
+        sum(gpus for _, gpus in (*limits.headroom.by_type, *limits.headroom.by_partition)),
         kept,
     )
 
@@ -303,10 +305,10 @@ def _quotas(
     view: ClusterView, nodes: dict[str, Node], resources: dict[str, NodeResources], limits: Limits
 ) -> list[Quota]:
     """What each headroom leaves of the GPUs that are idle for us."""
-    groups: list[tuple[frozenset[str] | None, int]] = [(None, limits.headroom_gpus)]
-    for kind, gpus in limits.headroom_by_type:
+    groups: list[tuple[frozenset[str] | None, int]] = [(None, limits.headroom.gpus)]
+    for kind, gpus in limits.headroom.by_type:
         groups.append((frozenset(name for name, node in nodes.items() if node.gpu_type == kind), gpus))
-    for name, gpus in limits.headroom_by_partition:
+    for name, gpus in limits.headroom.by_partition:
         part = view.partition(name)
         groups.append((part.nodes if part is not None else frozenset(), gpus))
     return [Quota(names, max(0, _sum(resources, names) - gpus)) for names, gpus in groups]
@@ -317,7 +319,7 @@ def _sum(resources: dict[str, NodeResources], names: frozenset[str] | None) -> i
 
 
 def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[str, ...]:
-    most = limits.max_gpus_per_node
+    most = limits.caps.max_gpus_per_node
     return () if most is None else tuple(sorted(name for name in nodes if held.get(name, 0) >= most))
 
 

@@ -267,8 +267,8 @@ def _ranks(
     """What is needed now first, by tier and priority; then what is expected, in its order. Only jobs that reach our partition's nodes."""
     ours, _ = capacity.reach(limits.partition)
     until, planned_until = (
-        now + max(limits.horizon_s, limits.other_users_window_s),
-        now + limits.other_users_window_s,
+        now + max(limits.yielding.horizon_s, limits.yielding.window_s),
+        now + limits.yielding.window_s,
     )
     kinds: dict[tuple[str, str, int, int, int], _Verdict | None] = {}
     ranks: dict[_Rank, dict[int, Job]] = {}

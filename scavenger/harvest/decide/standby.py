@@ -130,25 +130,30 @@ def wait_or_move(
         listed = counted.ours.get(job.job_id)
         begins_s = _begins_in(listed, now)
         movable = job.intent_id in free_to_move and _movable(job)
-        if begins_s > limits.fresh_after_s:
+        if begins_s > limits.placement.fresh_after_s:
             if movable:
                 found.append(Move(job, f"it may begin in {begins_s:.0f} s"))
             continue
         pinned = waits_for(job, limits)
         if pinned and not room.fits(pinned, job.gpus):
-            if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
+            if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
                 found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
             continue
         if (
             movable
             and begins_s <= 0
-            and now - job.since >= limits.fresh_after_s
+            and now - job.since >= limits.placement.fresh_after_s
             and (late := _too_long(listed, pinned, room, now))
         ):
             found.append(Move(job, late, standby_s=EARLIER * (now - job.since)))
             continue
         room.keep(pinned, job.gpus)
-        if limits.pin and movable and begins_s <= 0 and now - job.since >= STUCK * limits.fresh_after_s:
+        if (
+            limits.placement.pin
+            and movable
+            and begins_s <= 0
+            and now - job.since >= STUCK * limits.placement.fresh_after_s
+        ):
             found.append(Move(job, _stuck(job, listed, pinned, now)))
             room.resources.pop(pinned, None)  # Slurm knows why; another node is taken, or none
     return found
@@ -213,11 +218,11 @@ def surplus(
             found.append(
                 CancelPending(job.intent_id, f"its run wants no engine of {job.gpus} GPUs", Code.NO_DEMAND)
             )
-        elif kept >= limits.standby_jobs or not limits.pin:
+        elif kept >= limits.placement.standby_jobs or not limits.placement.pin:
             found.append(
                 CancelPending(
                     job.intent_id,
-                    f"harvest.standby_jobs = {limits.standby_jobs} are there without it",
+                    f"harvest.standby_jobs = {limits.placement.standby_jobs} are there without it",
                     Code.SPARE,
                 )
             )
@@ -235,9 +240,9 @@ def more(
 ) -> list[Submit]:
     """What is missing of them, a run after the other. `share`: CPUs and memory of an engine that may begin on any node; None: on none."""
     runs = [want for want in wanted if allotted[want.run_id] > 0]
-    if not (limits.pin and runs) or share is None:
+    if not (limits.placement.pin and runs) or share is None:
         return []
-    missing = min(limits.standby_jobs, sum(allotted.values())) - len(standby_jobs)
+    missing = min(limits.placement.standby_jobs, sum(allotted.values())) - len(standby_jobs)
     return [
         Submit(
             want.run_id,

@@ -67,21 +67,27 @@ def drains_for_other_users(
     """
     stands = _Stands(counted, capacity, jobs, staying)
     tier = capacity.reach(limits.partition)[1]
-    seen = dict(limits.could_start_since)
+    seen = dict(limits.yielding.could_start_since)
     failed: set[tuple[str, int, int, int]] = set()
     found: list[tuple[OurJob, Code, str]] = []
     for wait in counted.waits:
         if not stands.engines:
             break
         shape = (wait.partition, wait.n_nodes, wait.gpus_per_node, wait.cpus_per_node)
-        peer = limits.by_qos or capacity.reach(wait.partition)[1] <= tier
+        peer = limits.yielding.by_qos or capacity.reach(wait.partition)[1] <= tier
         if wait.harvested or shape in failed or not _due(wait, peer, seen, limits, now):
             continue
         leaving = stands.place(wait)
         if leaving is None:
             failed.add(shape)  # what is free only shrinks
             continue
-        code = Code.VOLUNTARY_PREEMPTION if not peer else Code.QOS if limits.by_qos else Code.SAME_TIER_JOB
+        code = (
+            Code.VOLUNTARY_PREEMPTION
+            if not peer
+            else Code.QOS
+            if limits.yielding.by_qos
+            else Code.SAME_TIER_JOB
+        )
         told = _told(wait, code, now)
         found += [(job, code, told) for job in leaving]
     return found
@@ -89,7 +95,7 @@ def drains_for_other_users(
 
 def could_start(counted: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
     """Others' jobs that would start now if our engines left, and that Slurm may preempt us for: the first of them, in order."""
-    if limits.by_qos:  # nobody is waited with until Slurm had its chance
+    if limits.yielding.by_qos:  # nobody is waited with until Slurm had its chance
         return ()
     tier = capacity.reach(limits.partition)[1]
     found = (
@@ -106,8 +112,8 @@ def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now:
     Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.
     """
     if wait.needs_at:
-        return wait.needs_at <= now + limits.horizon_s
-    return peer or now - seen.get(wait.job_id, now) >= limits.yield_after_s
+        return wait.needs_at <= now + limits.yielding.horizon_s
+    return peer or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
 
 
 def _told(wait: Wait, code: Code, now: float) -> str:
