@@ -36,7 +36,7 @@ from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
-from scavenger.harvest.driver import Harvester
+from scavenger.harvest.driver import Harvester, Inputs, LedgerPort, RouterPort
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
@@ -455,21 +455,22 @@ class Daemon:
             self.config,
             self.cluster,
             uid,
-            commit=server.commit,
-            write=server.write,
-            post=server.post,
-            demand=lambda: router.demand(self.clock()),
-            leases=lambda: {
-                w.intent_id: (len(w.leases), w.idle_since)
-                for w in router.core.workers.values()
-                if w.intent_id
-            },
-            register=self.keyring.allow,
-            unregister=self.keyring.revoke,
-            clock=self.clock,
-            learned=lambda info: server.post(TopologyRead(info.switches)),
-            lives=lambda: workers.lives(router.core),
-            observed=self._follow_training,
+            LedgerPort(commit=server.commit, write=server.write),
+            RouterPort(
+                post=server.post,
+                demand=lambda: router.demand(self.clock()),
+                leases=lambda: {
+                    w.intent_id: (len(w.leases), w.idle_since)
+                    for w in router.core.workers.values()
+                    if w.intent_id
+                },
+                register=self.keyring.allow,
+                unregister=self.keyring.revoke,
+                lives=lambda: workers.lives(router.core),
+                observed=self._follow_training,
+                learned=lambda info: server.post(TopologyRead(info.switches)),
+            ),
+            Inputs(clock=self.clock),
         )
 
     def _keeper(self, server: Server, writer: Writer) -> Keeper | None:

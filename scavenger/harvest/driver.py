@@ -28,7 +28,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -185,42 +185,67 @@ MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerPort:
+    """`commit` returns when its records are durable, `write` at once."""
+
+    commit: Callable[[Sequence[rec.Record]], Awaitable[None]]
+    write: Callable[[Sequence[rec.Record]], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPort:
+    """What the router says of runs and engines, and what it is told.
+
+    `demand`: how many engines each run can use. `leases`: of each job's engine how many it holds, and since when it has had none (Unix s,
+    0 = unknown). `lives`: engines that are there, or were. `register` and `unregister` a worker's key. `post` hands over an event;
+    `observed` each view of the cluster, `learned` what the cluster is.
+    """
+
+    post: Callable[[RouterEvent], None]
+    demand: Callable[[], Sequence[Demand]]
+    leases: Callable[[], Mapping[str, tuple[int, float]]]
+    register: Callable[[str, Identity], None]
+    unregister: Callable[[str], None]
+    lives: Callable[[], Sequence[WorkerLife]] = tuple
+    observed: Callable[[ClusterView], None] = lambda _view: None
+    learned: Callable[[ClusterInfo], None] = lambda _info: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Time and randomness: `clock` in Unix seconds, `draw` in [0, 1), `token` makes the random part of a job's name."""
+
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
+    token: Callable[[], str] = lambda: secrets.token_hex(8)
+
+
 class Harvester:
-    """See the module. `commit` returns when its records are durable, `write` at once; `post` hands the router an event."""
+    """See the module."""
 
     def __init__(
         self,
         config: DaemonConfig,
         cluster: Cluster,
         uid: str,
+        ledger: LedgerPort,
+        router: RouterPort,
+        inputs: Inputs | None = None,
         *,
-        commit: Callable[[Sequence[rec.Record]], Awaitable[None]],
-        write: Callable[[Sequence[rec.Record]], object],
-        post: Callable[[RouterEvent], None],
-        demand: Callable[[], Sequence[Demand]],
-        leases: Callable[[], Mapping[str, tuple[int, float]]],
-        register: Callable[[str, Identity], None],
-        unregister: Callable[[str], None],
-        clock: Callable[[], float],
-        learned: Callable[[ClusterInfo], None] = lambda _info: None,
-        lives: Callable[[], Sequence[WorkerLife]] = tuple,
-        observed: Callable[[ClusterView], None] = lambda _view: None,
         drain_notice_s: float = DRAIN_NOTICE_S,
-        token: Callable[[], str] = lambda: secrets.token_hex(8),
-        draw: Callable[[], float] = random.random,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        inputs = inputs or Inputs()
         self.config, self.cluster, self.uid = config, cluster, uid
-        self._write, self._post, self._clock = write, post, clock
-        self._demand, self._leases, self._drain_notice_s = demand, leases, drain_notice_s
-        self._lives, self._observed = lives, observed
+        self._router, self._write, self._clock = router, ledger.write, inputs.clock
+        self._drain_notice_s = drain_notice_s
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
         self._thread = OneThread("cluster")
-        self._keys = WorkerKeys(self._state_dir, register, unregister)
-        durable = Durable(commit, write, lambda: patience_s(self.config.cluster.fast_poll_interval_s), clock)
+        self._keys = WorkerKeys(self._state_dir, router.register, router.unregister)
         self._performer = Performer(
             config,
             cluster,
@@ -228,29 +253,34 @@ class Harvester:
             uid,
             self.tracker,
             self._keys,
-            durable,
-            write=write,
-            post=post,
+            Durable(
+                ledger.commit,
+                ledger.write,
+                lambda: patience_s(self.config.cluster.fast_poll_interval_s),
+                inputs.clock,
+            ),
+            write=ledger.write,
+            post=router.post,
             absorb=self._absorb,
-            clock=clock,
-            token=token,
+            clock=inputs.clock,
+            token=inputs.token,
         )
         self._poller = Poller(
             lambda: self.config,
             cluster,
             self._thread,
             surprised=self.tracker.surprised,
-            learned=learned,
-            write=write,
-            clock=clock,
-            monotonic=monotonic,
+            learned=router.learned,
+            write=ledger.write,
+            clock=inputs.clock,
+            monotonic=inputs.monotonic,
         )
-        self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
+        self._pace, self._monotonic = Pace(pace_of(config), inputs.draw, inputs.monotonic()), inputs.monotonic
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
         self.error_kinds: Counter[str] = (
             Counter()
-        )  # failed looks and commands by kind, for status and metrics
+        )  # failed polls and commands by kind, for status and metrics
         self._decided_on: tuple[tuple[int, int, int], ...] = ()
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -263,7 +293,7 @@ class Harvester:
 
     def connected(self) -> tuple[int, int]:
         """Engines of our jobs that are registered now, and their GPUs: what is known of them between two looks at Slurm."""
-        here = {life.intent_id for life in self._lives() if life.here} & self.tracker.intents.keys()
+        here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
     # ---------------------------------------------------------------- life
@@ -369,11 +399,11 @@ class Harvester:
             )
         seen = self.cluster.rpc.total
         self._pace.polled(poll, seen - before, self._monotonic())
-        self.tracker.works(intent for intent, (n_leases, _) in self._leases().items() if n_leases)
-        self.tracker.heard(self._lives())
+        self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
+        self.tracker.heard(self._router.lives())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
-        self._observed(view)
+        self._router.observed(view)
         if poll is Poll.JOBS:
             return  # the nodes in this view are those of the last whole look: nothing is decided on them
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
@@ -408,7 +438,7 @@ class Harvester:
         )
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
-        decision = decide.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
+        decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
         self.stop_state.decided(decision, now)
         try:
             await self._performer.cancel_orphaned_jobs(output.orphaned_jobs)
@@ -456,13 +486,13 @@ class Harvester:
         if output.records:
             self._write(output.records)
         for event in output.gone:
-            self._post(event)
+            self._router.post(event)
         for record in output.records:
             if isinstance(record, rec.JobEnded):
                 self._keys.drop(record.intent_id)
 
     def _wanted(self) -> list[Demand]:
-        demand = list(self._demand())
+        demand = list(self._router.demand())
         self._decided_on = _shape(demand)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
@@ -486,11 +516,11 @@ class Harvester:
             if (
                 self._pace.failures and self.stop_state.seen is not None
             ):  # no look, no decision: what needs no Slurm is done now
-                for action in unseen(self.tracker.jobs(self._leases()), self.stop_state.seen.reason):
+                for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.seen.reason):
                     self._performer.drain(action, "{}")
-            moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
+            moved = self._poked.is_set() or changed or _shape(self._router.demand()) != self._decided_on
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
-                d.engines for d in self._demand()
+                d.engines for d in self._router.demand()
             )
             # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
             by = now if changed and self.stop_state.seen is not None else self._by
