@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jinja2
-
 from scavenger import resources
 from scavenger.demo.metrics import DemoMetrics
 from scavenger.observe import plots
@@ -20,20 +18,6 @@ OWNERS = (
     ("idle", "#d8dce3", "idle"),
     ("unusable", "#8a8f98", "unusable"),
 )
-
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ title }}</title><style>
-{{ style|safe }}</style></head><body>
-<h1>Scavenger: {{ title }}</h1><p>{{ subtitle }}</p>
-<table>{% for name, value in rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-<h2>GPUs over time, by owner</h2>{{ gpus|safe }}
-<h2>Reward per step</h2>{{ reward|safe }}
-<h2>Tokens salvaged per lost engine</h2>{{ salvaged|safe }}
-<h2>Ask the ledger yourself</h2><pre>{{ queries }}</pre>
-<h2>Engines lost</h2><table><tr><th>s</th><th>node</th><th>job</th><th>notice</th><th>reason</th><th>samples</th><th>salvaged</th>
-<th>again</th></tr>{% for e in lost %}<tr><td>{{ "%.0f"|format(e.at - start) }}</td><td>{{ e.node }}</td><td>{{ e.job_id }}</td>
-<td>{{ "yes" if e.notice else "no" }}</td><td>{{ e.reason }}</td><td>{{ e.samples }}</td><td>{{ e.salvaged }}</td>
-<td>{{ e.regenerated }}</td></tr>{% endfor %}</table></body></html>
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +89,7 @@ def queries(ledger_path: str) -> str:
 
 
 def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str) -> str:
-    """The page. Nothing in it is fetched from elsewhere."""
+    """The page. Nothing in it is fetched from elsewhere, and every text in it is escaped."""
     start = demo_metrics.gpus[0].at if demo_metrics.gpus else 0.0
     times = [g.at - start for g in demo_metrics.gpus]
     series = [
@@ -113,9 +97,8 @@ def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str)
         for label, colour, name in OWNERS
     ]
     steps = demo_metrics.trained()
-    environment = jinja2.Environment(autoescape=True)
-    return environment.from_string(PAGE).render(
-        style=plots.STYLE,
+    return plots.render(
+        "scavenger/demo/report.html.j2",
         title=title,
         subtitle=subtitle,
         rows=summary(demo_metrics, context),
