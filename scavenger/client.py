@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from scavenger.backoff import backoff_s
 from scavenger.config import RunConfig
 from scavenger.errors import (
     CheckpointAhead,
@@ -357,8 +358,9 @@ class Run:
 
         A daemon that still answers pings is not away: it waits for its ledger (a full disk, say), and this waits with it.
         """
-        wait = 0.1
+        tries = 0
         while True:
+            tries += 1
             try:
                 refused = self._client.is_refused()  # by the connection that fell silent
                 self._client.reconnect()
@@ -379,8 +381,7 @@ class Run:
                     "start it: `scavenger daemon`",
                 )
             self._warn(cause)
-            time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
-            wait = min(wait * 2, 2.0)
+            time.sleep(backoff_s(0.1, 2.0, tries))  # the daemon's return is not observable otherwise
 
     def _is_over(self, give_up: float) -> bool:
         return time.monotonic() > max(give_up, self._alive.answered_at + self._client.connect_timeout_s)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from scavenger.backoff import backoff_s
 from scavenger.weights.manifest import Manifest, chunk_hash
 
 _MOST_COPIES = 2
@@ -62,7 +63,7 @@ class ChunkHolder:
     asked: dict[int, float] = field(default_factory=dict)
     heard_at: float = 0.0
     resting_until: float = 0.0
-    backoff_s: float = 0.0
+    rests: int = 0  # in a row, since it last delivered
     failures: int = 0
     given_up: bool = False
     reason: str = ""
@@ -141,7 +142,7 @@ class Transfer:
 
     def _window(self, holder: ChunkHolder) -> int:
         # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
-        if holder.backoff_s:
+        if holder.rests:
             return 1
         return max(
             min(2, self._limits.window), min(self._limits.window, round(holder.rate * self._limits.ahead_s))
@@ -215,7 +216,7 @@ class Transfer:
         self.here[chunk], self._free[chunk] = True, False
         self.missing -= 1
         holder.chunks += 1
-        holder.failures, holder.backoff_s = 0, 0.0
+        holder.failures, holder.rests = 0, 0
         return Verdict.ACCEPTED
 
     def delivered(self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float) -> Verdict:
@@ -340,8 +341,9 @@ class Transfer:
 
     def _rest(self, holder: ChunkHolder, reason: str, now: float) -> None:
         holder.reason = reason
-        holder.backoff_s = min(max(holder.backoff_s * 2, self._limits.backoff_s), self._limits.backoff_max_s)
-        holder.resting_until = now + holder.backoff_s
+        holder.rests += 1
+        limits = self._limits
+        holder.resting_until = now + backoff_s(limits.backoff_s, limits.backoff_max_s, holder.rests)
 
     def _return_chunks(self, index: int) -> None:
         holder = self.holders[index]
