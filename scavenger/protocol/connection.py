@@ -146,8 +146,7 @@ class Connection:
 
     def _made(self, rendezvous: keys.Rendezvous) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = rendezvous.server_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = self._key.public.encode(), self._key.secret.encode()
+        keys.secure(socket, rendezvous.server_key, self._key)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVHWM, 0)  # completed groups wait here while the trainer computes
         return socket
