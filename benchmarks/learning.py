@@ -36,6 +36,7 @@ from scavenger import toml  # noqa: E402  after the path, as all that follows
 from scavenger.cluster.layout import demo_layout  # noqa: E402
 from scavenger.cluster.model import JobState  # noqa: E402
 from scavenger.demo.site import Site, SiteOptions  # noqa: E402
+from scavenger.observe import plots  # noqa: E402
 
 WITHIN = 0.03
 LEARNT_NOTHING = 0.05  # more than the model it began with: what random rewards may at most seem to teach
@@ -210,35 +211,29 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
 
 def plot(found: list[dict[str, Any]]) -> str:
     """Held-out sampled accuracy over steps, one line a run, in one SVG. Pure."""
-    wide, high, left, below = 720, 400, 50, 40
+    width, height, left, below = 720, 400, 50, 40
     last = max(one["eval_steps"][-1] for one in found) or 1
+    colours = {arm.name: arm.colour for arm in ARMS}
 
-    def at(step: float, value: float) -> str:
-        return (
-            f"{left + step / last * (wide - left - 20):.1f},{high - below - value * (high - below - 20):.1f}"
+    def y(value: float) -> float:
+        return height - below - value * (height - below - 20)
+
+    def points(run: dict[str, Any]) -> str:
+        pairs = zip(run["eval_steps"], run["sampled"], strict=True)
+        return " ".join(
+            f"{left + step / last * (width - left - 20):.1f},{y(value):.1f}" for step, value in pairs
         )
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">'
-    ]
-    for tick in range(0, 11, 2):
-        x, y = at(0, tick / 10).split(",")
-        parts.append(f'<line x1="{x}" y1="{y}" x2="{wide - 20}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="15" y="{float(y) + 4}">{tick / 10:.1f}</text>')
-    for one in found:
-        colour = next(arm.colour for arm in ARMS if arm.name == one["arm"])
-        points = " ".join(
-            at(step, value) for step, value in zip(one["eval_steps"], one["sampled"], strict=True)
-        )
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.8"/>'
-        )
-    for place, arm in enumerate(arm for arm in ARMS if any(one["arm"] == arm.name for one in found)):
-        parts.append(f'<text x="{left + 10 + 120 * place}" y="15" fill="{arm.colour}">{arm.name}</text>')
-    parts.append(
-        f'<text x="{wide / 2 - 20}" y="{high - 8}">step (0 to {last})</text><text x="{left}" y="{high - 24}">0</text></svg>'
+    return plots.render(
+        "benchmarks/learning.svg.j2",
+        width=width,
+        height=height,
+        left=left,
+        last=last,
+        ticks=[(f"{tick / 10:.1f}", y(tick / 10)) for tick in range(0, 11, 2)],
+        curves=[(colours[run["arm"]], points(run)) for run in found],
+        arms=[arm for arm in ARMS if any(run["arm"] == arm.name for run in found)],
     )
-    return "\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:

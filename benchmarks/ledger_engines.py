@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from scavenger.protocol import messages
+from scavenger.protocol import keys, messages
 
 CHUNK = 32
 POOL = 8  # different payloads, so that no two chunks in a row are equal
@@ -209,8 +209,7 @@ ROOT = b"r" * 32
 
 def connect(context: zmq.Context[Any], spec: dict[str, Any], pair: dict[str, str]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.curve_serverkey = spec["server_key"].encode()
-    socket.curve_publickey, socket.curve_secretkey = pair["public"].encode(), pair["secret"].encode()
+    keys.secure(socket, spec["server_key"], msgspec.convert(pair, keys.KeyPair))
     socket.linger = 0
     socket.connect(spec["endpoint"])
     return socket

@@ -33,6 +33,7 @@ import msgspec
 import structlog
 import zmq
 
+from scavenger.backoff import backoff_s
 from scavenger.config import RunConfig
 from scavenger.errors import (
     CheckpointAhead,
@@ -170,8 +171,7 @@ class Connection:
 
     def _made(self, rendezvous: keys.Rendezvous) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = rendezvous.server_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = self._key.public.encode(), self._key.secret.encode()
+        keys.secure(socket, rendezvous.server_key, self._key)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVHWM, 0)  # completed groups wait here while the trainer computes
         return socket
@@ -512,8 +512,9 @@ class Run:
 
         A daemon that still answers pings is not away: it waits for its ledger (a full disk, say), and this waits with it.
         """
-        wait = 0.1
+        tries = 0
         while True:
+            tries += 1
             try:
                 refused = self._client.is_refused()  # by the connection that fell silent
                 self._client.reconnect()
@@ -534,8 +535,7 @@ class Run:
                     "start it: `scavenger daemon`",
                 )
             self._warn(cause)
-            time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
-            wait = min(wait * 2, 2.0)
+            time.sleep(backoff_s(0.1, 2.0, tries))  # the daemon's return is not observable otherwise
 
     def _is_over(self, give_up: float) -> bool:
         return time.monotonic() > max(give_up, self._alive.answered_at + self._client.connect_timeout_s)

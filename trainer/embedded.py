@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scavenger import config as configs
+from scavenger.backoff import backoff_s
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, Refused
 from scavenger.protocol import keys
@@ -72,7 +73,7 @@ class EmbeddedDaemon:
             "--for-run",
         ]
         self._environ, self._state_dir, self._log = dict(environ), state_dir, log
-        self._backoff_s = FIRST_BACKOFF_S
+        self._ends = 0  # in a row, each after less than `STEADY_S`
         self._start_at = self._started_at = 0.0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -104,10 +105,10 @@ class EmbeddedDaemon:
         self._let_go()
         if code in FINAL:
             raise Refused(f"the run's own daemon ended: {_why(code)}", f"its log: {self._log}")
-        if now - self._started_at >= STEADY_S:
-            self._backoff_s = FIRST_BACKOFF_S
-        print(f"launch: the run's daemon {_why(code)}; again in {self._backoff_s:g} s", flush=True)
-        self._start_at, self._backoff_s = now + self._backoff_s, min(2 * self._backoff_s, MOST_BACKOFF_S)
+        self._ends = 1 if now - self._started_at >= STEADY_S else self._ends + 1
+        wait = backoff_s(FIRST_BACKOFF_S, MOST_BACKOFF_S, self._ends)
+        print(f"launch: the run's daemon {_why(code)}; again in {wait:g} s", flush=True)
+        self._start_at = now + wait
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL after `STOP_S`. May be called twice."""

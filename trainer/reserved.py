@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scavenger.backoff import backoff_s
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol.messages import reserved_name
@@ -96,9 +97,13 @@ def step_argv(engine: Sequence[str], location: EngineLocation, nodes: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a next start depends on. `refusals` in a row, its own word that it cannot start included; `error_text`: why, last."""
+    """What a next start depends on.
 
-    backoff_s: float = FIRST_BACKOFF_S
+    `ends`: how often in a row the engine ended within `STEADY_S`. `refusals`: in a row, by the daemon or for want of what the engine
+    needs to start; `error_text`: its last error.
+    """
+
+    ends: int = 0
     refusals: int = 0
     error_text: str = ""
 
@@ -106,11 +111,11 @@ class History:
 def ended(history: History, code: int, lived_s: float, error_text: str) -> tuple[History, float]:
     """Pure: after an engine's end, its history and the seconds to wait before it is started again."""
     steady = lived_s >= STEADY_S
-    wait = FIRST_BACKOFF_S if steady else history.backoff_s
+    ends = 1 if steady else history.ends + 1
     refusals = 0 if steady or code not in REFUSALS else history.refusals
     if code in REFUSALS and RUN_ENDED not in error_text:
         refusals += 1
-    return History(min(2 * wait, MOST_BACKOFF_S), refusals, error_text), wait
+    return History(ends, refusals, error_text), backoff_s(FIRST_BACKOFF_S, MOST_BACKOFF_S, ends)
 
 
 def reason(tail: str) -> str:

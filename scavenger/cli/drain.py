@@ -65,7 +65,7 @@ def drain(
 
 
 def _gone(state_dir: Path) -> str:
-    """Why no daemon serves; "" when one does."""
+    """Why no daemon serves this state directory; "" when one does."""
     from scavenger.daemon.ownership import process_there
     from scavenger.observe import status
 

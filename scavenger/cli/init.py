@@ -1,6 +1,6 @@
 """`scavenger init`: a site's scavenger.toml and keys, or a run's run.toml and train.sbatch. Owns the arguments and what is printed.
 
-A run's files are looked at and written by `trainer.prepare`, in a process of its own: this package never imports the trainer.
+`trainer.prepare` checks and writes a run's files, in a process of its own: this package never imports the trainer.
 
 Boundary: one subcommand.
 """
@@ -26,7 +26,7 @@ from scavenger.errors import ConfigError, ScavengerError
 from scavenger.protocol import keys
 
 RUN = "Of a run"
-#: Options that say something of a site's files only, and of a run's only. Elsewhere they would be dropped without a word.
+#: Options for a site's files only, and for a run's only. Given with the other kind they are refused, not ignored.
 OF_SITE = frozenset({"listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
@@ -138,13 +138,13 @@ def _slurm_gpu(partition: str) -> str:
 
 
 def _known_state_dir() -> str:
-    """Of the daemon whose configuration is at hand; "" where none is, and the run's file says that it must be set."""
+    """The state directory of the daemon whose configuration is at hand; "" where none is: then run.toml says that it must be set."""
     path = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
     return str(config.read_daemon(path).daemon.state_dir.resolve()) if path.is_file() else ""
 
 
 def _checked(folder: Path, memory: Sequence[str]) -> bool:
-    """Whether nothing was refused."""
+    """Run the checks of a run's files. True when nothing was refused."""
     try:
         _prepare(
             ["check", str(folder), *memory], folder
@@ -223,7 +223,7 @@ def _prepare(words: Sequence[str], folder: Path, *, quiet: bool = False) -> str:
 
 
 def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> None:
-    """Raises `BadParameter` for options that this call would not look at."""
+    """Raises `BadParameter` for options that this call would ignore."""
     if drafting:
         foreign, why = (
             said & OF_SITE,
@@ -272,7 +272,7 @@ def _site(directory: Path, wanted: Mapping[str, str], said: frozenset[str]) -> N
 
 
 def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:
-    """Raises `ConfigError` where the file that is there says otherwise than the options."""
+    """Raises `ConfigError` where an existing file contradicts the options."""
     settings = config.read_daemon(path) if wanted else None
     if settings is None:
         return
@@ -297,7 +297,7 @@ def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:
 
 
 def _assumed(settings: DaemonConfig, said: frozenset[str]) -> list[str]:
-    """What a new site's file takes for granted, each with the key that says otherwise. Pure."""
+    """What a new site's file assumes, each with the key that changes it. Pure."""
     d, h = settings.daemon, settings.harvest
     rows = [
         (

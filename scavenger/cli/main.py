@@ -231,7 +231,7 @@ def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
 
 
 def _end_with_stdin() -> None:
-    """The process that started us is gone when our stdin ends: leave as on SIGTERM."""
+    """End as on SIGTERM when stdin ends: the process that started us is gone."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -25,7 +25,7 @@ def console() -> Console:
 
 
 def busy(what: str) -> AbstractContextManager[object]:
-    """A sign of life on standard error while something takes its time."""
+    """A spinner on standard error during long work."""
     return Console(stderr=True, highlight=False).status(escape(what))
 
 
@@ -63,7 +63,7 @@ def print_table(
 
 
 def check_writable(path: Path | None) -> None:
-    """Before what takes its time."""
+    """Raise before long work where its result could not be written."""
     if path is not None and (not path.absolute().parent.is_dir() or path.is_dir()):
         raise ConfigError(f"{path} cannot be written", "give a file in a folder that exists and is yours")
 

@@ -1,16 +1,19 @@
-"""The demo's report: one self-contained HTML page, and its summary for the terminal. Pure: figures in, text out.
+"""What the demo shows: the live display, the summary in the terminal, and one self-contained HTML page. Pure: metrics in, text out.
 
-Boundary: pure; the page is made from figures alone, without a site.
+Boundary: pure; everything is made from metrics alone, without a site.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jinja2
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from scavenger import resources
-from scavenger.demo.metrics import DemoMetrics
+from scavenger.demo.metrics import DemoMetrics, Gpus
 from scavenger.observe import plots
 
 OWNERS = (
@@ -21,19 +24,15 @@ OWNERS = (
     ("unusable", "#8a8f98", "unusable"),
 )
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ title }}</title><style>
-{{ style|safe }}</style></head><body>
-<h1>Scavenger: {{ title }}</h1><p>{{ subtitle }}</p>
-<table>{% for name, value in rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-<h2>GPUs over time, by owner</h2>{{ gpus|safe }}
-<h2>Reward per step</h2>{{ reward|safe }}
-<h2>Tokens salvaged per lost engine</h2>{{ salvaged|safe }}
-<h2>Ask the ledger yourself</h2><pre>{{ queries }}</pre>
-<h2>Engines lost</h2><table><tr><th>s</th><th>node</th><th>job</th><th>notice</th><th>reason</th><th>samples</th><th>salvaged</th>
-<th>again</th></tr>{% for e in lost %}<tr><td>{{ "%.0f"|format(e.at - start) }}</td><td>{{ e.node }}</td><td>{{ e.job_id }}</td>
-<td>{{ "yes" if e.notice else "no" }}</td><td>{{ e.reason }}</td><td>{{ e.samples }}</td><td>{{ e.salvaged }}</td>
-<td>{{ e.regenerated }}</td></tr>{% endfor %}</table></body></html>
-"""
+
+TERMINAL_COLOURS = {
+    "idle": "bright_black",
+    "harvested": "green",
+    "other_users": "red",
+    "reserved": "blue",
+    "unusable": "yellow",
+}
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,66 @@ class Context:
     other_users_jobs: int
     other_users_waited_s: float | None
     grace_s: float
+
+
+def sparkline(values: list[float], width: int, top: float) -> str:
+    """The last `width` values as blocks; `top` is a full block."""
+    return "".join(BLOCKS[min(8, max(0, round(8 * v / top)))] for v in values[-width:])
+
+
+def gpu_bar(gpus: Gpus) -> Text:
+    """One square a GPU, coloured by owner."""
+    text = Text()
+    for owner in ("reserved", "other_users", "harvested", "idle", "unusable"):
+        text.append("■ " * int(getattr(gpus, owner)), style=TERMINAL_COLOURS[owner])
+    return text
+
+
+def legend(gpus: Gpus) -> Text:
+    text = Text()
+    for owner in ("reserved", "other_users", "harvested", "idle"):
+        text.append(f"■ {owner} {getattr(gpus, owner)}  ", style=TERMINAL_COLOURS[owner])
+    return text
+
+
+def display(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, steps: int) -> RenderableType:
+    """The live display at one moment. `steps`: of the whole run."""
+    title = f"scavenger · {phase} · {elapsed_s:.0f} s"
+    if demo_metrics is None or not demo_metrics.gpus:
+        return Panel(Text(phase), title=title, border_style="cyan")
+    gpus, now, trained = demo_metrics.gpus[-1], demo_metrics.now, demo_metrics.trained()
+    rewards = [s.metrics.get("reward", 0.0) for s in trained]
+    table = Table.grid(padding=(0, 3))
+    table.add_row("GPUs", gpu_bar(gpus))
+    table.add_row("", legend(gpus))
+    in_flight = f"{now.samples_in_flight:,} samples · {now.tokens_in_flight:,} tokens · {now.engines_harvested} harvested engines"
+    table.add_row("in flight", in_flight)
+    table.add_row(
+        "preemptions survived",
+        f"{now.preemptions} · {now.tokens_salvaged:,} tokens salvaged · {now.tokens_regenerated:,} generated again",
+    )
+    moves = demo_metrics.moves
+    table.add_row(
+        "samples moved", f"{moves.moved:,} of {moves.samples:,} ({moves.share:.0%}), one {moves.most} times"
+    )
+    last = f"{rewards[-1]:.3f}" if rewards else "-"
+    table.add_row("reward per step", Text(f"{sparkline(rewards, 60, 1.0)} {last}", style="cyan"))
+    table.add_row("step", f"{len(trained)} of {steps} · {now.tokens_total:,} tokens generated")
+    return Panel(Group(table), title=title, border_style="cyan")
+
+
+def line(demo_metrics: DemoMetrics | None, *, elapsed_s: float, phase: str, steps: int) -> str:
+    """The same in one plain line, for a log."""
+    if demo_metrics is None or not demo_metrics.gpus:
+        return f"[{elapsed_s:4.0f} s] {phase}"
+    if not demo_metrics.trained():
+        return f"[{elapsed_s:4.0f} s] {phase}: engines start, held-out problems are answered before step 1"
+    now, trained = demo_metrics.now, demo_metrics.trained()
+    reward = f"{trained[-1].metrics.get('reward', 0.0):.3f}" if trained else "-"
+    return (
+        f"[{elapsed_s:4.0f} s] step {len(trained)}/{steps}  reward {reward}  harvested engines {now.engines_harvested}  "
+        f"{now.tokens_in_flight} tokens in flight  preemptions {now.preemptions}  {now.tokens_salvaged} tokens salvaged"
+    )
 
 
 def summary(demo_metrics: DemoMetrics, context: Context) -> list[tuple[str, str]]:
@@ -105,7 +164,7 @@ def queries(ledger_path: str) -> str:
 
 
 def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str) -> str:
-    """The page. Nothing in it is fetched from elsewhere."""
+    """The page. Nothing in it is fetched from elsewhere, and every text in it is escaped."""
     start = demo_metrics.gpus[0].at if demo_metrics.gpus else 0.0
     times = [g.at - start for g in demo_metrics.gpus]
     series = [
@@ -113,9 +172,8 @@ def html(demo_metrics: DemoMetrics, context: Context, title: str, subtitle: str)
         for label, colour, name in OWNERS
     ]
     steps = demo_metrics.trained()
-    environment = jinja2.Environment(autoescape=True)
-    return environment.from_string(PAGE).render(
-        style=plots.STYLE,
+    return plots.render(
+        "scavenger/demo/report.html.j2",
         title=title,
         subtitle=subtitle,
         rows=summary(demo_metrics, context),

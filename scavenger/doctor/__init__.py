@@ -1,4 +1,4 @@
-"""What a site's Slurm means for harvesting, finding by finding, with remedies.
+"""What a site's Slurm settings mean for harvesting: findings, each with its remedy.
 
 `collect` asks Slurm, `facts` parses, `rules` judge (pure), `probe` runs one small job on a compute node.
 Read `rules/run.py` first.

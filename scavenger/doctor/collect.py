@@ -1,6 +1,6 @@
-"""Asks a site's Slurm for the facts that the rules read: a few commands, each with a deadline. The only module here that has any run.
+"""Runs the few Slurm commands whose output the rules read, each with a deadline.
 
-Owns argv, environment, deadlines, and that a command that failed is an answer with its error, never an empty one. Judges nothing.
+Owns argv, environment and deadlines. A command that failed gives an answer with its error, never an empty one. Judges nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 
 
 def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
-    """Asked only where slurmdbd is: elsewhere sacctmgr can only fail."""
+    """The questions for slurmdbd, asked only where the site has one: elsewhere sacctmgr can only fail."""
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
     return {
         "qos": [*quiet, "qos", f"format={','.join(QOS_FIELDS)}"],
@@ -41,16 +41,16 @@ def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
 
 
 def environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    """`env` (default: this process's) without what an outer job or its user steers Slurm by."""
+    """`env` (default: this process's) without the variables by which an outer job or its user changes what Slurm commands do."""
     inherited = os.environ if env is None else env
     clean = slurm_environment(inherited) | {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
     return clean | ({"SLURM_CONF": inherited["SLURM_CONF"]} if "SLURM_CONF" in inherited else {})
 
 
 def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Facts:
-    """Run every question in turn. `env`: the commands' environment; default this process's, without what steers Slurm.
+    """Run every question in turn. `env`: the commands' environment, see `environment`.
 
-    Where the first one gets no answer none of the others would, or after a deadline each: they have that one's error.
+    Where the first one gets no answer, the others are not run and have its error: each would only wait for its deadline.
     """
     clean = environment(env)
     before = time.time()
@@ -67,7 +67,7 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> CommandOutput:
-    """Run one command. Whatever goes wrong is said in the answer."""
+    """Run one command. Every failure is in the answer's `error`; nothing is raised."""
     try:
         done = runner.asked(argv, env, deadline_s)
     except ClusterError as error:

@@ -1,7 +1,7 @@
 """What a site's Slurm says of itself, as facts that rules read. Pure: text in, frozen structs out.
 
-Owns the parsing of the answers that `collect` gathers, and what is asked of a fact that is not there: `Missing`, with the reason. Judges
-nothing. A fact that could not be had is never taken for its default.
+Owns the parsing of the answers that `collect` gathers. Reading a fact that is not there raises `Missing` with the reason; its default is
+never assumed. Judges nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CommandOutput:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the daemon is to do at this site, from its configuration; seconds and mebibytes."""
+    """What the daemon's configuration asks of this site; in seconds and mebibytes."""
 
     partition: str
     qos: str = ""

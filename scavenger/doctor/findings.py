@@ -17,9 +17,9 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`observed`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is.
+    """`observed`: what was found and what follows from it. `remedy`: what to do, "" where nothing need be done.
 
-    `missing`: why the facts that the check needs could not be had, "" where they could. Checks that lack them for one reason are told once.
+    `missing`: why the facts that the check needs could not be had, "" where they could. Checks with the same reason are printed as one.
     """
 
     check: str
@@ -38,7 +38,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
-    """For a terminal. What several checks lack for one reason stands where the first of them would, with their names."""
+    """For a terminal. Checks that lack facts for the same reason share one line, at the place of the first, with their names."""
     observed = []
     pad = max((len(one.check) for one in findings), default=0) + 2
     indent = " " * (9 + pad)

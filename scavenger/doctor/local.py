@@ -1,6 +1,6 @@
-"""The checks that mean something where the cluster is the local backend: no Slurm, no other users, one machine's processes.
+"""The checks that apply to the local backend: no Slurm, no other users, one machine's processes.
 
-Owns which they are; each is Slurm's rule of the same name, on what the backend says of itself. Its only question is the cluster's port.
+Owns the list. Each is Slurm's rule of the same name, on what the backend reports. All it reads is the backend's `ClusterPort`.
 
 Boundary: the checks of one backend.
 """
@@ -19,7 +19,7 @@ from scavenger.errors import ClusterError, ConfigError
 
 
 def look(cluster: Cluster, wanted: Wanted) -> Sequence[Finding]:
-    """Ask it and judge. One that does not answer is a problem: the daemon could not start with it either."""
+    """Ask the backend and judge. No answer is a problem: the daemon could not start with it either."""
     try:
         info, view = cluster.info(), cluster.view()
     except ClusterError as error:

@@ -1,6 +1,6 @@
-"""`scavenger doctor --submit`: one small job of at most a minute that tells what only a compute node can tell.
+"""`scavenger doctor --submit`: one small job of at most a minute that checks what only a compute node can show.
 
-Owns the job's script, its folder below the state directory, and their end: whatever happens, the job is cancelled and the folder removed.
+Owns the job's script and its folder below the state directory. Whatever happens, the job is cancelled and the folder removed.
 The job asks for what an engine asks for, and runs nothing of a user's.
 
 Boundary: the only check that submits a job.
@@ -86,9 +86,9 @@ def run(
     wait_s: float = WAIT_S,
     say: Callable[[str], None] = lambda _text: None,
 ) -> CommandOutput:
-    """Submit, wait for its word, take everything away again. Never raises for what the site refuses: the answer says it.
+    """Submit the job, wait for its result, and remove everything again. A refusal by the site is in the answer, not raised.
 
-    `say` hears that a job was submitted and for how long it is waited for.
+    `say` is called with a line on the submitted job and how long it is waited for.
     """
     cluster = SlurmCluster(env, config.cluster.command_timeout_s)
     state_dir = config.daemon.state_dir.resolve()
@@ -123,7 +123,7 @@ def run(
 
 @contextlib.contextmanager
 def _listening(config: DaemonConfig) -> Iterator[tuple[str, int]]:
-    """Something that answers where the daemon would: the daemon itself where it has `port`, else a socket of ours."""
+    """A listener for the job to reach: the daemon itself if it already has `port`, else a socket of ours."""
     d = config.daemon
     host = d.advertise or (socket.gethostname() if d.listen == "0.0.0.0" else d.listen)
     with socket.socket() as ours:

@@ -1,4 +1,4 @@
-"""What the site's Slurm would say of a run's train.sbatch, told before it is submitted: the last part of `scavenger init --check`.
+"""Whether the site's Slurm would take a run's train.sbatch, checked before it is submitted: the last part of `scavenger init --check`.
 
 Owns what of Slurm's answers contradicts the script's directives (`directives` reads them). Submits nothing: `sbatch --test-only` is Slurm's
 own word on the whole script. Where no Slurm answers nothing is claimed, and that is said.
@@ -23,7 +23,7 @@ DEADLINE_S = 20.0
 
 
 class _Refused(ClusterError):
-    """Slurm answered a command, with no."""
+    """Slurm answered a command with a refusal."""
 
 
 def judge(

@@ -10,8 +10,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jinja2
-
 from scavenger.observe import plots
 
 #: Colours by name, so that the same thing looks the same in every plot. Names that are not here take the next of `OTHER_COLOURS`.
@@ -29,27 +27,6 @@ COLOURS = {
 }
 OTHER_COLOURS = ("#7a4fb5", "#2f9fb0", "#b5714f", "#4f6fb5", "#9fb02f")
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ r.title }}</title><style>
-{{ style|safe }}td.n,th.n{text-align:right;white-space:nowrap}td.why{color:#5a6372}td.v{white-space:nowrap}</style></head><body>
-<h1>Scavenger: {{ r.title }}</h1><p>{{ r.subtitle }}</p>
-{% if r.facts %}<table>{% for name, value, why in r.facts %}<tr><th>{{ name }}</th>
-<td class="v">{{ value }}</td><td class="why">{{ why }}</td></tr>
-{% endfor %}</table>{% endif %}
-{% if r.policies %}<h2>Throughput by policy</h2>{{ throughput|safe }}
-{% if steps %}<h2>Where a step's time goes</h2>{{ steps|safe }}{% endif %}
-{% if dollars %}<h2>Tokens per dollar</h2>{{ dollars|safe }}{% endif %}<p>{{ r.prices }}</p>
-<h2>Figures</h2><table><tr><th>policy</th><th class="n">tokens/s</th><th class="n">95 % CI</th>
-<th class="n">tokens/$</th>{% for part in parts %}<th class="n">{{ part }}, s</th>{% endfor %}</tr>{% for p in r.policies %}
-<tr><td>{{ p.name }}</td>
-<td class="n">{{ number(p.tokens_per_s.value) }}</td><td class="n">{{ spread(p.tokens_per_s) }}</td>
-<td class="n">{{ number(p.tokens_per_dollar.value) if p.tokens_per_dollar else "" }}</td>{% for part in parts %}
-<td class="n">{{ number(p.seconds(part)) }}</td>{% endfor %}</tr>{% endfor %}</table>
-<ul>{% for p in r.policies if p.note %}<li>{{ p.name }}: {{ p.note }}</li>{% endfor %}</ul>{% endif %}
-{% for name, plot in owners %}<h2>GPUs by owner over time{{ ": " + name if name }}</h2>{{ plot|safe }}{% endfor %}
-{% if hours %}<h2>Engines at work, by hour of the day</h2>{{ hours|safe }}{% endif %}
-{% if r.notes %}<h2>What to know</h2><ul>{% for note in r.notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}</body></html>
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -58,6 +35,10 @@ class Estimate:
     value: float
     low: float
     high: float
+
+    @property
+    def interval(self) -> str:
+        return f"{plots.number(self.low)} - {plots.number(self.high)}" if self.high > self.low else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +88,14 @@ class Report:
 def html(report: Report) -> str:
     """The page. Nothing in it is fetched from elsewhere, and every text in it is escaped."""
     parts = list(dict.fromkeys(name for policy in report.policies for name, _ in policy.step_parts))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(PAGE).render(
-        r=report,
-        style=plots.STYLE,
+    return plots.render(
+        "scavenger/simulate/report.html.j2",
+        title=report.title,
+        subtitle=report.subtitle,
+        facts=report.facts,
+        policies=report.policies,
+        prices=report.prices,
+        notes=report.notes,
         owners=[(series.name, owners_plot(series)) for series in report.owners],
         hours=_hours(report.hours),
         throughput=_estimates(
@@ -122,10 +107,6 @@ def html(report: Report) -> str:
             "tokens per dollar",
         ),
         parts=parts,
-        number=plots.number,
-        spread=lambda one: (
-            f"{plots.number(one.low)} - {plots.number(one.high)}" if one.high > one.low else ""
-        ),
     )
 
 

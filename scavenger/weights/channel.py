@@ -43,7 +43,7 @@ OnProgress = Callable[[], None]
 
 class Channel(Protocol):
     def ask(self, chunk: int, parent: bytes = b"") -> None:
-        """Request a chunk; a delta from the weights with root `parent` will do."""
+        """Request a chunk, or a delta to it from the weights with root `parent`."""
 
     def ask_have(self) -> None:
         """Request the list of what the holder has."""
@@ -55,7 +55,7 @@ class Channel(Protocol):
 
 
 def boot_id() -> str:
-    """Which machine this is, until it boots again."""
+    """This machine's boot id: it tells machines apart, and changes at each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -111,7 +111,7 @@ class TcpChannel:
         send_frame(self._sock, protocol.have(self._token, self._version))
 
     def ask_reach(self) -> None:
-        """Where NIXL finds the version's memory."""
+        """Ask where NIXL finds the version's memory."""
         send_frame(self._sock, protocol.reach(self._token, self._version))
 
     def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
@@ -225,7 +225,7 @@ class FileChannel:
 
 
 def _regular(fd: int, nbytes: int) -> int:
-    """The descriptor, if it is a regular file's of this size; closed, and a `WireError`, otherwise."""
+    """Return the descriptor if it is a regular file of this size; otherwise close it and raise `WireError`."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The deltas that a process can give: from each of the last versions to the next, kept when the bytes are gone.
+"""The deltas that a process can send: from each of the last versions to the next. They outlive the versions' own bytes.
 
 Owns the encoded deltas and the choice between a chain and the whole chunk (`Chains`), and the thread of a publisher that makes them beside
 training (`Encoder`). An engine makes none: it keeps those that it was sent, once what they made had the right hash, and gives them on. A
@@ -29,7 +29,7 @@ class _Step:
 
 
 class Chains:
-    """The last `steps` steps, in at most `nbytes`: the oldest go first; what is still beyond is not kept. For any thread."""
+    """The last `steps` steps, in at most `nbytes`: the oldest are dropped first, and what still does not fit is not kept. Thread-safe."""
 
     def __init__(self, steps: int, nbytes: int = MOST_NBYTES) -> None:
         self.steps = steps
@@ -40,7 +40,7 @@ class Chains:
         self.used = 0
 
     def begin(self, parent: bytes, root: bytes) -> None:
-        """A new step, the newest; what led to the same weights before is forgotten."""
+        """Begin the newest step. An older step to the same weights is dropped."""
         with self._lock:
             self._begin(parent, root)
 
@@ -77,12 +77,12 @@ class Chains:
         self._nbytes -= step.nbytes if step is not None else 0
 
     def bound(self, nbytes: int) -> None:
-        """Keep so many bytes at most from the next delta on."""
+        """Keep at most this many bytes, from the next delta on."""
         with self._lock:
             self._most = nbytes
 
     def find(self, parent: bytes, root: bytes, chunk: int, nbytes: int) -> bytes | None:
-        """The chunk's chain from the parent's weights, where there is one and it is worth its while."""
+        """The chunk's chain from the parent's weights; None where there is none, or where sending the whole chunk is cheaper."""
         with self._lock:
             found = self._found(parent, root, chunk)
             if (
@@ -95,7 +95,7 @@ class Chains:
         return b"".join(found[::-1])
 
     def _found(self, parent: bytes, root: bytes, chunk: int) -> list[bytes]:
-        """The steps' chains, the last one first; none where one is missing."""
+        """The chains of the steps in between, the last step first; empty where one is missing."""
         found: list[bytes] = []
         at = root
         while at != parent:
@@ -156,7 +156,7 @@ class Encoder:
                 return  # there is room for no more
 
     def wait(self, *, stop: bool = False) -> None:
-        """Until the newest version's deltas are made, or (`stop`) until their making has ended."""
+        """Wait until the newest version's deltas are made; with `stop`, until the thread that makes them has ended."""
         if stop:
             self._ended.set()
         if self._thread is not None:

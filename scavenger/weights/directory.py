@@ -19,7 +19,7 @@ PEERS = 6
 
 @dataclass(slots=True)
 class Holder:
-    """A worker that serves a version. `readers`: workers that were sent to it and have not loaded yet."""
+    """A worker that serves a version. `readers`: workers that were sent to it and have not loaded the version yet."""
 
     worker: int
     node: str
@@ -34,12 +34,12 @@ class Choice:
 
 
 def in_clear(source: WeightSource) -> bool:
-    """Whether bytes from this source cross a network readable for all."""
+    """Whether bytes from this source cross a network unencrypted."""
     return not source.server_key and not source.endpoint.startswith("file:")
 
 
 def refused(source: WeightSource, encrypt: bool) -> str:
-    """Why an engine's source is passed on to nobody; "" where it is. What names a file is not believed: others would open it."""
+    """Why an engine's source is named to no other worker; "" where it may be. A file path is refused: others would open it."""
     if source.endpoint.startswith("file:"):
         return f"it names the file {source.endpoint[5:100]}: only a publisher's spool is read from disk"
     if encrypt and in_clear(source):
@@ -73,7 +73,7 @@ class Directory:
             self._changed(version)
 
     def gone(self, worker: int) -> None:
-        """The worker is dead or has left: nobody is sent to it any more."""
+        """The worker is dead or has left: no other worker is sent to it any more."""
         self.settled(worker)
         for version in list(self._holders):
             self.drop(version, worker)
@@ -85,13 +85,13 @@ class Directory:
                 self.drop(version, worker)
 
     def settled(self, worker: int) -> None:
-        """The worker has loaded what it was pulling, or given it up."""
+        """The worker has loaded the version that it was pulling, or given up."""
         version = self._reading.pop(worker, None)
         for holder in self._holders.get(version, {}).values() if version is not None else ():
             holder.readers.discard(worker)
 
     def forget(self, version: int) -> None:
-        """Nobody can ask for the version again."""
+        """The version is over: no worker asks for it again."""
         self._holders.pop(version, None)
         self._revisions.pop(version, None)
 

@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 
 def _allowed(sources: Sequence[messages.WeightSource], encrypt: bool) -> list[messages.WeightSource]:
-    """Those that may be read from: an encrypted run's weights are not asked for in the clear."""
+    """The sources that may be read from: weights of an encrypted run are never requested in the clear."""
     clear = [source.endpoint for source in sources if encrypt and in_clear(source)]
     if clear:
         _log.warning(
@@ -206,7 +206,7 @@ class Store:
         return gone
 
     def offer(self, weights: messages.UseWeights) -> None:
-        """More holders of the version that is being pulled, or is about to be."""
+        """Add holders of the version that is being pulled, or will be next."""
         self._more = weights
         if self._pull is not None:
             self._offer(self._pull, weights, weights.encrypt)
@@ -224,7 +224,7 @@ class Store:
     # ---------------------------------------------------------------- serving
 
     def _keep(self, manifest: Manifest, buffer: Buffer, weights: messages.UseWeights) -> Buffer:
-        """What is verified is used, whether or not it can be served on."""
+        """Keep a verified version for use, whether or not it can be passed on."""
         self._complete[manifest.version] = (manifest, buffer)
         try:
             self._serve_on(manifest, buffer, weights)
@@ -308,7 +308,7 @@ class Store:
         return [held for version, held in self._complete.items() if version in served]
 
     def _release(self, keep: set[int]) -> None:
-        """Let go of every version but these, and say so."""
+        """Drop every version but these, and report that to the directory."""
         for version in [version for version in {*self._complete, *self._served} if version not in keep]:
             over = self._complete.pop(version, None)
             if over is not None and not any(buffer is over[1] for _, buffer in self._complete.values()):

@@ -1,4 +1,4 @@
-"""Where a version's bytes lie in this process: memory that a reader on the same node can be handed, and that a later version may use again.
+"""The memory of a version's bytes in this process. A reader on the same node can be given it, and a later version may use it again.
 
 Owns allocation and its cost. Knows no tensor and no socket. A buffer is an anonymous file (memfd): it has no name that could outlive a
 killed process, and its descriptor can be passed to a neighbour. Its pages are made in large steps ahead of use (`prepare`), because taking
@@ -62,7 +62,7 @@ class Buffer:
 
     @property
     def view(self) -> memoryview:
-        """All of it, writable."""
+        """The whole buffer, writable."""
         return memoryview(self._map)[: self.nbytes]
 
     def idle(self) -> bool:
@@ -111,5 +111,5 @@ class Pool:
         return Buffer(nbytes)
 
     def put_back(self, buffer: Buffer) -> None:
-        """The caller is done with it; others may still look at it."""
+        """Return a buffer that the caller needs no more. Others may still read it."""
         self._unused = [*self._unused, buffer][-self._most :]

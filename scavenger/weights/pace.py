@@ -1,7 +1,7 @@
-"""How fast weights come and go: a token bucket of one process (`Pace`), and one that the engines of a node share (`NodePace`).
+"""Bounds on the bytes a second of weight transfers: a token bucket of one process (`Pace`), or of all engines of a node (`NodePace`).
 
-Engines' jobs run beside others' on a node whose network and file server are others' too. Their bucket is eight bytes in a file of this user
-in memory: the moment, on the machine's own clock, at which what was taken is paid for. Owns that file. Knows nothing of what comes or goes.
+Engines share their node's network and file server with other users' jobs. The shared bucket is eight bytes in a file in memory, owned by
+this user: the time, on the machine's monotonic clock, at which all bytes taken so far are paid for. Owns that file. Knows no weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from scavenger.errors import WeightsError
 
 _log = structlog.get_logger(__name__)
 FOLDER = Path("/dev/shm")
-#: What may be taken at once after a rest.
+#: Seconds of bytes that may be taken at once after a pause.
 BURST_S = 0.1
-#: More debt than this nobody has made: the file's content is no time of ours.
+#: More debt than this cannot be ours (s): the file's content is then ignored.
 MOST_DEBT_S = 60.0
-#: Another process has the file for microseconds, unless it was stopped just there: nobody waits for that one.
+#: Another process locks the file for microseconds, unless it was stopped just then. Such a process is not waited for.
 LOCK_S = 0.1
 SHARERS = 8
 _FREE_AT = struct.Struct("<d")
@@ -35,7 +35,7 @@ _ALONE = ": this engine keeps to its pull_mb_per_s, but not together with its ne
 
 
 class Pace:
-    """`take` what came or goes, and wait as long as that costs. 0 bytes a second: no bound. For any thread."""
+    """`take` counts bytes and waits as long as the bound asks for. 0 bytes a second: no bound. Thread-safe."""
 
     def __init__(self, nbytes_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounded = nbytes_per_s > 0
@@ -64,7 +64,7 @@ class Pace:
 
 
 class NodePace(Pace):
-    """The same for all engines of this user on this node together."""
+    """One bound for all engines of this user on this node together."""
 
     def __init__(
         self, nbytes_per_s: float = 0.0, folder: Path = FOLDER, clock: Callable[[], float] = time.monotonic

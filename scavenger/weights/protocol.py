@@ -1,4 +1,4 @@
-"""The bulk messages between a holder of weights and whoever pulls from it, the same on every transport.
+"""The messages between a holder of weights and a receiver that pulls from it, the same on every transport.
 
 Owns the structs, their bounds and the proof of a request. Knows no socket. Every request stands alone: it proves by itself that the
 receiver was told of the version's token over the authenticated control channel, without showing the token. Whoever overhears a request
@@ -25,7 +25,7 @@ MAX_REPLY_BYTES = 128 * 1024
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Ask for one chunk of a version. `parent`: root of weights that the receiver has: a delta from those will do."""
+    """Ask for one chunk of a version. `parent`: root of weights that the receiver has; a delta from those may be sent instead."""
 
     version: int
     chunk: int
@@ -34,21 +34,21 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Have(msgspec.Struct, frozen=True, tag=True):
-    """Ask which chunks there are."""
+    """Ask which chunks the holder has."""
 
     version: int
     proof: bytes
 
 
 class Map(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the memory itself."""
+    """Ask for a descriptor of the holder's memory, on the same node."""
 
     version: int
     proof: bytes
 
 
 class Reach(msgspec.Struct, frozen=True, tag=True):
-    """Ask how the memory is read by NIXL."""
+    """Ask how NIXL can read the holder's memory."""
 
     version: int
     proof: bytes
@@ -119,7 +119,7 @@ def map_(token: bytes, version: int) -> bytes:
 
 
 def proven(request: SourceRequest, token: bytes) -> bool:
-    """Whether the request was made by one who knows `token`."""
+    """Whether the requester proved that it knows `token`."""
     chunk, parent = (request.chunk, request.parent) if isinstance(request, Get) else (-1, b"")
     return secrets.compare_digest(
         request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk, parent)

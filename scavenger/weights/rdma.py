@@ -92,7 +92,7 @@ class Agent:
                 _log.warning("weights.nixl_not_deregistered", reason=f"{type(error).__name__}: {error}")
 
     def meet(self, metadata: bytes) -> str:
-        """The name of the agent that a holder told of. Raises `OSError`."""
+        """Load a holder's agent metadata; returns that agent's name. Raises `OSError`."""
         with self._lock:
             try:
                 return str(self._agent.add_remote_agent(metadata).decode())
@@ -100,7 +100,7 @@ class Agent:
                 raise ConnectionError(f"NIXL cannot use the holder's metadata: {error}") from error
 
     def own(self, view: memoryview) -> Any:
-        """Make memory of this process one that bytes are read into; to be given to `disown`. Raises `OSError`."""
+        """Register memory of this process as a target of reads. Returns what `disown` takes. Raises `OSError`."""
         with self._lock:
             self._deregister()
             try:
@@ -111,7 +111,7 @@ class Agent:
                 ) from error
 
     def disown(self, registered: Any) -> None:
-        """What NIXL says against it is told in the log."""
+        """Deregister what `own` returned. An error of NIXL is logged."""
         self._over.append(registered)
         with self._lock:
             self._deregister()

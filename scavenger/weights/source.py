@@ -1,4 +1,4 @@
-"""Serves the bytes of versions to whoever holds their tokens: the publisher's, and those of engines that serve on what they hold.
+"""Serves the bytes of versions to receivers that know their tokens: for the publisher, and for engines that pass on what they hold.
 
 Owns the listening sockets and what it tells others of them. Knows nothing of tensors, engines or the daemon. Every receiver asks for
 chunks one by one, so it sets the pace; one that does not read holds up its own connection only, and loses it after `send_s`.
@@ -109,7 +109,7 @@ class WeightSource:
         return self._store.chains
 
     def wait_deltas(self) -> None:
-        """Until the newest version's deltas are made, where they are made here."""
+        """Wait until the newest version's deltas are made, if they are made here."""
         if self._encoder is not None:
             self._encoder.wait()
 
@@ -165,11 +165,11 @@ class WeightSource:
         return self._store.versions()
 
     def retire(self, version: int) -> None:
-        """Serve this version to nobody new. Who reads it may go on until its lease runs out."""
+        """Serve this version to no new reader. Present readers may go on until their leases run out."""
         self._store.retire(version)
 
     def withdraw(self, version: int) -> None:
-        """Serve this version to nobody, at once; its memory stays as it is."""
+        """Stop serving this version at once, to present readers too. Its memory stays as it is."""
         self._store.withdraw(version)
 
     def free(self, version: int, timeout_s: float) -> bool:
@@ -255,7 +255,7 @@ class WeightSource:
                 raise
 
     def _has_free_slot(self, family: int) -> bool:
-        """Whether one more of this kind may come: the oldest that has proven nothing makes room for it. Under the lock."""
+        """Whether one more connection of this kind fits; the oldest one without a proof is closed for it. Called under the lock."""
         same = [one for one in self._open.values() if one.sock.family == family and not one.evicted]
         if len(same) < MAX_CONNECTIONS:
             return True
@@ -349,7 +349,7 @@ class WeightSource:
 
 
 class _Connection:
-    """One that came, and whether it has shown that it was told of a version."""
+    """An accepted connection, and whether its receiver has proven that it knows a version's token."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -363,7 +363,7 @@ class _Connection:
             set_timeouts(self.sock, 1.0, SEND_S)
 
     def check_deadline(self) -> None:
-        """Raises `TimeoutError` when it had its time, however it spent that."""
+        """Raises `TimeoutError` once the connection has lasted for its time without a proof."""
         if not self.proven and time.monotonic() - self._since >= UNPROVEN_S:
             raise TimeoutError(f"nothing proven for {UNPROVEN_S:g} s")
 

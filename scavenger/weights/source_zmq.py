@@ -1,4 +1,4 @@
-"""Serves a shelf under CURVE: one thread, one ROUTER socket. The bulk plane of `weights.encrypt`.
+"""Serves a version store under CURVE, for `weights.encrypt`: one thread, one ROUTER socket.
 
 Owns the socket. A receiver that does not read has at most `SEND_QUEUE` answers waiting; further ones are dropped, and it asks again.
 Answers refer to the version's memory and are never copied into a queue.
@@ -31,7 +31,7 @@ garbage.gc.context  # noqa: B018
 
 
 def end_process(fault: WeightsError) -> NoReturn:
-    """What a source does whose owner did not say what else: no signal, which the process may ignore, or take for somebody's wish."""
+    """The default of `on_fault`: end this process at once. A signal would not do: the process may ignore it, or take it for an order."""
     print(f"error: {fault}", file=sys.stderr, flush=True)
     os._exit(fault.exit_code)
 
@@ -119,7 +119,7 @@ class CurveServer:
             wake.close()
 
     def _attempt(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        """Answer. A fault in that costs its receiver the answer, who asks again or elsewhere; the thread is all receivers' and goes on."""
+        """Answer one request. If that fails, its receiver gets no answer and asks again or elsewhere; the thread goes on for others."""
         try:
             self._reply(router, frames)
         except Exception as error:  # noqa: BLE001 - a bug in answering one must not end the others' service

@@ -1,4 +1,4 @@
-"""Versions on disk: what can be read when no process holds it (a trainer that restarts), and what `scavenger weights export` reads.
+"""Versions on disk. They can be read while no process holds them (the trainer restarts), and `scavenger weights export` reads them.
 
 Owns the folder `weights.spool_dir`: one folder a version, complete or absent. Knows no socket and no tensor. The reader verifies every
 byte; the folder's permissions alone say who may read it.
@@ -45,7 +45,7 @@ class SpoolShare:
 
 
 def alone(manifest: Manifest) -> SpoolShare:
-    """Everything, written by one process."""
+    """The share of a process that writes the whole version alone."""
     return SpoolShare(secrets.token_hex(8), 0, 1, [(0, manifest.total_nbytes)])
 
 
@@ -58,7 +58,7 @@ class Spool:
         self._writing: threading.Thread | None = None
 
     def ready(self) -> bool:
-        """Whether nothing is being written. A version that comes meanwhile is left out."""
+        """Whether no write is under way. A version that comes during a write is not spooled."""
         return self._writing is None or not self._writing.is_alive()
 
     def put(self, manifest: Manifest, buffer: Buffer, share: SpoolShare) -> messages.WeightSource:
@@ -92,7 +92,7 @@ class Spool:
             _log.error("weights.not_spooled", version=manifest.version, reason=str(error))
 
     def wait(self) -> None:
-        """Until what is being written is written."""
+        """Wait for the write that is under way."""
         if self._writing is not None:
             self._writing.join()
 
@@ -159,7 +159,7 @@ class Spool:
         self._clean()
 
     def _clean(self) -> None:
-        """Let go of what is surplus. The version that was written is complete: what hinders this is told, and tried again at the next."""
+        """Delete surplus versions. The version just written is complete, so a failure here is only logged; the next write tries again."""
         try:
             for old in self._surplus():
                 self._remove(self._folder / f"version-{old}")
@@ -167,7 +167,7 @@ class Spool:
             _log.warning("weights.not_cleaned", folder=str(self._folder), reason=str(error))
 
     def _remove(self, folder: Path) -> None:
-        """Under another name first: killed in the middle, it leaves no version without its manifest. Raises `OSError` if it cannot."""
+        """Rename first, then delete: a kill in between leaves no version without its manifest. Raises `OSError`."""
         gone = self._folder / f".part-old-{secrets.token_hex(8)}"
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -197,7 +197,7 @@ class Spool:
         ]
 
     def versions(self) -> list[int]:
-        """What is complete, oldest first."""
+        """The complete versions, oldest first."""
         return [
             version
             for version in self._numbered()

@@ -7,7 +7,8 @@ chunk with the manifest's hash is ever written to the blob, so what is here stay
                 and the rest from each other; among equals the order is the receiver's own (`seed`)
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
   stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
-  failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only lies and refusals give it up
+  failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes and refusals in a
+                row give it up
 
 Owns the bookkeeping of one version's transfer into one blob. No socket, no lock and no clock: time is an argument, and so is order.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from scavenger.backoff import backoff_s
 from scavenger.weights.manifest import Manifest, chunk_hash
 
 _MOST_COPIES = 2
@@ -62,7 +64,7 @@ class ChunkHolder:
     asked: dict[int, float] = field(default_factory=dict)
     heard_at: float = 0.0
     resting_until: float = 0.0
-    backoff_s: float = 0.0
+    rests: int = 0  # in a row, since it last delivered
     failures: int = 0
     given_up: bool = False
     reason: str = ""
@@ -107,7 +109,7 @@ class Transfer:
         return len(self.holders) - 1
 
     def know(self, source: int, has: np.ndarray[Any, Any] | None) -> None:
-        """What a source said it has; None: everything. An unheard source is taken to have everything."""
+        """Note which chunks a source has; None: all. A source that has not said is taken to have all."""
         if has is not None:
             self._has[source] = has
         elif self._has.pop(source, None) is None:
@@ -141,7 +143,7 @@ class Transfer:
 
     def _window(self, holder: ChunkHolder) -> int:
         # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
-        if holder.backoff_s:
+        if holder.rests:
             return 1
         return max(
             min(2, self._limits.window), min(self._limits.window, round(holder.rate * self._limits.ahead_s))
@@ -215,22 +217,22 @@ class Transfer:
         self.here[chunk], self._free[chunk] = True, False
         self.missing -= 1
         holder.chunks += 1
-        holder.failures, holder.backoff_s = 0, 0.0
+        holder.failures, holder.rests = 0, 0
         return Verdict.ACCEPTED
 
     def delivered(self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float) -> Verdict:
-        """All of the above in one go, for a driver without threads."""
+        """`matches`, `write` and `settle` in one call, for a driver without threads."""
         good = self.matches(chunk, data)
         if good:
             self.write(chunk, data)
         return self.settle(index, chunk, good, now)
 
     def heard(self, index: int, now: float) -> None:
-        """Some bytes came: the holder is not silent, however slow."""
+        """Note that bytes came from the holder: it is slow, perhaps, but not silent."""
         self.holders[index].heard_at = now
 
     def absent(self, index: int, chunk: int, now: float) -> None:
-        """A partial holder does not have this chunk (yet): no fault of its."""
+        """Note that a partial holder does not have this chunk (yet). That is no failure."""
         holder = self.holders[index]
         holder.heard_at = now
         self._unask(holder, index, chunk)
@@ -241,7 +243,7 @@ class Transfer:
         )
 
     def returned(self, index: int, chunk: int, now: float) -> None:
-        """What came is of no use here, and that may be our own fault."""
+        """Take back a chunk whose bytes were of no use, without a failure: the fault may be ours."""
         holder = self.holders[index]
         holder.heard_at = now
         self._unask(holder, index, chunk)
@@ -264,7 +266,7 @@ class Transfer:
         return True
 
     def lost(self, index: int, reason: str, now: float) -> None:
-        """The connection is gone: nothing that was asked on it will come."""
+        """Note that the connection was lost: no chunk requested on it will come."""
         self._return_chunks(index)
         self._rest(self.holders[index], reason, now)
 
@@ -280,7 +282,7 @@ class Transfer:
         return again
 
     def abandon(self, index: int, reason: str) -> None:
-        """Nothing can come from this holder."""
+        """Give this holder up, for `reason`."""
         holder = self.holders[index]
         holder.given_up, holder.reason = True, reason
         self._return_chunks(index)
@@ -340,8 +342,9 @@ class Transfer:
 
     def _rest(self, holder: ChunkHolder, reason: str, now: float) -> None:
         holder.reason = reason
-        holder.backoff_s = min(max(holder.backoff_s * 2, self._limits.backoff_s), self._limits.backoff_max_s)
-        holder.resting_until = now + holder.backoff_s
+        holder.rests += 1
+        limits = self._limits
+        holder.resting_until = now + backoff_s(limits.backoff_s, limits.backoff_max_s, holder.rests)
 
     def _return_chunks(self, index: int) -> None:
         holder = self.holders[index]

@@ -28,7 +28,7 @@ from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, ChunkPart,
 
 @dataclass(slots=True)
 class StoredVersion:
-    """A version on the shelf. `here` is None when all chunks are."""
+    """A version that is served. `here`: which chunks are here; None when all are."""
 
     manifest: Manifest
     blob: memoryview
@@ -42,7 +42,7 @@ class StoredVersion:
     )
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The byte ranges that have memory, or will have."""
+        """The byte ranges [start, stop) that have memory, or will have."""
         if self.parts is None:
             return [(0, self.manifest.total_nbytes)]
         found: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ class StoredVersion:
 
 @dataclass(slots=True)
 class SourceStats:
-    """Counters since the start."""
+    """Counters since the source started."""
 
     parts: int = 0
     nbytes: int = 0
@@ -136,7 +136,7 @@ class VersionStore:
             return present.token
 
     def arrived(self, version: int, chunk: int) -> None:
-        """A chunk of a version that was empty at first is here and verified."""
+        """Note that a chunk of a version that began empty is here and verified."""
         held = self._versions.get(version)
         if held is not None and held.here is not None:
             held.here[chunk] = True
@@ -164,18 +164,18 @@ class VersionStore:
                 self._changed.notify_all()
 
     def withdraw(self, version: int) -> None:
-        """Serve it to nobody from now on, readers included. For memory that is not written again."""
+        """Stop serving it, to present readers too. Only for memory that is not written again."""
         with self._changed:
             if self._versions.pop(version, None) is not None:
                 self._changed.notify_all()
 
     def versions(self) -> list[int]:
-        """What new readers are served."""
+        """The versions that new readers can get."""
         with self._changed:
             return [version for version, held in self._versions.items() if not held.retired]
 
     def wait_gone(self, version: int, timeout_s: float) -> bool:
-        """Whether nobody reads the version any more, waiting for that: its readers end or their leases run out."""
+        """Wait until each reader of the version ended or its lease ran out. False after `timeout_s`, or where it is not retired."""
         deadline = self._clock() + timeout_s
         with self._changed:
             while True:

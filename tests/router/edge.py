@@ -193,8 +193,7 @@ class Peer:
     def _open(self) -> zmq.Socket[bytes]:
         rendezvous = keys.read_rendezvous(self._state_dir)
         made = self._context.socket(zmq.DEALER)
-        made.curve_serverkey = rendezvous.server_key.encode()
-        made.curve_publickey, made.curve_secretkey = self._pair.public.encode(), self._pair.secret.encode()
+        keys.secure(made, rendezvous.server_key, self._pair)
         made.linger = 0
         made.sndtimeo = (
             20_000  # a refused key's message is taken by nobody: an error then, not a wait for ever

@@ -230,8 +230,8 @@ def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_
             keys.read_rendezvous(daemon.state_dir),
             keys.read_keypair(keys.owner_key_path(daemon.state_dir)),
         )
-        trainer.curve_serverkey, trainer.linger = rendezvous.server_key.encode(), 0
-        trainer.curve_publickey, trainer.curve_secretkey = owner.public.encode(), owner.secret.encode()
+        trainer.linger = 0
+        keys.secure(trainer, rendezvous.server_key, owner)
         trainer.rcvhwm, trainer.rcvbuf = 1, 65_536
         trainer.connect(rendezvous.endpoint)
         trainer.send(messages.encode(messages.Call(1, "r", 0, messages.Ping())))

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from trainer.loop.evaluation import Judgement, pass_at_k, summarise
+from trainer.loop.metrics import Judgement, pass_at_k, summarise_evaluation
 
 
 @pytest.mark.parametrize(("n", "right", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (5, 4, 2), (4, 4, 4)])
@@ -17,7 +17,7 @@ def test_an_evaluation_s_figures() -> None:
     def answers(*rewards: float) -> list[Judgement]:
         return [Judgement(reward, 4 + place, reward == 0.0) for place, reward in enumerate(rewards)]
 
-    found = summarise([answers(1, 0, 0, 0), answers(1, 1, 0.5)], [answers(1), answers()])
+    found = summarise_evaluation([answers(1, 0, 0, 0), answers(1, 1, 0.5)], [answers(1), answers()])
     assert found == {
         "eval_sampled": pytest.approx(3.5 / 7),
         "eval_greedy": 1.0,
@@ -27,4 +27,4 @@ def test_an_evaluation_s_figures() -> None:
         "eval_pass_at_2": pytest.approx((1 / 2 + 1) / 2),
         "eval_pass_at_4": 1.0,
     }
-    assert summarise([], [])["eval_sampled"] == 0.0
+    assert summarise_evaluation([], [])["eval_sampled"] == 0.0

@@ -18,12 +18,12 @@ from scavenger.config import AlgorithmSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
 from tests.trainer.published import whole
 from tests.trainer.rows import make_group
-from trainer.algorithms.loss import token_logprobs
+from trainer.algorithms import loss as loss_module
+from trainer.algorithms.loss import picked_logprobs, token_logprobs
 from trainer.algorithms.rows import resolve
 from trainer.data.batching import Micro, TrainRow, filler
-from trainer.model import attention, learner, logprobs
+from trainer.model import attention, learner
 from trainer.model.learner import Learner
-from trainer.model.logprobs import picked_logprobs
 
 SHAPE = {
     "vocab_size": 24,
@@ -208,7 +208,7 @@ def test_a_model_that_asks_attention_for_more_is_refused() -> None:
 def test_logprobs_by_pieces_are_the_whole_s_with_their_gradients(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "PIECE", piece)
+    monkeypatch.setattr(loss_module, "PIECE", piece)
     draw = torch.Generator().manual_seed(0)
     logits, weights = torch.randn(11, 30, generator=draw).requires_grad_(), torch.randn(11, generator=draw)
     targets = torch.randint(30, (11,), generator=draw)

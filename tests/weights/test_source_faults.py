@@ -18,7 +18,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from scavenger.errors import WeightsError
-from scavenger.protocol import messages
+from scavenger.protocol import keys, messages
 from scavenger.weights import protocol, source_zmq
 from scavenger.weights import source as sources
 from scavenger.weights.memory import Buffer
@@ -145,8 +145,7 @@ def test_a_connection_that_proves_nothing_ends_however_it_drips(
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]], address: messages.WeightSource) -> zmq.Socket[bytes]:
     made = context.socket(zmq.DEALER)
-    made.curve_serverkey = address.server_key.encode()
-    made.curve_publickey, made.curve_secretkey = ME.public.encode(), ME.secret.encode()
+    keys.secure(made, address.server_key, ME)
     made.linger, made.rcvtimeo = 0, 5000
     return made
 

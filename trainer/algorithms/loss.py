@@ -1,4 +1,5 @@
-"""The policy loss of some samples, as sums. Pure functions over tensors; knows no model, no rank and no optimizer.
+"""The policy loss of some samples, as sums, and the logprobs that it needs. Pure functions over tensors; knows no model, no rank and no
+optimizer.
 
 Three logprobs of each sampled token are kept apart (all [N], flat, under the sampling temperature):
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from torch import Tensor
 from trainer.algorithms import mismatch
 from trainer.algorithms.rows import Recipe
 from trainer.algorithms.surrogates import per_row
+
+#: Values of logits that `picked_logprobs` holds in float32 at once.
+PIECE = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +146,42 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tenso
     scaled = logits if temperature == 1.0 else logits / temperature
     picked = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return picked - torch.logsumexp(scaled, dim=-1)
+
+
+class _Picked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        picked = torch.empty_like(totals)
+        for piece in _pieces(logits):
+            scaled = logits[piece].float() / temperature
+            totals[piece] = torch.logsumexp(scaled, dim=-1)
+            picked[piece] = scaled.gather(-1, targets[piece, None])[:, 0]
+        ctx.save_for_backward(logits, targets, totals)
+        ctx.temperature = temperature
+        return picked - totals
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """d logprob / d logits = (onehot(target) - softmax) / temperature."""
+        logits, targets, totals = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for piece in _pieces(logits):
+            slope = (logits[piece].float() / ctx.temperature - totals[piece, None]).exp_().neg_()
+            slope.scatter_add_(-1, targets[piece, None], torch.ones_like(totals[piece, None]))
+            found[piece] = slope.mul_(gradient[piece, None] / ctx.temperature)
+        return found, None, None
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    rows = max(1, PIECE // max(1, logits.shape[-1]))
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
+
+
+def picked_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """`token_logprobs` in float32, piece by piece: the softmax over the vocabulary is never held in float32 for the whole micro-batch.
+
+    logits: [N, V] of any floating type; targets: [N] int64. Returns [N].
+    """
+    found: Tensor = _Picked.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+    return found

@@ -1,1 +1,1 @@
-"""Prompts, chat templates, micro-batches. Deterministic by seed and position. Read `prompts.py` first."""
+"""Data sets, prompts, micro-batches. Deterministic by seed and position. Read `prompts.py` first."""

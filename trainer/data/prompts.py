@@ -1,7 +1,7 @@
-"""Which problems a step trains on. Deterministic by seed and position, so a resumed run needs nothing but its step.
+"""Which prompts a step trains on. Deterministic by seed and position, so a resumed run needs nothing but its step.
 
-Owns order and tokenisation; knows no reward, model or socket. Position p of the training stream is the same problem in every
-life of a run. A step takes the next n positions, or more where it replaces some; how many were taken is all that a resume needs.
+Owns order, chat templates and tokenisation; knows no reward, model or socket. Position p of the training stream is the same prompt in
+every attempt of a run. A step takes the next n positions, or more where it replaces some. A resume needs only how many were taken.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from scavenger.config import RunConfig
+from scavenger.config import DataSection, RunConfig
 from scavenger.errors import ConfigError
 from trainer.data import dataset
 from trainer.data.batching import shuffled
-from trainer.data.chat import Template
-from trainer.data.dataset import Item
+from trainer.data.dataset import Item, Prompt
 from trainer.tasks import sort
 
 
@@ -116,6 +115,68 @@ class FileStream:
 
     def digest(self) -> str:
         return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
+
+
+class Template:
+    """The text that the model sees: a prompt rendered by the model's own chat template, or as it stands where `data.chat` is false.
+
+    The template comes with the model's folder; transformers renders it in its sandbox, and no other code of the folder is run.
+    Raises `ConfigError` at once where chat is wanted and the folder has no template.
+    """
+
+    def __init__(self, folder: Path, data: DataSection) -> None:
+        self._system = data.system
+        self._options: dict[str, Any] = dict(data.chat_options)
+        self._tokenizer: Any = None
+        if not data.chat:
+            return
+        from transformers import AutoTokenizer  # a second of imports that most runs do without
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever a class of transformers raises for files it cannot read
+            raise ConfigError(
+                f"data.chat: transformers cannot open the tokenizer in {folder}: {error}",
+                "copy tokenizer_config.json and tokenizer.json from the model again, or set data.chat = false",
+            ) from error
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"data.chat: {folder} has no chat template",
+                "set data.chat = false, or take the model's instruct version",
+            )
+        self.text("?", "a prompt of one user's turn")
+
+    @property
+    def source(self) -> str:
+        """What is rendered, as it stands: what it renders may hold the day's date."""
+        chat = self._tokenizer.chat_template if self._tokenizer is not None else ""
+        return json.dumps([chat, self._system, self._options], sort_keys=True, default=str)
+
+    def text(self, prompt: Prompt, where: str) -> str:
+        """Ends where the assistant's turn begins. Raises `ConfigError`, naming `where`, for a conversation without a template or one
+        that the template cannot render.
+        """
+        if self._tokenizer is None:
+            if not isinstance(prompt, str):
+                raise ConfigError(
+                    f"{where}: the prompt is a conversation, and data.chat is false", "set data.chat = true"
+                )
+            return self._system + prompt
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._system and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": self._system}, *turns]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False, **self._options
+            )
+        except Exception as error:  # a template is code that came with the model
+            raise ConfigError(
+                f"{where}: the model's chat template raised {type(error).__name__}: {error}",
+                "look at this row's turns (each with a role and text as its content), at data.chat_options and data.system",
+            ) from error
+        return text
 
 
 class PromptSource:

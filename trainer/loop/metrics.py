@@ -1,4 +1,4 @@
-"""A step's figures: what the monitors show and the ledger keeps. Pure; the names are told in docs/training.md.
+"""The metrics of a step and of an evaluation: what the monitors show and the ledger keeps. Pure; docs/training.md explains the names.
 
 `math.fsum` rounds once, so no order of arrival shows.
 """
@@ -13,6 +13,9 @@ from scavenger.protocol import messages
 from trainer.algorithms.mismatch import quantile
 from trainer.algorithms.scoring import ScoredGroup
 from trainer.model.learner import RowStats
+
+#: An evaluation's completion with this reward or more is right.
+RIGHT = 1.0
 
 
 @dataclass(slots=True)
@@ -139,3 +142,45 @@ class Capacity:
             "gpu_hours_reserved": self._reserved_s / 3600,
             "gpu_hours_harvested": self._harvested_s / 3600,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One usable completion of an evaluation: its reward, its tokens, and whether the length limit ended it."""
+
+    reward: float
+    tokens: int
+    cut: bool
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """The chance that one of k completions drawn from n, of which `right` are right, is right (Chen et al., arXiv 2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def summarise_evaluation(
+    sampled: Sequence[Sequence[Judgement]], greedy: Sequence[Sequence[Judgement]]
+) -> dict[str, float]:
+    """Metrics over the prompts, in their order: mean rewards, pass@k for k = 1, 2, 4, ... up to the completions of a prompt, lengths.
+
+    A prompt with fewer than k usable completions is left out of pass@k.
+    """
+    completions = [one for prompt in sampled for one in prompt]
+    metrics = {
+        "eval_sampled": _mean([one.reward for one in completions]),
+        "eval_greedy": _mean([one.reward for prompt in greedy for one in prompt]),
+        "eval_length_mean": _mean([float(one.tokens) for one in completions]),
+        "eval_cut_fraction": _mean([float(one.cut) for one in completions]),
+    }
+    k, most = 1, max((len(prompt) for prompt in sampled), default=0)
+    while k <= most:
+        enough = [prompt for prompt in sampled if len(prompt) >= k]
+        metrics[f"eval_pass_at_{k}"] = _mean(
+            [pass_at_k(len(prompt), sum(one.reward >= RIGHT for one in prompt), k) for prompt in enough]
+        )
+        k *= 2
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0

@@ -27,8 +27,7 @@ from trainer.checkpoint.saving import Checkpoints
 from trainer.data.prompts import PromptSource, PromptTask
 from trainer.engine_control import Engines
 from trainer.loop.ending import Ending, EndRequested
-from trainer.loop.evaluation import Judgement, summarise
-from trainer.loop.metrics import alarm
+from trainer.loop.metrics import Judgement, alarm, summarise_evaluation
 from trainer.loop.monitor import Monitor
 from trainer.loop.ranks import Ranks
 from trainer.loop.step import SCORED_POLL_S, Inbox, Run, Stepper
@@ -261,7 +260,7 @@ class Loop:
                     outcomes.append(
                         messages.SampleOutcome(sample.sample_id, kind, reward, 0.0, messages.words(why), by)
                     )
-        metrics = summarise(
+        metrics = summarise_evaluation(
             [found[i] for i in range(len(prompts))], [found[i + len(prompts)] for i in range(len(prompts))]
         )
         metrics["rewards_late"] = float(self._scoring.take_late())

@@ -1,1 +1,1 @@
-"""The learner on one rank: sharded model, attention, logprobs, adapters. Read `learner.py` first."""
+"""The learner on one rank: sharded model, attention, adapters. Read `learner.py` first."""

@@ -38,13 +38,12 @@ from transformers.utils.logging import disable_progress_bar
 from rollout.engines.norms import wide_norms
 from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError, Diverged
-from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.loss import Tokens, picked_logprobs, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
 from trainer.model import adapters
 from trainer.model.attention import PACKED, borders_of
-from trainer.model.logprobs import picked_logprobs
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
 DEFAULTS = TrainerSection()

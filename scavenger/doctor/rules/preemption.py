@@ -1,6 +1,6 @@
-"""The checks on how jobs of ours give way: modes, notice, requeue, and what others may wait for. Pure: facts in, one finding each.
+"""The checks on preemption of our jobs: modes, notice, requeue, and how long other users' jobs wait. Pure: facts in, one finding each.
 
-What a preempted engine is told, and how long a hung one holds up whoever takes its GPUs. Pure arithmetic over Slurm's settings.
+Also computes the notice that a preempted engine gets, and how long a hung engine delays the job that takes its GPUs.
 
 Measured on Slurm 22.05 (docs/admin.md has the table). At the start of a GraceTime, or at once where there is none, processes under `srun`
 get SIGCONT and SIGTERM. With a GraceTime SIGKILL comes no earlier than the larger of GraceTime and KillWait + MessageTimeout, and then

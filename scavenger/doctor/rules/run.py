@@ -1,4 +1,4 @@
-"""The checks of a site, in the order in which they are told. Pure. Owns the order, and what becomes of a check whose facts are missing.
+"""The checks of a site, in the order in which they are printed. Pure. Owns the order, and the finding of a check whose facts are missing.
 
 Boundary: pure; the order of the rules, without IO.
 """
@@ -40,7 +40,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def judge(facts: Facts, wanted: Wanted) -> Sequence[Finding]:
-    """Every check, each with a finding: one whose facts could not be had is unknown, with the reason."""
+    """One finding for each check. A check whose facts are missing is `UNKNOWN`, with the reason."""
     found = []
     for name, rule in RULES:
         try:

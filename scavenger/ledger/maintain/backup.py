@@ -1,4 +1,4 @@
-"""Copies of a ledger: taken while the daemon writes, and put back so that nobody goes on with the history they replace.
+"""Copies of a ledger: taken while the daemon writes, and put back so that no process goes on with the history that they replace.
 
     backup     SQLite: its online backup, a few pages at a time; PostgreSQL: pg_dump. The copy appears whole or not at all, mode 0600
     restore    SQLite: the copy's pages replace the ledger's in one transaction of the ledger itself; PostgreSQL: pg_restore, likewise
@@ -6,7 +6,7 @@
 A file is not renamed over a SQLite ledger: a daemon that still has the old one open would write on unseen, and its log would be taken
 for that of the new file. Replaced from within, the ledger fences that daemon in its very next transaction. With the same care a restored
 ledger begins another history (`transaction`), whose next generation is beyond every one that it, the replaced ledger or the
-rendezvous file knows. Knows no daemon; whether one is at work its locks say.
+rendezvous file knows. Knows no daemon: the ledger's locks show whether one is at work.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Survey:
 
 
 def survey(url: str, source: Path) -> Survey:
-    """What the backup `source` is, before it replaces the ledger. Raises `LedgerError` where it cannot."""
+    """What the backup `source` holds, asked before it replaces the ledger. Raises `LedgerError` for one that this ledger cannot take."""
     parsed = store.parse(url)
     _prove_kind(parsed, source)
     if parsed.drivername != "sqlite":
@@ -439,7 +439,7 @@ def _connect(path: Path, mode: str, timeout_s: float = 5.0) -> sqlite3.Connectio
 
 
 def _run_postgres(program: str, url: sa.URL | None, *arguments: str) -> str:
-    """What one of PostgreSQL's own programs says, run on the ledger, if any; a password goes through its environment, never argv."""
+    """The output of one of PostgreSQL's own programs, run on the ledger `url` if given. A password goes in its environment, never argv."""
     found = shutil.which(program)
     if found is None:
         raise LedgerError(

@@ -1,4 +1,4 @@
-"""Writing the ledger out as files, one a table, for those who would rather not have a database. Owns the files' format.
+"""Writes the ledger as files, one a table, for tools that read no database. Owns the files' format.
 
 Reads pages in the order of the primary key, each in a transaction of its own, so neither memory nor the ledger's log grows with the
 ledger. Tables are read from the children up: what a row names is in its table's file too, also while a daemon goes on writing.

@@ -1,7 +1,7 @@
 """The daemon's task that applies retention, a portion at a time, while the writer has little else to do.
 
-Owns when: it looks at the runs now and then, step after step, and waits for each portion's commit. `retention` owns what may be done.
-It holds a mark a run in memory, up to which it asks nothing more; a restarted daemon begins at the first step with contents to reduce.
+Owns when that is done: it polls the runs, goes through each step by step, and waits for each portion's commit. `retention` decides what is
+dropped. It notes in memory up to which step each run is done; a restarted daemon begins at the first step with contents to drop.
 
 Boundary: a task of the daemon, with a clock; the rule itself is `retention`, which is pure.
 """
@@ -26,7 +26,7 @@ from scavenger.ledger.retention import BECOMES, Policy, RetainedRun, RetainedSam
 log = structlog.get_logger()
 
 CHECK_INTERVAL_S = 15.0
-#: Above this the writer has its own to do.
+#: While more bytes than this wait for the writer, this task waits.
 QUIET_BYTES = 262_144
 _QUIET_S = 0.05
 
@@ -52,7 +52,7 @@ class Keeper:
         ] = {}  # (run_id, attempt) -> the step up to which all was dealt with
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next look."""
+        """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next poll."""
         while not stop.is_set():
             try:
                 await self.look()
@@ -61,7 +61,7 @@ class Keeper:
             await within(stop, self._check_interval_s)
 
     async def look(self) -> int:
-        """Bring every run up to date; returns the number of samples that were dealt with."""
+        """Apply the policy to every run once; returns the number of samples whose contents were reduced."""
         found = 0
         for run in await asyncio.to_thread(runs_to_retain, self._engine):
             found += await self._keep(run)

@@ -53,7 +53,7 @@ class Contents:
 
     @property
     def gone(self) -> str:
-        """When all was purged, in words; "" while there is something to take."""
+        """When all contents were purged, in words; "" while some are left."""
         return (
             f"was purged at {utc(self.purged_at)}" if self.purged_at is not None and not self.nbytes else ""
         )
@@ -149,7 +149,7 @@ def _require_ended(name: str, state: str | None) -> None:
 
 
 def _patiently(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
-    """`work` in a transaction of its own, again while the database is busy with the daemon's."""
+    """Run `work` in a transaction of its own; again, while the daemon's transactions keep the database busy."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
@@ -176,7 +176,7 @@ def _lock(connection: sa.Connection, run_id: int, name: str) -> None:
 
 
 def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> int | None:
-    """Take the contents of the next groups; returns the last one's id, None when there are no more."""
+    """Delete the contents of the next groups; returns the last one's id, None when there are no more."""
     _lock(connection, run_id, name)
     next_groups = sa.select(groups.c.group_id).where(groups.c.run_id == run_id, groups.c.group_id > after)
     found = list(connection.execute(next_groups.order_by(groups.c.group_id).limit(PORTION_GROUPS)).scalars())
@@ -206,7 +206,7 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
 
 
 def _take_words(connection: sa.Connection, said: sa.Table, theirs: sa.ColumnElement[bool]) -> None:
-    """Of what a trainer said of its samples there remain the reasons that we know, and digests of its reward function's versions."""
+    """Replace a trainer's free text on its samples: our own reasons stay, versions of its reward function become digests."""
     given = (theirs, said.c.state.in_(redaction.OUTCOMES), said.c.reason != "")
     reasons = connection.execute(
         sa.select(said.c.reason).where(*given, said.c.state != "masked").distinct()
@@ -233,7 +233,7 @@ def _take_words(connection: sa.Connection, said: sa.Table, theirs: sa.ColumnElem
 
 
 def _take_names(connection: sa.Connection, run_id: int) -> None:
-    """Of the names that a trainer gave its figures there remain those that we know, and digests of the others."""
+    """Replace the names of a trainer's metrics: our own stay, the others become digests."""
     for row in connection.execute(
         sa.select(steps.c.id, steps.c.metrics).where(steps.c.run_id == run_id)
     ).all():

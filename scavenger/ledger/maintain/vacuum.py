@@ -1,7 +1,7 @@
-"""Giving a ledger's free space back, and how large it is. Owns how each database does that safely.
+"""Gives a ledger's free space back to the filesystem, and measures the ledger. Owns how each database does that safely.
 
-SQLite writes the whole file anew, which no daemon may witness: SQLite's own locks tell whether any other connection is open (in WAL
-mode each holds one), and while we hold them exclusively none can open. A crash in between leaves the old file, by SQLite's journal.
+SQLite writes the whole file anew, and no daemon may have it open meanwhile. SQLite's own locks tell whether any other connection is open
+(in WAL mode each holds one), and while we hold them exclusively none can open. A crash in between leaves the old file, by SQLite's journal.
 PostgreSQL vacuums beside a daemon that goes on.
 
 Boundary: statements that no transaction may hold, by database.
@@ -53,7 +53,7 @@ def _file_size(path: Path) -> int:
 
 
 def holder(url: str) -> str:
-    """Who took the ledger last, for a message; "nobody" when no daemon has."""
+    """Which daemon took the ledger last, for a message; "nobody" when none has."""
     engine = store.open_readonly(url)
     try:
         found = rows(

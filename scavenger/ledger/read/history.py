@@ -1,4 +1,4 @@
-"""Reads a run's past out of the ledger. Owns the way from rows to a `RunHistory`; concludes nothing, and writes nothing."""
+"""Reads what a run did, out of the ledger, as a `RunHistory`. Draws no conclusions and writes nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scavenger.ledger import queries
 from scavenger.ledger.read.reader import reading
 from scavenger.policy.history import Completion, Flush, Life, Load, RunHistory, Span, Step
 
-#: How an allocation ends when other users' jobs want its GPUs.
+#: The end reasons of an allocation whose GPUs other users' jobs wanted.
 TAKEN = ("preempted", "requeued", "node_fail")
 
 
 def read(engine: sa.Engine, name: str, after_step: int = 0, most_chunks: int = 1 << 62) -> RunHistory:
-    """The run's steps after `after_step` with all that belongs to them. Raises `LedgerError`, also for a run that is not in the ledger.
+    """The run's steps after `after_step`, with their samples, leases and engines. Raises `LedgerError`, also for an unknown run.
 
     `most_chunks`: what was generated is read as far as it lies among the ledger's newest chunks.
     """

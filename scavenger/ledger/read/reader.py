@@ -85,7 +85,7 @@ class RunRow(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """An answer: column names, and rows in the order of the columns."""
+    """The result of a query: column names, and rows in the order of the columns."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]

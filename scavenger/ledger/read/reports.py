@@ -125,7 +125,7 @@ WHERE s.accepted_len > {budget} ORDER BY s.sample_id
 
 
 def utc(at: float) -> str:
-    """A time in Unix seconds, for a sentence."""
+    """A time in Unix seconds as UTC text, for a message."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

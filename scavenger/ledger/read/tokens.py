@@ -1,4 +1,4 @@
-"""`scavenger ledger tokens`: what one sample says, as token ids, as text, or with its logprobs as JSON. Reads only.
+"""`scavenger ledger tokens`: one sample's tokens, as ids, as text, or with their logprobs as JSON. Reads only.
 
 Owns the formats. The ledger has the ids, and the run names the tokenizer that makes text of them.
 """

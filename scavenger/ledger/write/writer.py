@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 import structlog
 
+from scavenger.backoff import backoff_s
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
@@ -59,7 +60,7 @@ class Backoff:
     most_s: float = 5.0
 
     def pause_s(self, tries: int) -> float:
-        return min(self.most_s, self.first_s * 2.0 ** min(tries, 30))
+        return backoff_s(self.first_s, self.most_s, tries + 1)
 
 
 def _ignore_commit(ticket: int) -> None:

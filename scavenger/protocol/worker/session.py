@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from scavenger.backoff import backoff_s
 from scavenger.errors import ScavengerError
 from scavenger.protocol import messages
 from scavenger.protocol.worker.events import (
@@ -194,8 +195,8 @@ class Session:
     def _reconnect(self, now: float) -> list[WorkerAction]:
         self._enter(WorkerPhase.CONNECTING)
         limits = self._limits
-        delay = min(limits.backoff_max_s, limits.backoff_s * 2.0 ** min(self._attempts, 30))
         self._attempts += 1
+        delay = backoff_s(limits.backoff_s, limits.backoff_max_s, self._attempts)
         # Half of the wait is spread by the session's own number, lest a whole fleet come back in one instant.
         return [Connect(delay * (0.5 + 0.5 * self._identity.jitter))]
 
