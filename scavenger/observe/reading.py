@@ -17,8 +17,9 @@ from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
-from scavenger.router.core.state import Run, SampleStatus
+from scavenger.router.core.state import Run
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 def take(

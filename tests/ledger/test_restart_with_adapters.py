@@ -16,7 +16,7 @@ from scavenger.protocol.messages import (
     WeightsLoaded,
     WeightSource,
 )
-from scavenger.router.core.state import WorkerStatus
+from scavenger.router.core.transitions import WorkerStatus
 from scavenger.weights import manifest as manifests
 from tests.ledger.conftest import new_database
 from tests.router.harness import SOURCE, Bench, specs

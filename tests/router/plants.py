@@ -15,8 +15,8 @@ from scavenger.router.core import registration, restore, runs, steps, worker_com
 from scavenger.router.core import samples as sm
 from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
-from scavenger.router.core.state import SampleStatus
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 from tests.router.harness import chunk_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -11,7 +11,7 @@ from scavenger.config import DaemonConfig
 from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
 from scavenger.router.core.events import JobGone
 from scavenger.router.core.limits import limits_of
-from scavenger.router.core.state import SampleStatus, WorkerStatus
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from tests.router.harness import Bench, started
 from tests.router.moves import W1, W2, one_lease
 

@@ -20,7 +20,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import PayloadStore
-from scavenger.router.core.state import SampleStatus
+from scavenger.router.core.transitions import SampleStatus
 from tests.router.harness import Bench, open_body, root, specs, started
 from tests.router.moves import W1, one_lease
 

@@ -22,7 +22,8 @@ from scavenger.protocol.messages import (
     Wake,
     reserved_name,
 )
-from scavenger.router.core.state import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep, Worker
+from scavenger.router.core.state import Worker
+from scavenger.router.core.transitions import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep
 from tests.router.harness import Bench, started
 
 W1, W2 = 50, 51

@@ -19,7 +19,8 @@ from scavenger.policy.registry import named
 from scavenger.router.core import decision_log
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
-from scavenger.router.core.state import BURST, EVERY_S, Limits, Run
+from scavenger.router.core.row_budget import BURST, EVERY_S
+from scavenger.router.core.state import Limits, Run
 from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.ours import OURS

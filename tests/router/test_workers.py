@@ -35,8 +35,8 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core import workers
 from scavenger.router.core.events import Identity, IntentRevoked, JobGone, WorkerLife
-from scavenger.router.core.state import (
-    REFUSALS_LOGGED,
+from scavenger.router.core.row_budget import REFUSALS_LOGGED
+from scavenger.router.core.transitions import (
     WORKER_TRANSITIONS,
     IllegalTransition,
     SampleStatus,

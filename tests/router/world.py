@@ -10,7 +10,7 @@ from __future__ import annotations
 from scavenger.protocol.messages import Call, Chunks, OpenRun, reserved_name
 from scavenger.protocol.worker import events as ev
 from scavenger.router.core.events import Identity, IntentRevoked, JobGone
-from scavenger.router.core.state import WorkerStatus
+from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
 from tests.router.engines import LIES, SimWorker, forged

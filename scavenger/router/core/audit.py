@@ -8,8 +8,9 @@ from __future__ import annotations
 from scavenger.policy.interface import Standard
 from scavenger.router.core import policy_driver, policy_view, worker_counts
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Memory, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import Memory, SampleStatus, WorkerStatus
 
 
 def check(core: Core) -> None:

@@ -21,7 +21,8 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Explains, Move, Placement
-from scavenger.router.core.state import EVERY_S, Budget, Run
+from scavenger.router.core.row_budget import EVERY_S, Budget
+from scavenger.router.core.state import Run
 from scavenger.router.core.tables import Core
 
 #: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.

@@ -17,8 +17,9 @@ from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log
 from scavenger.router.core import samples as sm
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import Limits, Run, SampleStatus, Worker, Yielding
+from scavenger.router.core.state import Limits, Run, Worker, Yielding
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:

@@ -11,8 +11,9 @@ from functools import cached_property
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Run, Sample, SampleStatus, Worker
+from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 class LiveView:

@@ -12,18 +12,17 @@ from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Re
 from scavenger.router.core import refusals, worker_commands, workers
 from scavenger.router.core import samples as sm
 from scavenger.router.core.events import Identity
-from scavenger.router.core.state import (
+from scavenger.router.core.row_budget import OWNER_BURST
+from scavenger.router.core.state import Run, Worker
+from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import (
     MEMORY_FOUND,
-    OWNER_BURST,
     Memory,
-    Run,
     SampleStatus,
     SampleStep,
-    Worker,
     WorkerStatus,
     WorkerStep,
 )
-from scavenger.router.core.tables import Core
 
 #: Reserved engines of one run that lost their slots and are refused should they still live.
 MAX_EVICTED = 1024

@@ -13,8 +13,9 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Group, Run, Sample, SampleStep, Version, Worker, WorkerStep
+from scavenger.router.core.state import Group, Run, Sample, Version, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStep, WorkerStep
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 

@@ -37,8 +37,10 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import registration, steps, worker_commands, worker_counts, workers
 from scavenger.router.core import samples as sm
 from scavenger.router.core.events import Identity
-from scavenger.router.core.state import PEER_BURST, PEER_EVERY_S, Run, SampleStatus, Version, WorkerStatus
+from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
+from scavenger.router.core.state import Run, Version
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 

@@ -22,8 +22,9 @@ from scavenger.protocol.messages import (
     Revoke,
     RunStopped,
 )
-from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep, Worker, WorkerStatus
+from scavenger.router.core.state import Group, Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
 
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Of why a sample was given up, as its trainer is told: a group of thousands is one message.

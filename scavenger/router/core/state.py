@@ -1,14 +1,9 @@
-"""The rows of the router's tables: runs, groups, samples, workers, and what may become of a sample. Pure.
+"""The rows of the router's tables: runs, groups, samples, workers. Pure.
 
-Owns the rows and the legal transitions; `core` has the tables. Decides nothing.
+    Run -> Group -> Sample      what a trainer asked for; `Run.queue` holds the samples that wait for a worker
+    Run -> Worker -> Sample     who generates: `Worker.leases`
 
-How many rows may still be written of what repeats: a run's decisions by kind (`telling`), a peer's rows by key (`core`). Pure.
-
-The samples of a run that wait for a worker, by weight version and in the order in which they shall be placed. Pure.
-
-Owns the order (`placement.priority`) and keeps it as samples come and go: one that comes or goes alone costs no scan of the others, and
-many at once (a fleet is lost, a step is submitted) cost one scan together. A sample's version and length must not change while it waits:
-take it out first.
+Owns the rows; `tables.Core` holds them, and `transitions` says what may become of them. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,39 +12,27 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.router.core.row_budget import Budget
+from scavenger.router.core.transitions import (
+    MEMORY_TRANSITIONS,
+    SAMPLE_TRANSITIONS,
+    UNFINISHED,
+    WORKER_TRANSITIONS,
+    IllegalTransition,
+    Memory,
+    MemoryStep,
+    SampleStatus,
+    SampleStep,
+    WorkerStatus,
+    WorkerStep,
+)
 from scavenger.weights.directory import Directory
-
-#: Rows of one kind that a run writes at once, and the seconds for each in the long run.
-BURST, EVERY_S = 8, 5.0
-
-
-@dataclass(slots=True)
-class Budget:
-    """Rows of one kind that may still be written: `burst` at once, and one in `every_s` seconds in the long run."""
-
-    rows: float = BURST
-    at: float = 0.0
-    left_out: int = 0
-    burst: int = BURST
-    every_s: float = EVERY_S
-
-    def take(self, now: float) -> bool:
-        """Whether one may be written now."""
-        self.rows = min(float(self.burst), self.rows + max(0.0, now - self.at) / self.every_s)
-        self.at = now
-        if self.rows < 1:
-            self.left_out += 1
-            return False
-        self.rows -= 1
-        return True
 
 
 @dataclass(slots=True)
@@ -60,9 +43,6 @@ class RowBudget:
     engines: int | None = None
     closed_in: tuple[str, int] | None = None  # the step in which the window was closed last
 
-
-if TYPE_CHECKING:
-    pass
 
 Key = tuple[bool, int, int, int]
 #: Above this share of the queue a scan costs less than to find each sample by itself.
@@ -75,7 +55,12 @@ def _key(sample: Sample) -> Key:
 
 
 class Queue:
-    """A sorted list of keys for each version, and those that came since it was sorted."""
+    """The samples of a run that wait for a worker, by weight version and in the order in which they shall be placed.
+
+    Owns the order (`placement.priority`) and keeps it as samples come and go: one that comes or goes alone costs no scan of the others,
+    and many at once (a fleet is lost, a step is submitted) cost one scan together. Each version has a sorted list of keys and those that
+    came since it was sorted. A sample's version and length must not change while it waits: take it out first.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
@@ -160,164 +145,6 @@ class Queue:
         return iter(self._samples.values())
 
 
-#: Refusals of one worker, or of one key, that become events; after these the 200th, 400th, 800th and so on do, the others are counted.
-REFUSALS_LOGGED = 100
-#: Keys whose nonsense and budgets are remembered: those that were heard of last.
-MAX_KEYS = 4096
-#: Rows that a peer's greetings, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
-PEER_BURST, PEER_EVERY_S = 1000, 30.0
-#: Greetings of all reserved engines of one owner, in slots that they name themselves, between two steps that any of its runs commits.
-OWNER_BURST = 100 * PEER_BURST
-
-
-class IllegalTransition(Exception):
-    """A bug: the core tried a step that no table holds. Names the sample or worker, its state and the step; nothing was changed."""
-
-
-class SampleStatus(StrEnum):
-    NEW = "new"  # made, or read from the ledger, within this event
-    QUEUED = "queued"  # waits for a worker
-    LEASED = "leased"  # a worker generates it
-    UNCONFIRMED = "unconfirmed"  # leased before the daemon restarted; its worker has not come back yet
-    COMPLETE = "complete"  # last token accepted
-    ENDED = "ended"  # consumed, filtered, masked, evaluated, superseded, poisoned or surplus
-
-
-class SampleStep(StrEnum):
-    """What happens to a sample. The `RESTORE_` ones put it where the ledger's row says that it was."""
-
-    QUEUE = "queue"
-    LEASE = "lease"
-    RELEASE = "release"
-    CONFIRM = "confirm"  # its worker came back with the lease
-    FINISH = "finish"
-    END = "end"
-    REOPEN = "reopen"
-    ABANDON = "abandon"
-    RESTORE_LEASED = "restore-leased"
-    RESTORE_COMPLETE = "restore-complete"
-    RESTORE_ENDED = "restore-ended"
-
-
-#: What may happen to a sample: (state, step) -> state. Anything else is a bug.
-TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
-    (SampleStatus.NEW, SampleStep.QUEUE): SampleStatus.QUEUED,
-    (SampleStatus.NEW, SampleStep.RESTORE_LEASED): SampleStatus.UNCONFIRMED,
-    (SampleStatus.NEW, SampleStep.RESTORE_COMPLETE): SampleStatus.COMPLETE,
-    (SampleStatus.NEW, SampleStep.RESTORE_ENDED): SampleStatus.ENDED,
-    (SampleStatus.QUEUED, SampleStep.LEASE): SampleStatus.LEASED,
-    (SampleStatus.LEASED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    (SampleStatus.LEASED, SampleStep.FINISH): SampleStatus.COMPLETE,
-    (SampleStatus.UNCONFIRMED, SampleStep.CONFIRM): SampleStatus.LEASED,
-    (SampleStatus.UNCONFIRMED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    # Every token was durable, only the flag was lost.
-    (SampleStatus.QUEUED, SampleStep.FINISH): SampleStatus.COMPLETE,
-    (SampleStatus.COMPLETE, SampleStep.END): SampleStatus.ENDED,
-    (SampleStatus.ENDED, SampleStep.REOPEN): SampleStatus.COMPLETE,
-    (SampleStatus.QUEUED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.LEASED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.UNCONFIRMED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.COMPLETE, SampleStep.ABANDON): SampleStatus.ENDED,
-}
-_OPEN = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
-
-
-class WorkerStatus(StrEnum):
-    NEW = "new"  # made within this event
-    LOADING = "loading"  # connected, without the version that its run needs
-    READY = "ready"
-    SLEEPING = "sleeping"  # asked to sleep, has not answered
-    ASLEEP = "asleep"
-    DRAINING = "draining"  # asked to leave
-    AWAY = "away"  # restored from the ledger, has not come back yet
-    GONE = "gone"  # dead or left: in no table any more
-
-
-class WorkerStep(StrEnum):
-    """What happens to a worker."""
-
-    JOIN = "join"
-    RESTORE = "restore"
-    RETURN = "return"
-    LOAD = "load"  # it needs another version than it has
-    SERVE = "serve"  # it has the version that its run needs
-    SLEEP = "sleep"
-    SLEPT = "slept"
-    FOUND_FALLING_ASLEEP = "found-falling-asleep"  # by its own word: it was ordered to by an earlier daemon
-    FOUND_ASLEEP = "found-asleep"
-    WAKE = "wake"
-    DRAIN = "drain"
-    LEAVE = "leave"
-
-
-#: What may happen to a worker: (state, step) -> state. Anything else is a bug. What is asked to leave does nothing else.
-WORKER_TRANSITIONS: dict[tuple[WorkerStatus, WorkerStep], WorkerStatus] = {
-    (WorkerStatus.NEW, WorkerStep.JOIN): WorkerStatus.LOADING,
-    (WorkerStatus.NEW, WorkerStep.RESTORE): WorkerStatus.AWAY,
-    (WorkerStatus.AWAY, WorkerStep.RETURN): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SERVE): WorkerStatus.READY,
-    (WorkerStatus.READY, WorkerStep.LOAD): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.SLEEPING, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_ASLEEP): WorkerStatus.ASLEEP,
-    (WorkerStatus.ASLEEP, WorkerStep.WAKE): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.READY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.SLEEPING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.AWAY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.LOADING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.READY, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.SLEEPING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.DRAINING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.AWAY, WorkerStep.LEAVE): WorkerStatus.GONE,
-}
-
-
-class Memory(StrEnum):
-    """What a worker does with its GPU's memory. Beside its status: one that is asked to leave, or is silent, holds it as before."""
-
-    AWAKE = "awake"
-    FALLING_ASLEEP = "falling-asleep"  # told to sleep, has not acknowledged that its memory is free
-    ASLEEP = "asleep"  # it acknowledged
-    WAKING = "waking"  # told to wake, has not acknowledged that it has its memory again
-
-
-class MemoryStep(StrEnum):
-    """Orders to a worker, what it acknowledges, and what a greeting says that an earlier daemon had ordered."""
-
-    SLEEP = "sleep"
-    SLEPT = "asleep"
-    WAKE = "wake"
-    WOKEN = "awake"
-    FOUND_FALLING_ASLEEP = "found-falling-asleep"
-    FOUND_ASLEEP = "found-asleep"
-    FOUND_WAKING = "found-waking"
-
-
-#: What may happen to a worker's memory: (state, step) -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
-#: to wake never overtakes the acknowledgement of the order before.
-MEMORY_TRANSITIONS: dict[tuple[Memory, MemoryStep], Memory] = {
-    (Memory.AWAKE, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.WAKING, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.FALLING_ASLEEP, MemoryStep.SLEPT): Memory.ASLEEP,
-    (Memory.ASLEEP, MemoryStep.WAKE): Memory.WAKING,
-    (Memory.WAKING, MemoryStep.WOKEN): Memory.AWAKE,
-    (Memory.AWAKE, MemoryStep.FOUND_FALLING_ASLEEP): Memory.FALLING_ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_ASLEEP): Memory.ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_WAKING): Memory.WAKING,
-}
-#: What a greeting says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
-MEMORY_FOUND: dict[Memory, MemoryStep] = {
-    Memory.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
-    Memory.ASLEEP: MemoryStep.FOUND_ASLEEP,
-    Memory.WAKING: MemoryStep.FOUND_WAKING,
-}
-
-
 @dataclass(slots=True)
 class Sample:
     id: int
@@ -353,12 +180,12 @@ class Sample:
 
     def step(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = TRANSITIONS.get((self.status, step))
+        target = SAMPLE_TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
         self.seen = None
         group = self.group
-        if target in _OPEN:  # and so was where it came from: what is done is not opened again
+        if target in UNFINISHED:  # and so was where it came from: what is done is not opened again
             self.status = target
         else:
             before = self.done

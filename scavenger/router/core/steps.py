@@ -30,8 +30,9 @@ from scavenger.protocol.messages import (
     Trained,
 )
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep
+from scavenger.router.core.state import Group, Run, Sample
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, SampleStep
 
 #: Of a run, submitted and not committed: each is a row and lies in memory.
 MAX_OPEN_GROUPS = 200_000

@@ -16,18 +16,8 @@ from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.protocol.messages import Assign, GroupDone, Message
 from scavenger.router.core.events import Fill, ReadHistory, RouterAction, Send, WorkerLife, Write
 from scavenger.router.core.payloads import Payloads
-from scavenger.router.core.state import (
-    MAX_KEYS,
-    PEER_BURST,
-    PEER_EVERY_S,
-    REFUSALS_LOGGED,
-    Budget,
-    Group,
-    Limits,
-    Run,
-    Sample,
-    Worker,
-)
+from scavenger.router.core.row_budget import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_LOGGED, Budget
+from scavenger.router.core.state import Group, Limits, Run, Sample, Worker
 
 #: Engines that are gone and still told of: more than a fleet loses between two looks at Slurm.
 MAX_LIVED = 4096

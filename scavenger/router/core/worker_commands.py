@@ -19,8 +19,9 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core import refusals
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Memory, MemoryStep, Run, Version, Worker, WorkerStatus, WorkerStep
+from scavenger.router.core.state import Run, Version, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import Memory, MemoryStep, WorkerStatus, WorkerStep
 from scavenger.weights.directory import refused
 
 MAX_LOAD_FAILURES = 5

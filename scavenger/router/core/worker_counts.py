@@ -6,7 +6,8 @@ Counted as workers change, not looked up: a fleet of a thousand is asked about w
 from __future__ import annotations
 
 from scavenger.protocol.messages import MAX_SLOTS, Fleet, reserved_name, words
-from scavenger.router.core.state import Memory, MemoryTold, Run, Worker, WorkerStatus
+from scavenger.router.core.state import MemoryTold, Run, Worker
+from scavenger.router.core.transitions import Memory, WorkerStatus
 
 
 def fleet_sizes(run: Run) -> tuple[int, int, int]:

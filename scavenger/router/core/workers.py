@@ -31,8 +31,9 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import policy_driver, worker_commands, worker_counts
 from scavenger.router.core import samples as sm
 from scavenger.router.core.events import WorkerLife
-from scavenger.router.core.state import Memory, Sample, Silenced, Worker, WorkerStatus, WorkerStep
+from scavenger.router.core.state import Sample, Silenced, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import Memory, WorkerStatus, WorkerStep
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
