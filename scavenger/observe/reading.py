@@ -63,7 +63,7 @@ def _run(run: Run, wanted: int) -> RunReading:
     samples: Counter[str] = Counter(
         {status.value: 0 for status in SampleStatus if status not in (SampleStatus.NEW, SampleStatus.ENDED)}
     )
-    progress_at = run.submitted_at
+    progress_at = run.step.submitted_at
     for group in run.by_key.values():
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:
@@ -74,8 +74,8 @@ def _run(run: Run, wanted: int) -> RunReading:
         engines,
         samples,
         wanted,
-        max(run.versions, default=0),
-        run.last_step,
+        max(run.weights.versions, default=0),
+        run.step.last_committed,
         progress_at,
-        run.trainer_seen,
+        run.trainer.seen_at,
     )

@@ -379,11 +379,11 @@ def test_an_illegal_step_of_a_sample_raises_and_changes_nothing(
         sample.step(step)
         assert sample.status is SAMPLE_TRANSITIONS[(status, step)]
         return
-    sample.group.run.dirty = False
+    sample.group.run.due.fleet = False
     with pytest.raises(IllegalTransition, match=rf"sample 1 is {status} and cannot {step}"):
         sample.step(step)
     assert sample.status is status
-    assert not sample.group.run.dirty
+    assert not sample.group.run.due.fleet
 
 
 def test_placement_fills_the_fleet_evenly_and_breaks_ties_by_id() -> None:

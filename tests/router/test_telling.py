@@ -94,7 +94,7 @@ def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_ou
     core, run = core_and_run()
     for turn in range(100):
         core.now += 1.5
-        run.window = "open" if turn % 2 else "close"
+        run.decisions.window = "open" if turn % 2 else "close"
         decision_log.window(core, run, False, {})
     assert len(told(core)) == 100
     for number in range(2 * BURST):
@@ -118,10 +118,10 @@ def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
 
 def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
     core, run = core_and_run()
-    run.newest = ("train", 3)
+    run.step.newest = ("train", 3)
     codes = []
     for said, all_done in (("open", False), ("close", False), ("open", False), ("close", True), ("", False)):
-        run.window, run.window_reason = said, "why"
+        run.decisions.window, run.decisions.window_reason = said, "why"
         decision_log.window(core, run, all_done, {"samples": 7.0})
         codes += [row.code for row in told(core)]
     assert codes == ["opened", "closed", "reopened", "all_done", "undecided"]

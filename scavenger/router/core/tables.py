@@ -129,7 +129,7 @@ class Core:
             self._waiting.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
     def read_history(self, run: Run) -> None:
-        self._waiting.append(ReadHistory(run.id, run.attempt, run.resume_step))
+        self._waiting.append(ReadHistory(run.id, run.attempt, run.step.resumed_after))
 
     def length_accepted(self, sample: Sample) -> None:
         """The sample's accepted length becomes durable with this event's records."""
@@ -146,7 +146,7 @@ class Core:
 
     def connection_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
         """An event that a worker can cause as often as it likes: of each kind and key the first ones are written, then fewer and fewer."""
-        if self.told(f"{peer.intent_id or peer.run.owner_key} {kind}"):
+        if self.told(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
             self.event(kind, peer.run.id, subject, reason, **detail)
         else:
             self.count(kind)
@@ -215,7 +215,7 @@ class Core:
             for sample, epoch in self._granted.popitem(last=False)[1]:
                 if sample.epoch == epoch:
                     holder = workers.get(sample.worker_id)
-                    sample.assigned_at, sample.assigned_after = now, holder.acks if holder else 0
+                    sample.assigned_at, sample.assigned_after = now, holder.heartbeat.acks if holder else 0
         return lengths
 
     @property

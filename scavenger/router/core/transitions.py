@@ -6,7 +6,7 @@ All three state machines of the router are here, and nothing else:
     worker   (WorkerStatus, WorkerStep) -> WorkerStatus    in WORKER_TRANSITIONS
     memory   (Memory, MemoryStep) -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
 
-`Sample.step`, `Worker.step` and `WorkerMemory.step` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
+`Sample.step`, `Worker.step` and `Worker.step_memory` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
 table has none. Pure.
 """
 
