@@ -156,11 +156,11 @@ def test_a_run_s_example_is_valid(example: str) -> None:
 
 
 def test_the_demo_s_example_has_the_keys_that_the_demo_writes() -> None:
-    from scavenger.demo import settings
+    from scavenger.demo.session import DemoSettings, run_document
 
     here = Path("x")
-    document = settings.run_document(
-        settings.DemoSettings(), name="demo", state_dir=here, out_dir=here, model=here, max_engines=1
+    document = run_document(
+        DemoSettings(), name="demo", state_dir=here, out_dir=here, model=here, max_engines=1
     )
     example = tomllib.loads((ROOT / "examples/demo/run.toml").read_text(encoding="utf-8"))
     assert {name: set(keys) for name, keys in example.items()} == {

@@ -54,9 +54,9 @@ from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
 from scavenger.router.core import workers
 from scavenger.router.core.events import PastRead, TopologyRead
-from scavenger.router.core.limits import limits_of
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.server import KeyRing, Server
 
 log = structlog.get_logger()
@@ -234,7 +234,12 @@ class Daemon:
             self._policy_failed,
         )
         router = Router(
-            limits_of(self.config), generation, payloads, generation.timeline, generation.restored, policy
+            RouterLimits.of(self.config),
+            generation,
+            payloads,
+            generation.timeline,
+            generation.restored,
+            policy,
         )
         counted = self.service_manager.counted(writer, self.clock)
         self.server = server = Server(

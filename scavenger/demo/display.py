@@ -1,4 +1,7 @@
-"""The demo's live display: figures in, a rich renderable out. Owns no state but the width of its bars."""
+"""The demo's live display: figures in, a rich renderable out. Owns no state but the width of its bars.
+
+Boundary: how the demo looks on a terminal; it knows no process, queue or ledger.
+"""
 
 from __future__ import annotations
 

@@ -7,12 +7,14 @@ Owns the order of things and what is printed. The parts are the product's own: t
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from rich.console import Console, RenderableType
@@ -23,8 +25,7 @@ from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.sandbox.sandbox import missing_slurm
-from scavenger.demo import display, metrics, report, settings, training
-from scavenger.demo import settings as users
+from scavenger.demo import display, metrics, report, training
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
@@ -32,6 +33,23 @@ from scavenger.ledger import store
 REFRESH_S = 0.5
 LINE_S = 5.0
 RUN_NAME = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """Sizes of the demo. `pace` mimics a large model's decode rate, so that preemption strikes in the middle of samples."""
+
+    steps: int = 60
+    seed: int = 0
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    eval_prompts: int = 256
+    max_batch: int = 96
+    pace: float = 4.0
+    lr: float = 2e-4
+    warmup_steps: int = 5
+    window: float = 0.35
+    deterministic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +67,41 @@ class DemoOptions:
     max_engines: int = 3
     time_limit_s: float = 420.0
     policy: str = "predictive"
-    settings: settings.DemoSettings = field(default_factory=settings.DemoSettings)
+    settings: DemoSettings = field(default_factory=DemoSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoArrival:
+    """An ordinary job: `gpus` on `node` for `run_s`, submitted `at_s` after the start."""
+
+    at_s: float
+    node: str
+    gpus: int
+    run_s: float
+
+
+def arrivals(
+    nodes: Sequence[str], gpus_per_node: int, *, every_s: float, run_s: float, seed: int
+) -> Iterator[DemoArrival]:
+    """A million arrivals, on average one every `every_s`; they hit one node after another, mostly whole nodes.
+
+    A job takes a whole node or all but one GPU of it, so that it meets whatever runs there; it goes on long enough that the engine
+    has to come back elsewhere.
+    """
+    rng = random.Random(seed)
+    at_s = 0.0
+    for index in range(1_000_000):
+        at_s += every_s * rng.uniform(0.6, 1.4)
+        node = nodes[index % len(nodes)]
+        yield DemoArrival(at_s, node, gpus_per_node - (rng.random() < 0.25), run_s * rng.uniform(0.7, 1.3))
 
 
 @dataclass(slots=True)
 class OtherUsers:
     """Jobs of the other users and how long each waited for its GPUs."""
 
-    arrivals: Iterator[users.DemoArrival]
-    pending: users.DemoArrival
+    arrivals: Iterator[DemoArrival]
+    pending: DemoArrival
     submitted: dict[int, float] = field(default_factory=dict)
     waited: dict[int, float] = field(default_factory=dict)
 
@@ -202,7 +246,7 @@ class DemoModel:
 
 
 def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
-    document = settings.run_document(
+    document = run_document(
         options.settings,
         name=RUN_NAME,
         state_dir=site.state_dir,
@@ -218,7 +262,7 @@ def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
 def _other_users(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> OtherUsers | None:
     if options.preempt_every_s <= 0:
         return None
-    stream = users.arrivals(
+    stream = arrivals(
         nodes, gpus, every_s=options.preempt_every_s, run_s=options.other_job_s, seed=options.settings.seed
     )
     return OtherUsers(stream, next(stream))
@@ -355,3 +399,33 @@ def _report(
     console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)
     command = f"{Path(sys.executable).parent / 'scavenger'} samples {RUN_NAME} --step 3 --config {site_dir / 'scavenger.toml'}"
     console.print(f"\n  And what the model said in step 3:\n{command}", highlight=False, soft_wrap=True)
+
+
+def run_document(
+    settings: DemoSettings, *, name: str, state_dir: Path, out_dir: Path, model: Path, max_engines: int
+) -> dict[str, dict[str, Any]]:
+    """The `run.toml` of the demo."""
+    return {
+        "run": {
+            "name": name,
+            "seed": settings.seed,
+            "steps": settings.steps,
+            "state_dir": state_dir,
+            "out_dir": out_dir,
+            "deterministic": settings.deterministic,
+            "max_engines": max_engines,
+        },
+        "model": {"path": model, "context_length": 32},
+        "data": {
+            "task": "sort",
+            "prompts_per_step": settings.prompts_per_step,
+            "samples_per_prompt": settings.samples_per_prompt,
+        },
+        "sampling": {"max_tokens": 7, "temperature": 1.0},
+        "engine": {"name": "reference", "max_batch": settings.max_batch, "pace": settings.pace},
+        "optimizer": {"lr": settings.lr, "warmup_steps": settings.warmup_steps, "betas": [0.9, 0.99]},
+        "reserved": {"workers": 1, "window": settings.window, "wake_after_s": 2.0},
+        "checkpoint": {"every": 20, "keep": 2},
+        "eval": {"prompts": settings.eval_prompts},
+        "weights": {"dtype": "float32"},
+    }

@@ -20,7 +20,7 @@ from scavenger.router.core import decision_log
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
 from scavenger.router.core.row_budget import BURST, EVERY_S
-from scavenger.router.core.state import Limits, Run
+from scavenger.router.core.state import RouterLimits, Run
 from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.ours import OURS
@@ -29,7 +29,7 @@ from tests.simulate.digest import small
 
 
 def core_and_run() -> tuple[Core, Run]:
-    core = Core(Limits(), 1, NoPayloads())
+    core = Core(RouterLimits(), 1, NoPayloads())
     core.now = 1000.0
     return core, Run(1, "r", "key", 0, SPEC)
 
@@ -188,7 +188,7 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
 
 def placed_and_moved(new: NewPolicy) -> dict[str, rec.Decision]:
     """The rows of a run whose second engine comes when the first holds all samples."""
-    bench = Bench(limits=Limits(suspect_s=300.0, dead_s=600.0))
+    bench = Bench(limits=RouterLimits(suspect_s=300.0, dead_s=600.0))
     bench.router.core.new_policy = new
     spec = msgspec.structs.replace(SPEC, max_batch=64, context_length=32_768)
     bench.call(msgspec.structs.replace(open_body(), engine=spec))
@@ -278,7 +278,7 @@ class Asked(Standard):
 
 
 def test_each_run_has_a_policy_of_its_own() -> None:
-    router = Router(Limits(), 1, NoPayloads(), new_policy=named("predictive", 0.0))
+    router = Router(RouterLimits(), 1, NoPayloads(), new_policy=named("predictive", 0.0))
     one, two = router.core.new_policy("a"), router.core.new_policy("b")
     assert one is not two
     assert isinstance(one, Predictive)

@@ -52,7 +52,7 @@ from scavenger.router.core.events import (
     WorkerSent,
 )
 from scavenger.router.core.payloads import Payloads
-from scavenger.router.core.state import Limits, ReservedMemory, Run, Worker
+from scavenger.router.core.state import ReservedMemory, RouterLimits, Run, Worker
 from scavenger.router.core.tables import Core
 
 
@@ -61,7 +61,7 @@ class Router:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RouterLimits,
         generation: int,
         payloads: Payloads,
         ledger: str = "",

@@ -17,7 +17,7 @@ from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log
 from scavenger.router.core import samples as sm
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import Limits, Run, Worker, Yielding
+from scavenger.router.core.state import RouterLimits, Run, Worker, Yielding
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -181,14 +181,14 @@ def window(core: Core, run: Run, *, timed: bool) -> None:
         )
 
 
-def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+def engines_for(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
     engines, reason = _wanted(core, run, now, limits)
     decision_log.engines(core, run, engines, reason, benefit(run))
     return engines, reason
 
 
-def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
     if run.ended or run.stopped:
         return 0, "the run is over"
     if not run.settings.harvest:

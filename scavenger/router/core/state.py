@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
@@ -33,6 +34,9 @@ from scavenger.router.core.transitions import (
     WorkerStep,
 )
 from scavenger.weights.directory import Directory
+
+if TYPE_CHECKING:
+    from scavenger.config import DaemonConfig
 
 Key = tuple[bool, int, int, int]
 #: Above this share of the queue a scan costs less than to find each sample by itself.
@@ -565,8 +569,8 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the core needs of the daemon's configuration. Seconds; tokens."""
+class RouterLimits:
+    """What the core needs of the daemon's configuration: seconds, milliseconds (`flush_ms`) and tokens, as their names say."""
 
     heartbeat_s: float = 1.0
     suspect_s: float = 4.0
@@ -577,3 +581,19 @@ class Limits:
     trainer_silent_s: float = 60.0
     trainer_gone_s: float = 600.0
     stalled_s: float = 300.0
+
+    @classmethod
+    def of(cls, config: DaemonConfig) -> RouterLimits:
+        """The limits that the daemon's configuration names."""
+        daemon = config.daemon
+        return cls(
+            daemon.heartbeat_s,
+            daemon.suspect_s,
+            daemon.dead_s,
+            daemon.reconnect_s,
+            daemon.flush_ms,
+            daemon.flush_tokens,
+            daemon.trainer_silent_s,
+            daemon.trainer_gone_s,
+            daemon.engine_stalled_s,
+        )

@@ -17,7 +17,7 @@ from scavenger.protocol.messages import Assign, GroupDone, Message
 from scavenger.router.core.events import Fill, ReadHistory, RouterAction, Send, WorkerLife, Write
 from scavenger.router.core.payloads import Payloads
 from scavenger.router.core.row_budget import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_LOGGED, Budget
-from scavenger.router.core.state import Group, Limits, Run, Sample, Worker
+from scavenger.router.core.state import Group, RouterLimits, Run, Sample, Worker
 
 #: Engines that are gone and still told of: more than a fleet loses between two looks at Slurm.
 MAX_LIVED = 4096
@@ -33,7 +33,12 @@ class Core:
     """The tables and the effects under way. One per daemon."""
 
     def __init__(
-        self, limits: Limits, generation: int, payloads: Payloads, ledger: str = "", restored: bool = False
+        self,
+        limits: RouterLimits,
+        generation: int,
+        payloads: Payloads,
+        ledger: str = "",
+        restored: bool = False,
     ) -> None:
         self.limits = limits
         self.payloads = payloads
