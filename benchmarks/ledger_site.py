@@ -30,13 +30,13 @@ from scavenger.protocol import keys
 from scavenger.router.core.events import Identity, JobGone, RouterAction, RouterEvent
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.server import KeyRing, Server
 
 RUN = "bench"
 #: Silence is no death here: while the parent sets up, engines do not beat.
 PAYLOAD_BYTES = 1 << 30
-LIMITS = Limits(suspect_s=60.0, dead_s=120.0)
+LIMITS = RouterLimits(suspect_s=60.0, dead_s=120.0)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from scavenger.ledger.write import transaction
 from scavenger.protocol.messages import EngineSpec, Sampling, pack_logprobs, pack_tokens
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 
 N, ENGINES, CHUNK = 16, 1000, 32
 AT = 1_790_000_000.0
@@ -97,7 +97,7 @@ def measure(url: str, samples: int, tokens: int) -> None:
             began, cpu = time.perf_counter(), time.process_time()
             snapshot = reader.read_snapshot(engine)
             read = time.perf_counter()
-            router = Router(Limits(), 2, PayloadStore(512 * 2**20))
+            router = Router(RouterLimits(), 2, PayloadStore(512 * 2**20))
             router.restore(snapshot, AT)
             done = time.perf_counter()
             assert len(router.core.samples) == samples

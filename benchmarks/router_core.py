@@ -44,7 +44,7 @@ from scavenger.router.core.events import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked
 
 WORKERS, SAMPLES, TOKENS, CHUNK, COMMIT_EVERY = 64, 100, 64, 8, 16
@@ -55,7 +55,7 @@ class Site:
     """A core and the little that it needs around it."""
 
     def __init__(self) -> None:
-        self.router = Router(Limits(), 1, PayloadStore(512 * 2**20))
+        self.router = Router(RouterLimits(), 1, PayloadStore(512 * 2**20))
         self.ticket = self.calls = 0
         self.leases: dict[int, list[Lease]] = {}
 

@@ -43,7 +43,7 @@ from scavenger.router.core.events import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import FLAT_BYTES, PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked
 
 N, ENGINES, PROMPT, CHUNK = 16, 1000, 256, 32
@@ -59,7 +59,7 @@ def resident() -> int:
 class Site:
     def __init__(self, bound: int) -> None:
         self.store = PayloadStore(bound)
-        self.router = Router(Limits(), 1, self.store)
+        self.router = Router(RouterLimits(), 1, self.store)
         self.ticket = self.calls = 0
 
     def handle(self, event: RouterEvent) -> None:

@@ -372,8 +372,6 @@ def reached_from(path: Path) -> dict[Path, str]:
 
 #: Files with one importer and no boundary of their own, yet to go back into it. None is added.
 TO_FOLD = {
-    "scavenger/config/unknown_keys.py",
-    "scavenger/router/core/limits.py",
     *(
         f"scavenger/simulate/policies/{name}.py"
         for name in (
@@ -390,7 +388,7 @@ TO_FOLD = {
             "polyrl",
             "registry",
         )
-    ),
+    )
 }
 
 

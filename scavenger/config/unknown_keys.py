@@ -1,4 +1,7 @@
-"""What an error says about a key that does not exist: its new name, the name that it has here, or the nearest one. Pure."""
+"""What an error says about a key that does not exist: its new name, the name that it has here, or the nearest one. Pure.
+
+Boundary: other names of keys, and what an error says of them; it reads no file.
+"""
 
 from __future__ import annotations
 

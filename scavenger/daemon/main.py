@@ -54,9 +54,9 @@ from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
 from scavenger.router.core import workers
 from scavenger.router.core.events import PastRead, TopologyRead
-from scavenger.router.core.limits import limits_of
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.server import KeyRing, Server
 
 log = structlog.get_logger()
@@ -234,7 +234,12 @@ class Daemon:
             self._policy_failed,
         )
         router = Router(
-            limits_of(self.config), generation, payloads, generation.timeline, generation.restored, policy
+            RouterLimits.of(self.config),
+            generation,
+            payloads,
+            generation.timeline,
+            generation.restored,
+            policy,
         )
         counted = self.service_manager.counted(writer, self.clock)
         self.server = server = Server(
@@ -398,7 +403,9 @@ class Daemon:
         """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
         runs = self.server.router.core.runs.values()
         opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
-            OpenRun(run.name, run.job_id, run.trainer_seen if run.conn is not None else 0.0)
+            OpenRun(
+                run.name, run.trainer.job_id, run.trainer.seen_at if run.trainer.conn is not None else 0.0
+            )
             for run in runs
             if not run.ended
         ]
@@ -460,9 +467,9 @@ class Daemon:
                 post=server.post,
                 demand=lambda: router.demand(self.clock()),
                 leases=lambda: {
-                    w.intent_id: (len(w.leases), w.idle_since)
+                    w.process.intent_id: (len(w.leases), w.idle_since)
                     for w in router.core.workers.values()
-                    if w.intent_id
+                    if w.process.intent_id
                 },
                 register=self.keyring.allow,
                 unregister=self.keyring.revoke,
@@ -497,7 +504,10 @@ class Daemon:
             scratch = policy(run.name)
             try:
                 past = history.read(
-                    writer.engine, run.name, max(0, run.last_step - warm_start.STEPS), warm_start.CHUNKS
+                    writer.engine,
+                    run.name,
+                    max(0, run.step.last_committed - warm_start.STEPS),
+                    warm_start.CHUNKS,
                 )
                 facts = warm_start.facts(past)
                 warm_start.tell(scratch, facts)  # what no policy can take shows here

@@ -2,7 +2,8 @@
 
 Owns that decision and the limits on it. Pure: the queue, the run's state in the ledger and `now` (monotonic seconds) are inputs. Knows
 neither the display nor how a queue is read.
-Boundary: pure; when a watched job counts as failed.
+
+Boundary: what one poll of the training job means; no IO.
 """
 
 from __future__ import annotations

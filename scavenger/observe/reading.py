@@ -17,8 +17,9 @@ from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
-from scavenger.router.core.state import Run, SampleStatus
+from scavenger.router.core.state import Run
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 def take(
@@ -62,7 +63,7 @@ def _run(run: Run, wanted: int) -> RunReading:
     samples: Counter[str] = Counter(
         {status.value: 0 for status in SampleStatus if status not in (SampleStatus.NEW, SampleStatus.ENDED)}
     )
-    progress_at = run.submitted_at
+    progress_at = run.step.submitted_at
     for group in run.by_key.values():
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:
@@ -73,8 +74,8 @@ def _run(run: Run, wanted: int) -> RunReading:
         engines,
         samples,
         wanted,
-        max(run.versions, default=0),
-        run.last_step,
+        max(run.weights.versions, default=0),
+        run.step.last_committed,
         progress_at,
-        run.trainer_seen,
+        run.trainer.seen_at,
     )

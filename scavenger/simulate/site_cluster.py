@@ -301,9 +301,9 @@ class SimCluster:
 
     def _ours(self) -> list[OurJob]:
         workers = {
-            worker.intent_id: worker
+            worker.process.intent_id: worker
             for worker in self._daemon.router.core.workers.values()
-            if worker.intent_id
+            if worker.process.intent_id
         }
         found = []
         for job in self._jobs.values():

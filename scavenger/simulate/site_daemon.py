@@ -25,7 +25,7 @@ from scavenger.router.core.events import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.simulate.clock import Simulation
 
 #: A peer takes a message and, for each of its leases or samples, how many tokens go with it.
@@ -40,7 +40,7 @@ class SimDaemon:
 
     def __init__(self, sim: Simulation, policy: RouterPolicy, tick_s: float, heartbeat_s: float) -> None:
         self._sim, self._tick_s = sim, tick_s
-        limits = Limits(
+        limits = RouterLimits(
             heartbeat_s=heartbeat_s, suspect_s=math.inf, dead_s=math.inf, stalled_s=math.inf
         )  # engines here fall silent only with a goodbye, or with their jobs
         self.router = Router(limits, 1, NoPayloads(), new_policy=lambda _run: policy)

@@ -16,7 +16,7 @@ from scavenger.protocol.messages import (
     WeightsLoaded,
     WeightSource,
 )
-from scavenger.router.core.state import WorkerStatus
+from scavenger.router.core.transitions import WorkerStatus
 from scavenger.weights import manifest as manifests
 from tests.ledger.conftest import new_database
 from tests.router.harness import SOURCE, Bench, specs
@@ -86,7 +86,7 @@ def greets(
 
 def test_the_newest_manifests_and_those_of_their_bases_are_read_and_no_others(ledger: Ledger) -> None:
     bench, versions = restarted(ledger, samples_of=8, base_again_as=3)
-    known = bench.router.core.runs["r"].versions
+    known = bench.router.core.runs["r"].weights.versions
     assert {v: found.manifest for v, found in known.items() if found.manifest} == {
         v: versions[v].manifest for v in (1, 3, 5, 6, 7, 8)
     }
@@ -98,7 +98,7 @@ def test_an_ended_run_comes_without_its_bases(ledger: Ledger) -> None:
     bench.open()
     assert bench.call(CloseRun("finished")) == Ok()
     bench.restart()
-    assert not any(found.manifest for found in bench.router.core.runs["r"].versions.values())
+    assert not any(found.manifest for found in bench.router.core.runs["r"].weights.versions.values())
 
 
 def test_a_joiner_gets_adapters_and_base_from_engines_while_the_trainer_is_away(ledger: Ledger) -> None:
@@ -121,4 +121,4 @@ def test_an_engine_with_the_version_that_samples_wait_for_generates_on_while_the
     leases = bench.leases(WITH_7)
     assert [lease.version for lease in leases] == [7] * 4
     workers = bench.router.core.runs["r"].workers.values()
-    assert [w.status for w in workers if w.loaded_version == 7] == [WorkerStatus.READY]
+    assert [w.status for w in workers if w.weights.loaded == 7] == [WorkerStatus.READY]

@@ -12,17 +12,16 @@ from contextlib import contextmanager
 
 from scavenger.protocol.worker.events import WorkerPhase
 from scavenger.protocol.worker.session import LEGAL
-from scavenger.router.core.state import (
-    TRANSITIONS,
+from scavenger.router.core.state import Sample, Worker
+from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import (
+    SAMPLE_TRANSITIONS,
     WORKER_TRANSITIONS,
-    Sample,
     SampleStatus,
     SampleStep,
-    Worker,
     WorkerStatus,
     WorkerStep,
 )
-from scavenger.router.core.tables import Core
 
 #: Where one event may bring a worker, by one step of the core's table or by several. "-": not there.
 WITHIN_ONE_EVENT: dict[str, tuple[str, ...]] = {
@@ -213,7 +212,7 @@ def excused() -> dict[str, tuple[str, ...]]:
 def tables() -> dict[str, set[tuple[str, str]]]:
     """What is legal."""
     return {
-        "samples": {(status.value, step.value) for status, step in TRANSITIONS},
+        "samples": {(status.value, step.value) for status, step in SAMPLE_TRANSITIONS},
         "workers": {(status.value, step.value) for status, step in WORKER_TRANSITIONS},
         "events": {(a, b) for a, after in WITHIN_ONE_EVENT.items() for b in after},
         "phases": {(a.value, b.value) for a, after in LEGAL.items() for b in after},

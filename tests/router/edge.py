@@ -25,11 +25,11 @@ from scavenger.protocol import keys, messages
 from scavenger.router.core.events import Identity
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.server import KeyRing, Server
 from tests.router.harness import payload
 
-LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
+LIMITS = RouterLimits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
 
 
 class LiveDaemon:

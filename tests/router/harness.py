@@ -52,7 +52,7 @@ from scavenger.router.core.events import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked, filled, lacking, lacking_message, take_back
 from tests.router.memory_ledger import Ledger
 
@@ -133,9 +133,9 @@ class Bench:
     """
 
     def __init__(
-        self, *, auto: bool = True, limits: Limits | None = None, payload_bytes: int = 2_000
+        self, *, auto: bool = True, limits: RouterLimits | None = None, payload_bytes: int = 2_000
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits or RouterLimits()
         self.ledger = Ledger()
         self.now = 1000.0
         self.auto = auto

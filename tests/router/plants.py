@@ -15,8 +15,8 @@ from scavenger.router.core import registration, restore, runs, steps, worker_com
 from scavenger.router.core import samples as sm
 from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
-from scavenger.router.core.state import SampleStatus
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 from tests.router.harness import chunk_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -138,8 +138,8 @@ def version_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
 
     def young(core: Core, state: rec.RunState) -> Any:
         run = restored(core, state)
-        run.next_version = 1
-        run.versions = {}
+        run.weights.next_version = 1
+        run.weights.versions = {}
         return run
 
     patch.setattr(restore, "_restore_run", young)
@@ -151,7 +151,7 @@ def replayed_with_other_weights(patch: pytest.MonkeyPatch) -> None:
     def trusting(core: Core, run: Any, body: Any, spec: Any) -> Any:
         old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
         if old is not None:
-            old.root = run.versions[body.version].root
+            old.root = run.weights.versions[body.version].root
         return make(core, run, body, spec)
 
     patch.setattr(steps, "_group_for", trusting)
@@ -174,7 +174,7 @@ def old_attempt_commits(patch: pytest.MonkeyPatch) -> None:
     def lenient(core: Core, conn: int, identity: Any, call: Any, run: Any) -> Any:
         denied = may(core, conn, identity, call, run)
         if denied is not None and denied.code == "stale" and isinstance(call.body, CommitStep):
-            run.conn = conn
+            run.trainer.conn = conn
             return None
         return denied
 
@@ -262,7 +262,7 @@ def asleep_once_told(patch: pytest.MonkeyPatch) -> None:
 
     def trusting(core: Core, worker: Any) -> None:
         put(core, worker)
-        worker_commands.asleep(core, worker, worker.memory_order, 0)
+        worker_commands.asleep(core, worker, worker.memory.order, 0)
 
     patch.setattr(worker_commands, "put_to_sleep", trusting)
 
@@ -273,14 +273,14 @@ def acknowledged_by_an_older_order(patch: pytest.MonkeyPatch) -> None:
 
     def trusting(core: Core, worker: Any, beat: Any) -> None:
         if beat.memory == "asleep":
-            asleep(core, worker, worker.memory_order, beat.bytes_held)
+            asleep(core, worker, worker.memory.order, beat.bytes_held)
         reconcile(core, worker, beat)
 
     patch.setattr(worker_commands, "reconcile", trusting)
     patch.setattr(
         worker_commands,
         "asleep",
-        lambda core, worker, order, held: asleep(core, worker, worker.memory_order, held),
+        lambda core, worker, order, held: asleep(core, worker, worker.memory.order, held),
     )
 
 
@@ -290,7 +290,7 @@ def woken_without_the_trainer(patch: pytest.MonkeyPatch) -> None:
 
     def sure(core: Core, state: rec.RunState) -> Any:
         run = restored(core, state)
-        run.reserved_told = True
+        run.reserved.awake_stated = True
         return run
 
     patch.setattr(restore, "_restore_run", sure)

@@ -19,7 +19,7 @@ from scavenger.protocol.messages import Chunk
 from scavenger.router.core.events import RouterAction, RouterEvent
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
-from scavenger.router.core.state import Group, Limits, Queue, Run, Sample, Worker
+from scavenger.router.core.state import Group, Queue, RouterLimits, Run, Sample, Worker
 
 #: What a reader may fill: made anew from the tables whenever it is asked for. And what the driver gives.
 CACHES = frozenset({"seen", "slots", "serving"})
@@ -33,7 +33,7 @@ class Recorder(Router):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RouterLimits,
         generation: int,
         payloads: Any,
         ledger: str = "",

@@ -34,7 +34,7 @@ from scavenger.router.core.events import (
     TrainerCalled,
     Write,
 )
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked, lacking
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
@@ -45,7 +45,7 @@ from tests.router.memory_ledger import Ledger
 from tests.router.trainers import Campaign, SimTrainer
 
 Op = list[Any]
-LIMITS = Limits(stalled_s=300.0)
+LIMITS = RouterLimits(stalled_s=300.0)
 ORDERS = (UseWeights, Sleep, Wake, Drain, Assign, Revoke)
 POISON = {"r": "stop", "q": "mask"}
 

@@ -10,7 +10,7 @@ from scavenger.protocol.messages import Call, Denied, Heartbeat, Ok, RecordCheck
 from scavenger.router.core import registration, steps
 from scavenger.router.core import tables as core_module
 from scavenger.router.core.events import TrainerCalled
-from scavenger.router.core.state import PEER_EVERY_S, REFUSALS_LOGGED
+from scavenger.router.core.row_budget import PEER_EVERY_S, REFUSALS_LOGGED
 from tests.router.harness import OWNER, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 

@@ -10,8 +10,8 @@ import pytest
 from scavenger.config import DaemonConfig
 from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
 from scavenger.router.core.events import JobGone
-from scavenger.router.core.limits import limits_of
-from scavenger.router.core.state import SampleStatus, WorkerStatus
+from scavenger.router.core.state import RouterLimits
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from tests.router.harness import Bench, started
 from tests.router.moves import W1, W2, one_lease
 
@@ -164,5 +164,5 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
         "trainer_gone_s": 601.0,
         "engine_stalled_s": 301.0,
     }
-    limits = limits_of(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **keys}}))
+    limits = RouterLimits.of(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **keys}}))
     assert dataclasses.astuple(limits) == tuple(keys.values())

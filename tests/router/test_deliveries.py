@@ -14,7 +14,7 @@ from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import Fleet, GroupDone, Message, Pong, Reply
 from scavenger.router.core.events import Send
 from scavenger.router.core.payloads import Payload, PayloadStore
-from scavenger.router.core.state import Limits
+from scavenger.router.core.state import RouterLimits
 from scavenger.router.core.tables import Core
 from scavenger.router.edge import pipeline
 from scavenger.router.edge import pipeline as payload_gate
@@ -64,7 +64,7 @@ class Desk:
     """A gate whose peers take what they are let take."""
 
     def __init__(self) -> None:
-        core = Core(Limits(), 1, store := PayloadStore(1000))
+        core = Core(RouterLimits(), 1, store := PayloadStore(1000))
         self.core = core
         self.said: dict[int, list[Message]] = {}
         self.parcels: dict[int, deque[bool]] = {}

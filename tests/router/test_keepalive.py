@@ -42,13 +42,13 @@ def test_a_ping_aside_is_life_of_the_present_attempt_from_any_connection_of_its_
     run = bench.router.core.runs["r"]
     bench.now += 50
     assert bench.call(messages.Ping(aside=True), conn=70) == messages.Pong(1)
-    assert run.trainer_seen == bench.now
-    assert run.conn == 1
+    assert run.trainer.seen_at == bench.now
+    assert run.trainer.conn == 1
     bench.now += 50
     stranger = bench.call(messages.Ping(aside=True), conn=71, who=Identity("owner", "another-key"))
     old = bench.call(messages.Ping(aside=True), conn=70, attempt=0)
     assert [getattr(answer, "code", "") for answer in (stranger, old)] == ["not-owner", "stale"]
-    assert run.trainer_seen == bench.now - 50
+    assert run.trainer.seen_at == bench.now - 50
     bench.call(messages.Ping(), conn=70)
     assert len(bench.take(70, messages.HelloAgain)) == 1, "a trainer's own socket learns that it must attach"
 
@@ -63,7 +63,7 @@ def test_a_trainer_that_makes_no_call_for_long_is_seen_all_the_while(daemon: Liv
 
         def seen() -> tuple[float, int | None]:
             state = daemon.server.router.core.runs["r"]
-            return state.trainer_seen, state.conn
+            return state.trainer.seen_at, state.trainer.conn
 
         before, conn = seen()
         eventually(lambda: seen()[0] > before + 0.5)

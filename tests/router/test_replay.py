@@ -89,7 +89,7 @@ def test_a_core_that_was_changed_beside_its_events_is_not_equal_to_its_log_s(
     bench.router.core.switches["n"] = "s"
     assert dump(replayed(recorder)) != dump(recorder)
     del bench.router.core.switches["n"]
-    bench.router.core.runs["r"].max_engines += 1
+    bench.router.core.runs["r"].settings.max_engines += 1
     assert dump(replayed(recorder)) != dump(recorder)
 
 

@@ -20,7 +20,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import PayloadStore
-from scavenger.router.core.state import SampleStatus
+from scavenger.router.core.transitions import SampleStatus
 from tests.router.harness import Bench, open_body, root, specs, started
 from tests.router.moves import W1, one_lease
 
@@ -105,7 +105,7 @@ def test_a_trainer_of_the_other_history_is_refused_though_its_attempt_was_grante
         answer = bench.call(Attach("r", (), (), ledger), attempt=2, conn=9)
         assert isinstance(answer, Denied)
         assert (answer.code, "start the training job again" in answer.remedy) == ("restored", True)
-    assert bench.router.core.runs["r"].conn == 1, "the newer trainer keeps its run"
+    assert bench.router.core.runs["r"].trainer.conn == 1, "the newer trainer keeps its run"
     assert isinstance(bench.call(Attach("r", (), (), "after"), attempt=2), Ok)
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_a_ledger_never_had_begins_at_its_checkpoint_s_step_also_afte
     bench = Bench()
     bench.open(5)
     bench.restart()
-    assert bench.router.core.runs["r"].last_step == 5
+    assert bench.router.core.runs["r"].step.last_committed == 5
     bench.open(5)
     assert bench.router.core.runs["r"].attempt == 2
     bench.publish(1, step=5)

@@ -31,13 +31,8 @@ from scavenger.protocol.messages import (
     pack_tokens,
 )
 from scavenger.router.core.events import JobGone
-from scavenger.router.core.state import (
-    REFUSALS_LOGGED,
-    TRANSITIONS,
-    IllegalTransition,
-    SampleStatus,
-    SampleStep,
-)
+from scavenger.router.core.row_budget import REFUSALS_LOGGED
+from scavenger.router.core.transitions import SAMPLE_TRANSITIONS, IllegalTransition, SampleStatus, SampleStep
 from tests.router.harness import SPEC, Bench, chunk_of, open_body, root, specs, started
 from tests.router.moves import W1, W2, consumed_step, finish_all, one_lease, refused
 
@@ -380,15 +375,15 @@ def test_an_illegal_step_of_a_sample_raises_and_changes_nothing(
     bench = started(n=1)
     sample = bench.sample(1)
     sample.status = status
-    if (status, step) in TRANSITIONS:
+    if (status, step) in SAMPLE_TRANSITIONS:
         sample.step(step)
-        assert sample.status is TRANSITIONS[(status, step)]
+        assert sample.status is SAMPLE_TRANSITIONS[(status, step)]
         return
-    sample.group.run.dirty = False
+    sample.group.run.due.fleet = False
     with pytest.raises(IllegalTransition, match=rf"sample 1 is {status} and cannot {step}"):
         sample.step(step)
     assert sample.status is status
-    assert not sample.group.run.dirty
+    assert not sample.group.run.due.fleet
 
 
 def test_placement_fills_the_fleet_evenly_and_breaks_ties_by_id() -> None:

@@ -22,7 +22,8 @@ from scavenger.protocol.messages import (
     Wake,
     reserved_name,
 )
-from scavenger.router.core.state import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep, Worker
+from scavenger.router.core.state import Worker
+from scavenger.router.core.transitions import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep
 from tests.router.harness import Bench, started
 
 W1, W2 = 50, 51
@@ -42,7 +43,7 @@ def told_to_sleep(**how: object) -> Bench:
 def fleet(bench: Bench) -> Fleet:
     """What the trainer heard last."""
     bench.tick()
-    found = bench.router.core.runs["r"].fleet
+    found = bench.router.core.runs["r"].trainer.fleet
     assert found is not None
     return found
 
@@ -65,9 +66,9 @@ def test_a_worker_is_asleep_once_it_acknowledged_and_not_once_it_was_told() -> N
     bench.call(SetReserved(True, 2, 7))
     assert bench.take(W1, Wake) == [Wake(2)]
     assert memory(bench) == (2, (), (NAME,), 0)
-    assert worker(bench).memory is Memory.WAKING
+    assert worker(bench).memory.state is Memory.WAKING
     bench.say(W1, Awake(2, 4096))
-    assert worker(bench).memory is Memory.AWAKE
+    assert worker(bench).memory.state is Memory.AWAKE
 
 
 def test_the_trainer_is_told_at_once_and_not_at_the_next_tick() -> None:
@@ -114,7 +115,7 @@ def test_an_acknowledgement_that_was_lost_is_in_the_next_heartbeat_and_a_lost_or
     bench.say(W1, Heartbeat((), 0, 1, memory="asleep", memory_order=1))
     assert bench.take(W1, Wake) == [Wake(2)]
     bench.say(W1, Heartbeat((), 0, 1, memory="awake", memory_order=2))
-    assert (bench.take(W1, Wake), worker(bench).memory) == ([], Memory.AWAKE)
+    assert (bench.take(W1, Wake), worker(bench).memory.state) == ([], Memory.AWAKE)
 
 
 def test_an_engine_that_is_silent_or_lost_without_a_word_holds_its_memory_until_its_trainer_says_that_it_is_gone() -> (
@@ -184,7 +185,7 @@ def test_who_sleeps_since_before_the_daemon_restarted_is_woken_when_the_trainer_
     )
     bench.call(Attach("r", ()), conn=2)
     assert (bench.take(W2, Wake), bench.take(W2, Sleep)) == ([], [])
-    assert worker(bench).memory is Memory.ASLEEP
+    assert worker(bench).memory.state is Memory.ASLEEP
     bench.call(SetReserved(True, 2), conn=2)
     assert bench.take(W2, Wake) == [Wake(2)]
 
@@ -207,11 +208,11 @@ def test_a_restarted_daemon_knows_an_engine_that_does_not_come_back_by_its_train
     bench.tick(60.0)
     assert bench.router.core.workers == {}
     run = bench.router.core.runs["r"]
-    assert run.fleet is not None
-    assert run.fleet.holding == (NAME,)
+    assert run.trainer.fleet is not None
+    assert run.trainer.fleet.holding == (NAME,)
     bench.call(EndReserved((NAME,), "its process ended"), conn=2)
     bench.tick()
-    assert run.fleet.holding == ()
+    assert run.trainer.fleet.holding == ()
 
 
 def test_weights_that_an_engine_was_to_load_before_it_slept_are_asked_for_again() -> None:
@@ -233,7 +234,7 @@ def test_a_word_of_the_trainer_that_comes_late_changes_nothing() -> None:
     bench = told_to_sleep()
     bench.call(SetReserved(True, 2))
     bench.call(SetReserved(False, 1))
-    assert bench.router.core.runs["r"].reserved_awake
+    assert bench.router.core.runs["r"].reserved.awake
     assert fleet(bench).order == 2
 
 
@@ -249,11 +250,11 @@ def test_what_the_memory_s_table_does_not_hold_raises_and_changes_nothing() -> N
     one = worker(bench)
     for state in Memory:
         for step in MemoryStep:
-            one.memory = state
+            one.memory.state = state
             if (state, step) in MEMORY_TRANSITIONS:
                 one.step_memory(step)
-                assert one.memory is MEMORY_TRANSITIONS[state, step]
+                assert one.memory.state is MEMORY_TRANSITIONS[state, step]
             else:
                 with pytest.raises(IllegalTransition, match=f"{state} and cannot {step}"):
                     one.step_memory(step)
-                assert one.memory is state
+                assert one.memory.state is state

@@ -19,7 +19,8 @@ from scavenger.policy.registry import named
 from scavenger.router.core import decision_log
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
-from scavenger.router.core.state import BURST, EVERY_S, Limits, Run
+from scavenger.router.core.row_budget import BURST, EVERY_S
+from scavenger.router.core.state import RouterLimits, Run
 from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.ours import OURS
@@ -28,7 +29,7 @@ from tests.simulate.digest import small
 
 
 def core_and_run() -> tuple[Core, Run]:
-    core = Core(Limits(), 1, NoPayloads())
+    core = Core(RouterLimits(), 1, NoPayloads())
     core.now = 1000.0
     return core, Run(1, "r", "key", 0, SPEC)
 
@@ -93,7 +94,7 @@ def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_ou
     core, run = core_and_run()
     for turn in range(100):
         core.now += 1.5
-        run.window = "open" if turn % 2 else "close"
+        run.decisions.window = "open" if turn % 2 else "close"
         decision_log.window(core, run, False, {})
     assert len(told(core)) == 100
     for number in range(2 * BURST):
@@ -117,10 +118,10 @@ def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
 
 def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
     core, run = core_and_run()
-    run.newest = ("train", 3)
+    run.step.newest = ("train", 3)
     codes = []
     for said, all_done in (("open", False), ("close", False), ("open", False), ("close", True), ("", False)):
-        run.window, run.window_reason = said, "why"
+        run.decisions.window, run.decisions.window_reason = said, "why"
         decision_log.window(core, run, all_done, {"samples": 7.0})
         codes += [row.code for row in told(core)]
     assert codes == ["opened", "closed", "reopened", "all_done", "undecided"]
@@ -187,7 +188,7 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
 
 def placed_and_moved(new: NewPolicy) -> dict[str, rec.Decision]:
     """The rows of a run whose second engine comes when the first holds all samples."""
-    bench = Bench(limits=Limits(suspect_s=300.0, dead_s=600.0))
+    bench = Bench(limits=RouterLimits(suspect_s=300.0, dead_s=600.0))
     bench.router.core.new_policy = new
     spec = msgspec.structs.replace(SPEC, max_batch=64, context_length=32_768)
     bench.call(msgspec.structs.replace(open_body(), engine=spec))
@@ -277,7 +278,7 @@ class Asked(Standard):
 
 
 def test_each_run_has_a_policy_of_its_own() -> None:
-    router = Router(Limits(), 1, NoPayloads(), new_policy=named("predictive", 0.0))
+    router = Router(RouterLimits(), 1, NoPayloads(), new_policy=named("predictive", 0.0))
     one, two = router.core.new_policy("a"), router.core.new_policy("b")
     assert one is not two
     assert isinstance(one, Predictive)

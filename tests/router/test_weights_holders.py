@@ -112,7 +112,7 @@ def test_holders_at_the_same_switch_come_first_once_the_topology_is_learnt() -> 
     bench.hello(W2, node="here")
     assert engine(PEERS) in asked(bench, W2)[-1].sources
     bench.restart()
-    assert bench.router.core.runs["r"].directory._switches is bench.router.core.switches
+    assert bench.router.core.runs["r"].weights.directory._switches is bench.router.core.switches
 
 
 def test_a_refused_source_is_told_once_with_its_reason() -> None:
@@ -144,7 +144,7 @@ def test_an_encrypted_run_says_so_to_engines_and_passes_on_no_source_in_the_clea
     bench.hello(W2)
     assert [m.sources for m in asked(bench, W2)][-1] == (disk,)
     bench.restart()
-    assert bench.router.core.runs["r"].encrypt, "the ledger has the run's configuration"
+    assert bench.router.core.runs["r"].settings.encrypt, "the ledger has the run's configuration"
 
 
 def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:
@@ -157,7 +157,7 @@ def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:
     worker_commands.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [()], "its trainer serves it"
-    idle.asked_version, run.versions[1].sources = 1, ()
+    idle.weights.asked, run.weights.versions[1].sources = 1, ()
     worker_commands.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [(1,)]
@@ -167,7 +167,7 @@ def test_a_failed_pull_frees_the_holders_that_it_was_sent_to() -> None:
     bench = started(n=1)
     holding(bench, W1, 1)
     bench.hello(W2)
-    holder = bench.router.core.runs["r"].directory._holders[1][1]
+    holder = bench.router.core.runs["r"].weights.directory._holders[1][1]
     assert holder.readers == {2}
     bench.say(W2, WeightsFailed(1, "no luck"))
     assert holder.readers == set()
@@ -180,10 +180,10 @@ def test_an_old_version_is_forgotten_with_its_holders() -> None:
     run = bench.router.core.runs["r"]
     for version in range(2, 8):
         bench.publish(version, step=version)
-    assert run.directory.available(1)
+    assert run.weights.directory.available(1)
     finish_all(bench, W1, leases)
     bench.commit_step(1, [leases[0].sample_id])
-    assert not run.directory.available(1)
+    assert not run.weights.directory.available(1)
 
 
 # ---------------------------------------------------------------- adapters and their base
@@ -224,7 +224,7 @@ def test_adapters_of_a_base_that_the_run_never_published_are_refused_with_its_ha
     answer = bench.call(made(3, root(9)))
     assert isinstance(answer, Denied)
     assert root(9).hex() in answer.reason
-    assert 3 not in bench.router.core.runs["r"].versions
+    assert 3 not in bench.router.core.runs["r"].weights.versions
 
 
 def test_a_joiner_loads_adapters_and_base_from_engines_while_the_trainer_restarts() -> None:
@@ -282,7 +282,7 @@ def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> N
     finish_all(bench, W1, leases)
     bench.commit_step(1, [leases[0].sample_id], version=2)
     run = bench.router.core.runs["r"]
-    assert [v for v, known in run.versions.items() if known.manifest] == [1, 5, 6, 7, 8]
+    assert [v for v, known in run.weights.versions.items() if known.manifest] == [1, 5, 6, 7, 8]
     bench.restart()
     bench.attach()
     bench.call(base)

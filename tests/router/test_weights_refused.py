@@ -72,8 +72,8 @@ def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart
 def test_a_restored_ledger_knows_what_was_merged_before_its_trainer_is_back() -> None:
     bench, adapters = with_stated()
     bench.restart()
-    assert bench.router.core.runs["r"].unproved(2, adapters.root, MERGED) == ""
-    assert "other weights" in bench.router.core.runs["r"].unproved(2, adapters.root, OTHER)
+    assert bench.router.core.runs["r"].weights.unproved(2, adapters.root, MERGED) == ""
+    assert "other weights" in bench.router.core.runs["r"].weights.unproved(2, adapters.root, OTHER)
 
 
 def test_the_same_adapters_are_not_published_as_merged_to_something_else() -> None:
@@ -108,7 +108,9 @@ def test_what_adapters_are_merged_to_may_be_stated_later() -> None:
     bench, adapters = with_stated()
     bench.call(made(3, made(1).root))
     assert bench.call(stating(3, made(1).root, MERGED)) == Ok()
-    assert "other weights" in bench.router.core.runs["r"].unproved(3, made(3, made(1).root).root, OTHER)
+    assert "other weights" in bench.router.core.runs["r"].weights.unproved(
+        3, made(3, made(1).root).root, OTHER
+    )
     assert adapters.version == 2
 
 

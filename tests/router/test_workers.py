@@ -35,8 +35,8 @@ from scavenger.protocol.messages import (
 )
 from scavenger.router.core import workers
 from scavenger.router.core.events import Identity, IntentRevoked, JobGone, WorkerLife
-from scavenger.router.core.state import (
-    REFUSALS_LOGGED,
+from scavenger.router.core.row_budget import REFUSALS_LOGGED
+from scavenger.router.core.transitions import (
     WORKER_TRANSITIONS,
     IllegalTransition,
     SampleStatus,
@@ -67,7 +67,7 @@ def test_a_silent_worker_is_first_suspect_then_dead_and_its_samples_move_with_th
 def test_of_each_harvested_engine_it_is_known_when_it_was_heard_first_and_last_also_once_it_is_gone() -> None:
     """That is when its job held GPUs, whatever a poll of Slurm saw of it."""
     bench, _ = one_lease()
-    joined_at, intent = bench.now, bench.router.core.workers[1].intent_id
+    joined_at, intent = bench.now, bench.router.core.workers[1].process.intent_id
     bench.tick(5.0)
     bench.say(W1, Heartbeat((), 0, 1))
     heard_at = bench.now
@@ -435,7 +435,7 @@ def test_an_engine_that_lost_its_slot_is_refused_and_evicts_nobody(silent: bool)
         (refusal,) = in_slot(bench, conn, "old", (Held(1, 1, 0),))
         assert (refusal.retry, "another engine has its slot" in refusal.reason) == (False, True)
     assert (bench.sample(1).failures, bench.sample(1).status) == (1, SampleStatus.LEASED)
-    assert [w.session for w in bench.router.core.workers.values()] == ["new"]
+    assert [w.process.session for w in bench.router.core.workers.values()] == ["new"]
     assert in_slot(bench, 32, "new", (Held(1, 2, 0),)) == [], "it has the slot, and may come back"
     assert bench.sample(1).status is SampleStatus.LEASED
 
@@ -445,7 +445,7 @@ def test_evictions_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch
     bench = started(n=1)
     for number in range(8):
         assert in_slot(bench, 40 + number, f"s{number}") == []
-    assert list(bench.router.core.runs["r"].evicted) == ["s4", "s5", "s6"]
+    assert list(bench.router.core.runs["r"].reserved.evicted) == ["s4", "s5", "s6"]
 
 
 def test_one_key_does_not_fill_the_ledger_with_refused_hellos() -> None:
@@ -495,6 +495,6 @@ def test_nothing_but_a_legal_step_sets_a_status_or_a_memory() -> None:
                     for node in ast.walk(function)
                     if isinstance(node, ast.Attribute)
                     and isinstance(node.ctx, ast.Store)
-                    and node.attr in ("status", "memory")
+                    and node.attr in ("status", "memory", "state")
                 }
     assert setters == {("state", "step"), ("state", "step_memory")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from scavenger.protocol.messages import Call, Chunks, OpenRun, reserved_name
 from scavenger.protocol.worker import events as ev
 from scavenger.router.core.events import Identity, IntentRevoked, JobGone
-from scavenger.router.core.state import WorkerStatus
+from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
 from tests.router.engines import LIES, SimWorker, forged
@@ -208,13 +208,19 @@ class World(Site):
             self.daemon.handle(IntentRevoked(intent, "other users wait"))
 
     def _intent_fault(self, kind: str, intent: str) -> None:
-        states = [w.status.value for w in self.daemon.router.core.workers.values() if w.intent_id == intent]
+        states = [
+            w.status.value for w in self.daemon.router.core.workers.values() if w.process.intent_id == intent
+        ]
         self.cover.fault(kind, f"worker {states[0]}" if states else "worker unknown")
 
     def _worker_fault(self, kind: str, name: int) -> None:
         session = f"s{name}"
         found = next(
-            (w.status.value for w in self.daemon.router.core.workers.values() if w.session == session),
+            (
+                w.status.value
+                for w in self.daemon.router.core.workers.values()
+                if w.process.session == session
+            ),
             "unknown",
         )
         self.cover.fault(kind, f"worker {found}")
@@ -401,7 +407,7 @@ class World(Site):
 
     def _all_serve(self) -> bool:
         """Whether the core counts on every process that is there: ready to generate, or asleep as asked."""
-        status = {w.session: w.status for w in self.daemon.router.core.workers.values()}
+        status = {w.process.session: w.status for w in self.daemon.router.core.workers.values()}
         useful = (WorkerStatus.READY, WorkerStatus.ASLEEP)
         return all(status.get(w.identity.session) in useful for w in self.workers.values())
 
@@ -426,7 +432,7 @@ class World(Site):
         trainers = [(t.name, t.phase, t.step, t.dead, t.pending) for t in self.trainers.values()]
         core = self.daemon.router.core
         workers = [
-            (w.session, w.status.value, w.loaded_version, w.asked_version, sorted(w.leases))
+            (w.process.session, w.status.value, w.weights.loaded, w.weights.asked, sorted(w.leases))
             for w in core.workers.values()
         ]
         return f"open samples {open_samples}\ntrainers {trainers}\nthe core's workers {workers}\nworkers {sorted(self.workers)}"

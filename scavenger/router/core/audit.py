@@ -8,8 +8,9 @@ from __future__ import annotations
 from scavenger.policy.interface import Standard
 from scavenger.router.core import policy_driver, policy_view, worker_counts
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Memory, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import Memory, SampleStatus, WorkerStatus
 
 
 def check(core: Core) -> None:
@@ -65,7 +66,7 @@ def _check_worker(core: Core, worker: Worker) -> None:
         assert held.epoch == asked.epoch, (
             f"worker {worker.id} is to give back an older lease of sample {sample_id}"
         )
-    told, memory = worker.status, worker.memory
+    told, memory = worker.status, worker.memory.state
     if told is WorkerStatus.SLEEPING or told is WorkerStatus.ASLEEP:
         expected = Memory.FALLING_ASLEEP if told is WorkerStatus.SLEEPING else Memory.ASLEEP
         assert memory is expected, f"worker {worker.id} is {told}, and its memory is {memory}"
@@ -97,15 +98,15 @@ def _check_run(core: Core, run: Run) -> None:
     if run.ended:
         return
     memory = worker_counts.memory_of(run)
-    assert run.memory_changed or run.memory_told == memory, (
-        f"run {run.id}: its memory is counted as {run.memory_told}, and is {memory}"
+    assert run.reserved.memory_changed or run.reserved.counted_memory == memory, (
+        f"run {run.id}: its memory is counted as {run.reserved.counted_memory}, and is {memory}"
     )
     sizes = worker_counts.fleet_sizes(run)
-    assert run.restated or run.sizes == sizes, (
-        f"run {run.id}: its fleet is counted as {run.sizes}, and is {sizes}"
+    assert run.due.changed_workers or run.cached.sizes == sizes, (
+        f"run {run.id}: its fleet is counted as {run.cached.sizes}, and is {sizes}"
     )
-    if run.serving is not None and not run.restated:
-        version, serving = run.serving
+    if run.cached.serving is not None and not run.due.changed_workers:
+        version, serving = run.cached.serving
         assert serving == [w for w in run.workers.values() if sm.servable(w, version)], (
             f"run {run.id}: who serves version {version}"
         )
@@ -118,7 +119,7 @@ def _check_run(core: Core, run: Run) -> None:
             and not worker.leases
             and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)
         )
-        if idle and not worker.load_failures and run.held(wanted):
-            assert worker.asked_version == wanted, (
-                f"worker {worker.id} was asked for {worker.asked_version}, wanted is {wanted}"
+        if idle and not worker.weights.failures and run.weights.available(wanted):
+            assert worker.weights.asked == wanted, (
+                f"worker {worker.id} was asked for {worker.weights.asked}, wanted is {wanted}"
             )

@@ -21,7 +21,8 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Explains, Move, Placement
-from scavenger.router.core.state import EVERY_S, Budget, Run
+from scavenger.router.core.row_budget import EVERY_S, Budget
+from scavenger.router.core.state import Run
 from scavenger.router.core.tables import Core
 
 #: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.
@@ -96,14 +97,14 @@ def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
 
 def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
-    told, said = run.told, run.window
+    told, said = run.decisions, run.decisions.window
     code = Code.UNDECIDED
     if said == "close":
-        told.closed_in = run.newest
+        told.closed_in = run.step.newest
         code = Code.ALL_DONE if all_done else Code.CLOSED
     elif said == "open":
-        code = Code.REOPENED if told.closed_in == run.newest else Code.OPENED
-    why = run.window_reason or "nobody decides"
+        code = Code.REOPENED if told.closed_in == run.step.newest else Code.OPENED
+    why = run.decisions.window_reason or "nobody decides"
     _write(
         core,
         run,
@@ -112,13 +113,13 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
         code,
         run.name,
         why,
-        lambda: {"step": run.newest[1], "by": dict(inputs)},
+        lambda: {"step": run.step.newest[1], "by": dict(inputs)},
     )
 
 
 def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
     """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
-    before = run.told.engines
+    before = run.decisions.engines
     if number != before and _write(
         core,
         run,
@@ -129,7 +130,7 @@ def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | N
         reason,
         lambda: _of_engines(run, number, before, benefit),
     ):
-        run.told.engines = number  # what was left out is said as soon as there is room
+        run.decisions.engines = number  # what was left out is said as soon as there is room
 
 
 def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def _write(
     inputs_of: Callable[[], dict[str, Any]],
 ) -> bool:
     """Whether there was room for it."""
-    budget = run.told.budgets.setdefault(
+    budget = run.decisions.budgets.setdefault(
         policy, Budget(at=core.now, every_s=CHANGES_EVERY_S if policy in CHANGES else EVERY_S)
     )
     if not budget.take(core.now):

@@ -66,7 +66,7 @@ from scavenger.router.core.events import (
     WorkerSent,
 )
 from scavenger.router.core.payloads import Payloads
-from scavenger.router.core.state import Limits, MemoryTold, Run, Worker
+from scavenger.router.core.state import ReservedMemory, RouterLimits, Run, Worker
 from scavenger.router.core.tables import Core
 
 
@@ -75,7 +75,7 @@ class Router:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RouterLimits,
         generation: int,
         payloads: Payloads,
         ledger: str = "",
@@ -165,27 +165,27 @@ class Router:
         timed = isinstance(event, Tick)
         everything = _may_change_anything(event)
         for run in self.core.runs.values():
-            if run.ended or not (run.dirty or run.stirred or timed or everything):
+            if run.ended or not (run.due.fleet or run.due.samples or timed or everything):
                 continue
-            fleet = run.dirty or everything
-            if fleet or timed or run.restated:
-                run.serving = None
-            if fleet or run.stirred:
+            fleet = run.due.fleet or everything
+            if fleet or timed or run.due.changed_workers:
+                run.cached.serving = None
+            if fleet or run.due.samples:
                 self._steer_idle(run, anyway=fleet)
-                if run.restated:
-                    run.serving = None
-            if fleet or run.stirred or run.queue:
+                if run.due.changed_workers:
+                    run.cached.serving = None
+            if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)
             self._ask(run, fleet=fleet, timed=timed)
-            run.dirty = run.stirred = False  # what settling itself changed is settled
+            run.due.fleet = run.due.samples = False  # what settling itself changed is settled
             self._notify_trainer(run, timed=timed)
 
     def _steer_idle(self, run: Run, *, anyway: bool) -> None:
         """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
         target = sm.target_version(run)
-        everyone = anyway or target != run.target
-        idle = run.workers.values() if everyone else run.idled
-        run.target, run.idled = target, []
+        everyone = anyway or target != run.cached.target
+        idle = run.workers.values() if everyone else run.due.idle_workers
+        run.cached.target, run.due.idle_workers = target, []
         for worker in idle:
             if not worker.leases and worker.id in run.workers:
                 worker_commands.steer(self.core, worker, target)
@@ -196,38 +196,40 @@ class Router:
             worker_counts.counted(run)
             if fleet or timed
             else worker_counts.counted_again(run)
-            if run.recount
-            else run.sizes
+            if run.due.recount
+            else run.cached.sizes
         )
-        run.recount = False
-        fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
+        run.due.recount = False
+        fresh, run.due.ask, run.cached.sizes = run.due.ask or sizes != run.cached.sizes, False, sizes
         if fresh or timed:
             policy_driver.rebalance(self.core, run, timed=not fresh)
             policy_driver.window(self.core, run, timed=not fresh)
 
     def _notify_trainer(self, run: Run, *, timed: bool) -> None:
-        if run.conn is None:
+        if run.trainer.conn is None:
             return
-        last = run.fleet
+        last = run.trainer.fleet
         told = (
             None if last is None else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window)
         )
         memory = worker_counts.memory_counted(run)
-        known = None if last is None else MemoryTold(last.order, last.asleep, last.holding, last.bytes_held)
-        moved = told != (*run.sizes, run.window) or known != memory
+        known = (
+            None if last is None else ReservedMemory(last.order, last.asleep, last.holding, last.bytes_held)
+        )
+        moved = told != (*run.cached.sizes, run.decisions.window) or known != memory
         if not moved and not timed:
             return
         fleet = worker_counts.fleet_of(run)
         if fleet != last:
-            run.fleet = fleet
-            self.core.send(run.conn, fleet)
+            run.trainer.fleet = fleet
+            self.core.send(run.trainer.conn, fleet)
 
     def _of_intent(self, intent_id: str) -> list[Worker]:
-        return [w for w in self.core.workers.values() if w.intent_id == intent_id]
+        return [w for w in self.core.workers.values() if w.process.intent_id == intent_id]
 
     def _job_gone(self, event: JobGone) -> None:
         for worker in self._of_intent(event.intent_id):
-            if worker.incarnation <= event.incarnation:
+            if worker.process.incarnation <= event.incarnation:
                 workers.gone(self.core, worker, event.reason, crashed=event.crashed)
 
     def _tick(self) -> None:
@@ -238,12 +240,12 @@ class Router:
         if absent > core.limits.suspect_s:
             for worker in core.workers.values():
                 worker.last_seen = min(core.now, worker.last_seen + absent)
-                worker.moved_at = min(core.now, worker.moved_at + absent)
+                worker.engine.moved_at = min(core.now, worker.engine.moved_at + absent)
             for run in core.runs.values():
-                run.trainer_seen = min(core.now, run.trainer_seen + absent)
+                run.trainer.seen_at = min(core.now, run.trainer.seen_at + absent)
         if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
             for worker in core.workers.values():
-                worker.moved_at = (
+                worker.engine.moved_at = (
                     core.now
                 )  # the disk stands still, and with it what was not acknowledged: no engine hangs
         for worker in list(self.core.workers.values()):
@@ -264,7 +266,7 @@ class Router:
                     run.id,
                     run.name,
                     engines,
-                    run.gpus_per_engine,
+                    run.settings.gpus_per_engine,
                     reason,
                     run.engine.name,
                     policy_driver.benefit(run),
@@ -274,7 +276,10 @@ class Router:
 
     def ask_at(self) -> float:
         """When a policy wants to be asked again at the latest (s): a driver in virtual time ticks then. Live, ticks come anyway."""
-        return min([run.ask_window_at for run in self.core.runs.values() if not run.ended], default=math.inf)
+        return min(
+            [run.decisions.ask_window_at for run in self.core.runs.values() if not run.ended],
+            default=math.inf,
+        )
 
     def restore(self, snapshot: rec.Snapshot, now: float) -> list[RouterAction]:
         """Rebuild the tables from the ledger after a restart; open leases stay with their holders until `reconnect_s` is over."""

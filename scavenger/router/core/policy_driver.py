@@ -17,8 +17,9 @@ from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log
 from scavenger.router.core import samples as sm
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import Limits, Run, SampleStatus, Worker, Yielding
+from scavenger.router.core.state import RouterLimits, Run, Worker, Yielding
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:
@@ -78,9 +79,9 @@ def place_queued(core: Core, run: Run) -> None:
 
 def rebalance(core: Core, run: Run, *, timed: bool) -> None:
     """Ask for moves: after what changed the fleet or the queue, and every `every_s`."""
-    if run.ended or run.stopped or (timed and core.now - run.rebalanced_at < run.policy.every_s):
+    if run.ended or run.stopped or (timed and core.now - run.decisions.rebalanced_at < run.policy.every_s):
         return
-    run.rebalanced_at = core.now
+    run.decisions.rebalanced_at = core.now
     moves = run.policy.rebalance(LiveView(core, run), core.now)
     leaving: dict[int, list[Move]] = {}
     able = [move for move in moves if _may_move(core, run, move)]
@@ -167,40 +168,40 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
 
 def window(core: Core, run: Run, *, timed: bool) -> None:
     """Ask whether reserved engines go on generating. The answer travels in the next `Fleet`."""
-    if run.ended or run.stopped or (timed and core.now < run.ask_window_at):
+    if run.ended or run.stopped or (timed and core.now < run.decisions.ask_window_at):
         return
     view = LiveView(core, run)
     answer = run.policy.window(view, core.now)
-    run.ask_window_at = math.inf if answer is None else answer.again_at
+    run.decisions.ask_window_at = math.inf if answer is None else answer.again_at
     said = "" if answer is None else "close" if answer.close else "open"
-    if said != run.window:
-        run.window, run.window_reason = said, "" if answer is None else answer.reason
+    if said != run.decisions.window:
+        run.decisions.window, run.decisions.window_reason = said, "" if answer is None else answer.reason
         decision_log.window(
             core, run, view.step.finished >= view.step.samples, {} if answer is None else answer.inputs
         )
 
 
-def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+def engines_for(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
     engines, reason = _wanted(core, run, now, limits)
     decision_log.engines(core, run, engines, reason, benefit(run))
     return engines, reason
 
 
-def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
+def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
     if run.ended or run.stopped:
         return 0, "the run is over"
-    if not run.harvest:
+    if not run.settings.harvest:
         return 0, "run.harvest = false"
-    if not run.versions:
+    if not run.weights.versions:
         return 0, "no weights are published yet"
-    silent = now - run.trainer_seen
+    silent = now - run.trainer.seen_at
     if silent > limits.trainer_gone_s:
         return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
     if silent > limits.trainer_silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
         return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     engines, reason = run.policy.engines(LiveView(core, run), now)
-    return max(0, min(engines, run.max_engines)), reason
+    return max(0, min(engines, run.settings.max_engines)), reason
 
 
 def benefit(run: Run) -> Benefit | None:

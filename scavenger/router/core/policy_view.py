@@ -11,8 +11,9 @@ from functools import cached_property
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Run, Sample, SampleStatus, Worker
+from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus
 
 
 class LiveView:
@@ -27,11 +28,11 @@ class LiveView:
 
     @property
     def harvest(self) -> bool:
-        return self._run.harvest
+        return self._run.settings.harvest
 
     @property
     def max_engines(self) -> int:
-        return self._run.max_engines
+        return self._run.settings.max_engines
 
     @property
     def max_batch(self) -> int:
@@ -48,7 +49,7 @@ class LiveView:
     @cached_property
     def step(self) -> StepView:
         run = self._run
-        purpose, step = run.newest
+        purpose, step = run.step.newest
         version = -1
         groups = finished = delivered = 0
         for group in run.by_key.values():
@@ -63,14 +64,14 @@ class LiveView:
             step=step,
             purpose=purpose,
             version=version,
-            submitted_at=run.submitted_at,
-            samples=run.step_samples,
+            submitted_at=run.step.submitted_at,
+            samples=run.step.samples,
             finished=finished,
             groups=groups,
             delivered=delivered,
-            reserved_awake=run.reserved_awake,
-            window_since=run.window_since,
-            decided=run.window,
+            reserved_awake=run.reserved.awake,
+            window_since=run.reserved.awake_since,
+            decided=run.decisions.window,
         )
 
     @cached_property
@@ -112,11 +113,11 @@ class LiveView:
         most = self.max_batch
         version = self.version
         run = self._run
-        if run.serving is None or run.serving[0] != version:
-            run.serving = version, [w for w in run.workers.values() if sm.servable(w, version)]
+        if run.cached.serving is None or run.cached.serving[0] != version:
+            run.cached.serving = version, [w for w in run.workers.values() if sm.servable(w, version)]
         return [
             w.slots if w.slots is not None and w.slots.max_batch == most else _slots_of(w, most)
-            for w in run.serving[1]
+            for w in run.cached.serving[1]
         ]
 
     def _worker(self, worker: Worker) -> WorkerView:
@@ -131,11 +132,11 @@ class LiveView:
             max_batch=self.max_batch,
             joined_at=worker.joined_at,
             idle_since=worker.idle_since,
-            tokens_per_s=worker.tokens_per_s,
-            warm=worker.loads > 0,
-            beat_at=worker.beat_at,
-            cache_tokens=worker.cache_tokens,
-            best_batch=worker.best_batch,
+            tokens_per_s=worker.engine.tokens_per_s,
+            warm=worker.weights.loads > 0,
+            beat_at=worker.heartbeat.at,
+            cache_tokens=worker.engine.cache_tokens,
+            best_batch=worker.engine.best_batch,
         )
 
 

@@ -23,14 +23,14 @@ REMEDY = (
 
 def proved(run: Run, version: int) -> None:
     """An engine holds the version as it was published."""
-    known = run.versions[version]
+    known = run.weights.versions[version]
     known.proved = True
     known.refusers.clear()
 
 
 def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
     """An engine that had every byte of the version will not serve it. Enough of them stop the run, once."""
-    run, known = worker.run, worker.run.versions.get(version)
+    run, known = worker.run, worker.run.weights.versions.get(version)
     if known is None or known.proved or run.stopped:
         return
     known.refusers[worker.id] = worker.node
@@ -44,12 +44,12 @@ def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
     core.event(
         "version_refused", run.id, f"version {version}", run.stopped, engines=len(known.refusers), nodes=nodes
     )
-    core.send_durable(run.conn, RunStopped(run.stopped, run.stop_remedy))
+    core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
 
 
 def _by_enough(run: Run, known: Version) -> bool:
     nodes = len(set(known.refusers.values()))
-    if nodes >= run.poison_after or len(known.refusers) >= LIVES_A_NODE * run.poison_after:
+    if nodes >= run.settings.poison_after or len(known.refusers) >= LIVES_A_NODE * run.settings.poison_after:
         return True
     others = any(worker.id not in known.refusers for worker in run.workers.values())
     return nodes >= LEAST_NODES and not others

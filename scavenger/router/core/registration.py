@@ -12,18 +12,17 @@ from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Re
 from scavenger.router.core import refusals, worker_commands, workers
 from scavenger.router.core import samples as sm
 from scavenger.router.core.events import Identity
-from scavenger.router.core.state import (
+from scavenger.router.core.row_budget import OWNER_BURST
+from scavenger.router.core.state import Run, Worker, WorkerProcess
+from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import (
     MEMORY_FOUND,
-    OWNER_BURST,
     Memory,
-    Run,
     SampleStatus,
     SampleStep,
-    Worker,
     WorkerStatus,
     WorkerStep,
 )
-from scavenger.router.core.tables import Core
 
 #: Reserved engines of one run that lost their slots and are refused should they still live.
 MAX_EVICTED = 1024
@@ -38,36 +37,38 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         return
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
-    worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    worker = next(
+        (w for w in run.workers.values() if (w.process.session, w.process.intent_id, w.kind) == same), None
+    )
     if worker is None and not _may_join(core, identity, hello, run):
         core.count("hello_refused")
         why = "this key greets as new workers again and again"
         core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
         return
-    run.dirty = run.memory_changed = True
+    run.due.fleet = run.reserved.memory_changed = True
     known = worker is not None and worker.status is not WorkerStatus.AWAY
     worker = _join(core, conn, identity, hello, run) if worker is None else _back(core, conn, worker)
     core.by_conn[conn] = worker
-    worker.cache_tokens, worker.best_batch = hello.cache_tokens, hello.best_batch
-    if hello.loaded_version >= 0 and not worker.loads:
-        worker.loads = 1  # before the daemon restarted: the next one is no start
-    worker.moved_at, worker.attempt = core.now, run.attempt
+    worker.engine.cache_tokens, worker.engine.best_batch = hello.cache_tokens, hello.best_batch
+    if hello.loaded_version >= 0 and not worker.weights.loads:
+        worker.weights.loads = 1  # before the daemon restarted: the next one is no start
+    worker.engine.moved_at, worker.attempt = core.now, run.attempt
     core.departed.pop(conn, None)
     limits = core.limits
     pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
     core.send_durable(
         conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True)
     )
-    worker.loaded_version = worker.asked_version = _proved_version(run, hello)
-    if worker.loaded_version >= 0:
-        refusals.proved(run, worker.loaded_version)
+    worker.weights.loaded = worker.weights.asked = _proved_version(run, hello)
+    if worker.weights.loaded >= 0:
+        refusals.proved(run, worker.weights.loaded)
     _resume_leases(core, worker, hello)
     _resume_memory(core, worker, hello, known=known)
     if hello.leaving:
-        worker.drain_reason = worker.drain_reason or "it greeted to say goodbye"
+        worker.departure.reason = worker.departure.reason or "it greeted to say goodbye"
         if worker.status is not WorkerStatus.DRAINING:
             worker.step(WorkerStep.DRAIN)
-    told_to_sleep = run.reserved_told and not run.reserved_awake
+    told_to_sleep = run.reserved.awake_stated and not run.reserved.awake
     if (
         worker.kind == "reserved"
         and told_to_sleep
@@ -76,7 +77,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         worker_commands.put_to_sleep(core, worker)  # and was sent the order, behind its Welcome
     else:
         worker_commands.repeat(core, worker, hello.memory_order)
-        if run.reserved_awake:
+        if run.reserved.awake:
             worker_commands.wake(core, worker)
     worker_commands.steer(core, worker)
 
@@ -93,7 +94,7 @@ def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> b
 
 def advanced(core: Core, run: Run) -> None:
     """The run committed a step: its reserved engines work, however often they were started."""
-    for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.slots, ""})):
+    for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.reserved.sessions, ""})):
         core.advanced(f"greets {peer}")
 
 
@@ -112,7 +113,7 @@ def _proved_version(run: Run, hello: WorkerHello) -> int:
     """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
     return (
         -1
-        if run.unproved(hello.loaded_version, hello.loaded_root, hello.loaded_merged)
+        if run.weights.unproved(hello.loaded_version, hello.loaded_root, hello.loaded_merged)
         else hello.loaded_version
     )
 
@@ -120,7 +121,7 @@ def _proved_version(run: Run, hello: WorkerHello) -> int:
 def _disowned(run: Run, hello: WorkerHello) -> int:
     """The version that the worker holds as other weights than were published, by what it says itself; -1: it says no such thing (as those
     of older releases, or of a version whose digest was stated after it was loaded, say nothing)."""
-    known = run.versions.get(hello.loaded_version)
+    known = run.weights.versions.get(hello.loaded_version)
     if known is None or not hello.loaded_root:
         return -1
     other = known.root != hello.loaded_root or (
@@ -131,7 +132,9 @@ def _disowned(run: Run, hello: WorkerHello) -> int:
 
 def _siblings(run: Run, identity: Identity) -> list[Worker]:
     """Earlier processes of the same harvested job."""
-    return [w for w in run.workers.values() if identity.intent_id and w.intent_id == identity.intent_id]
+    return [
+        w for w in run.workers.values() if identity.intent_id and w.process.intent_id == identity.intent_id
+    ]
 
 
 def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
@@ -144,7 +147,7 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
     _evict_from_slot(run, hello)
     for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
         workers.gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
-    lost = run.silenced.pop(hello.slot, None)
+    lost = run.reserved.given_up.pop(hello.slot, None)
     if lost is None or lost.attempt != run.attempt:
         return
     for sample_id in lost.samples:
@@ -155,17 +158,17 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
 
 def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
     """Who had the slot before never gets it back: two live engines would evict each other for ever, and each time charge the samples."""
-    before = run.slots.get(hello.slot, hello.session)
-    run.slots[hello.slot] = hello.session
+    before = run.reserved.sessions.get(hello.slot, hello.session)
+    run.reserved.sessions[hello.slot] = hello.session
     if before != hello.session:
         evict(run, before)
 
 
 def evict(run: Run, session: str) -> None:
     """Let it in no more."""
-    run.evicted[session] = None
-    while len(run.evicted) > MAX_EVICTED:
-        run.evicted.popitem(last=False)
+    run.reserved.evicted[session] = None
+    while len(run.reserved.evicted) > MAX_EVICTED:
+        run.reserved.evicted.popitem(last=False)
 
 
 def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
@@ -197,9 +200,9 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
         return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
     if run.ended:
         return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
-    if hello.kind == "reserved" and hello.session in run.evicted:
+    if hello.kind == "reserved" and hello.session in run.reserved.evicted:
         return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
-    if any(w.incarnation > hello.incarnation for w in _siblings(run, identity)):
+    if any(w.process.incarnation > hello.incarnation for w in _siblings(run, identity)):
         return Rejected(
             f"a later incarnation of this job than {hello.incarnation} is at work",
             "nothing: this process is a leftover",
@@ -219,28 +222,26 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     for other in _siblings(run, identity):
         workers.gone(core, other, "a later incarnation greeted", crashed=False)
     _slot_taken(core, run, hello)
-    run.silent_engines = {
+    run.reserved.unaccounted = {
         name: (slot, session)
-        for name, (slot, session) in run.silent_engines.items()
+        for name, (slot, session) in run.reserved.unaccounted.items()
         if session != hello.session and (not slot or slot != hello.slot)
     }
+    process = WorkerProcess(identity.intent_id, hello.session, hello.incarnation, hello.job_id)
     worker = Worker(
         core.next_worker_id,
         run,
         hello.kind,
-        identity.intent_id,
-        hello.session,
-        hello.incarnation,
-        hello.job_id,
         hello.node,
         hello.gpus,
+        process,
         conn,
         core.now,
-        idle_since=core.now,
-        slot=hello.slot,
+        hello.slot,
         joined_at=core.now,
-        beat_at=core.now,
+        idle_since=core.now,
     )
+    worker.heartbeat.at = core.now
     worker.step(WorkerStep.JOIN)
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
@@ -272,19 +273,19 @@ def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: boo
     if worker.kind != "reserved":
         return
     if known:
-        if hello.memory_order == worker.memory_order and hello.memory == "asleep":
+        if hello.memory_order == worker.memory.order and hello.memory == "asleep":
             worker_commands.asleep(core, worker, hello.memory_order, hello.bytes_held)
-        elif hello.memory_order == worker.memory_order and hello.memory == "awake":
+        elif hello.memory_order == worker.memory.order and hello.memory == "awake":
             worker_commands.awake(core, worker, hello.memory_order, hello.bytes_held)
         return
     found = MEMORY_FOUND.get(Memory(hello.memory))
     if found is not None:
         worker.step_memory(found)
-    worker.memory_order, worker.bytes_held = hello.memory_order, hello.bytes_held
-    if worker.memory is Memory.FALLING_ASLEEP:
+    worker.memory.order, worker.memory.bytes_held = hello.memory_order, hello.bytes_held
+    if worker.memory.state is Memory.FALLING_ASLEEP:
         worker.step(WorkerStep.FOUND_FALLING_ASLEEP)
-        worker.commanded_at = core.now
-    elif worker.memory is Memory.ASLEEP:
+        worker.memory.sleep_ordered_at = core.now
+    elif worker.memory.state is Memory.ASLEEP:
         worker.step(WorkerStep.FOUND_ASLEEP)
 
 
@@ -296,7 +297,7 @@ def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
     foreign, disowned = core.foreign(hello.ledger), _disowned(worker.run, hello)
     known = () if foreign else tuple(h for h in hello.held if workers.may_hold(core, worker, h))
     may = tuple(h for h in known if core.samples[h.sample_id].lease_version != disowned)
-    other = worker.run.unproved(disowned, hello.loaded_root, hello.loaded_merged)
+    other = worker.run.weights.unproved(disowned, hello.loaded_root, hello.loaded_merged)
     holds = {(h.sample_id, h.epoch) for h in may}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in holds:

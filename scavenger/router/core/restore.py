@@ -13,8 +13,9 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Group, Run, Sample, SampleStep, Version, Worker, WorkerStep
+from scavenger.router.core.state import Group, Run, RunSettings, Sample, Version, Worker, WorkerProcess
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStep, WorkerStep
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 
@@ -40,7 +41,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
             if (
                 row.state == "poisoned"
                 and row.ended_attempt == owner.attempt
-                and owner.on_poison == "stop"
+                and owner.settings.on_poison == "stop"
                 and not owner.stopped
             ):
                 sm.stop_run(sample, row.reason)
@@ -48,8 +49,8 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         if run_id in by_id:
             by_id[run_id].retries[purpose, step, prompt_index] = retry + 1
     for run in by_id.values():
-        run.newest, run.step_samples = _newest_step(snapshot.groups, run.id)
-        run.submitted_at = run.window_since = core.now
+        run.step.newest, run.step.samples = _newest_step(snapshot.groups, run.id)
+        run.step.submitted_at = run.reserved.awake_since = core.now
 
 
 def _unsettled(run: Run, state: rec.GroupState) -> bool:
@@ -61,7 +62,7 @@ def _unsettled(run: Run, state: rec.GroupState) -> bool:
     if any(s.state in ("open", "complete") for s in state.samples):
         return True
     return (
-        state.created.step > run.last_step
+        state.created.step > run.step.last_committed
         if state.created.purpose == "train"
         else any(s.state == "poisoned" for s in state.samples)
     )
@@ -89,23 +90,29 @@ def _newest_retries(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
 def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
     """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
     run = next((r for r in core.runs.values() if r.id == run_id), None)
-    if run is None or run.attempt != attempt or run.opening is None:
+    if run is None or run.attempt != attempt or run.trainer.opening is None:
         return
     for state in _newest_retries(groups):
         known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
-        if known is None and state.created.purpose == "train" and state.created.step > run.resume_step:
+        if known is None and state.created.purpose == "train" and state.created.step > run.step.resumed_after:
             adopt_state(core, run, state)
-    run.conn, call_id, _ = run.opening
-    run.opening = None
+    run.trainer.conn, call_id, _ = run.trainer.opening
+    run.trainer.opening = None
     versions = tuple(
-        (v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version)
+        (v.step, v.version, v.root) for v in sorted(run.weights.versions.values(), key=lambda v: v.version)
     )
     core.send_durable(
-        run.conn,
+        run.trainer.conn,
         Reply(
             call_id,
             RunOpened(
-                run.id, run.attempt, core.generation, run.next_version, run.last_step, versions, core.ledger
+                run.id,
+                run.attempt,
+                core.generation,
+                run.weights.next_version,
+                run.step.last_committed,
+                versions,
+                core.ledger,
             ),
         ),
     )
@@ -114,7 +121,7 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupS
 def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
     """Rebuild a group from the ledger, orphaned. Open leases become *unconfirmed* under their old epoch."""
     made = state.created
-    root = run.versions[state.version].root if state.version in run.versions else b""
+    root = run.weights.versions[state.version].root if state.version in run.weights.versions else b""
     sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
     group = Group(
         made.group_id,
@@ -186,45 +193,48 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     made = state.created
     engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
     policy, directory = core.new_policy(made.name), Directory(core.switches)
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy, directory=directory)
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy)
+    run.weights.directory = directory
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
-    run.reserved_told = False  # its trainer may be at work on the GPUs where they sleep
-    run.harvest = bool(section.get("harvest", True))
-    run.max_engines, run.gpus_per_engine = (
+    run.reserved.awake_stated = False  # its trainer may be at work on the GPUs where they sleep
+    run.settings = RunSettings(
+        bool(section.get("harvest", True)),
         int(section.get("max_engines", 0)),
         int(section.get("gpus_per_engine", 1)),
-    )
-    run.poison_after, run.on_poison = (
         int(section.get("poison_after", 3)),
         str(section.get("on_poison", "stop")),
+        bool(config.get("weights", {}).get("encrypt", False)),
     )
-    run.encrypt = bool(config.get("weights", {}).get("encrypt", False))
-    run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
-    run.trainer_seen, run.ended, run.job_id = core.now, state.ended, state.job_id
+    run.attempt, run.step.resumed_after, run.step.last_committed = (
+        state.attempt,
+        state.resume_step,
+        state.last_step,
+    )
+    run.trainer.seen_at, run.ended, run.trainer.job_id = core.now, state.ended, state.job_id
     for v in state.versions:
         base, merged = manifests.base_of(v.manifest), manifests.merged_of(v.manifest)
-        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest, base=base, merged=merged)
-    run.next_version = max(run.versions, default=0) + 1
+        run.weights.versions[v.version] = Version(
+            v.version, v.step, v.root, v.manifest, base=base, merged=merged
+        )
+    run.weights.next_version = max(run.weights.versions, default=0) + 1
     return run
 
 
 def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
+    process = WorkerProcess(joined.intent_id, joined.session, joined.incarnation, joined.job_id)
     worker = Worker(
         joined.worker_id,
         run,
         joined.kind,
-        joined.intent_id,
-        joined.session,
-        joined.incarnation,
-        joined.job_id,
         joined.node,
         joined.gpus,
+        process,
         None,
         core.now,
-        idle_since=core.now,
-        slot=joined.slot,
+        joined.slot,
         joined_at=core.now,
+        idle_since=core.now,
     )
     worker.step(WorkerStep.RESTORE)
     core.workers[worker.id] = run.workers[worker.id] = worker

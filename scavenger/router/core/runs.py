@@ -37,8 +37,10 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import registration, steps, worker_commands, worker_counts, workers
 from scavenger.router.core import samples as sm
 from scavenger.router.core.events import Identity
-from scavenger.router.core.state import PEER_BURST, PEER_EVERY_S, Run, SampleStatus, Version, WorkerStatus
+from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
+from scavenger.router.core.state import Run, RunSettings, TrainerLink, Version
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 
@@ -67,16 +69,16 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
         _open(core, conn, identity, call, call.body, run)
         return
     assert run is not None
-    run.trainer_seen = core.now
+    run.trainer.seen_at = core.now
     if isinstance(call.body, Attach):
         reply: ReplyBody = _attach(core, conn, run, call.body)
     elif isinstance(call.body, Ping):
-        known = call.body.aside or run.conn == conn
-        if run.conn == conn and call.body.trained is not None:
+        known = call.body.aside or run.trainer.conn == conn
+        if run.trainer.conn == conn and call.body.trained is not None:
             steps.trained(core, run, call.body.trained)
         core.send(conn, Reply(call.id, Pong(core.generation)) if known else HelloAgain("attach first"))
         return
-    elif run.conn != conn:
+    elif run.trainer.conn != conn:
         core.send(conn, HelloAgain("attach first"))
         return
     else:
@@ -142,8 +144,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
         case PublishVersion():
             return _publish(core, run, body)
         case CommitStep():
-            before, reply = run.last_step, steps.commit(core, run, body)
-            if run.last_step > before:
+            before, reply = run.step.last_committed, steps.commit(core, run, body)
+            if run.step.last_committed > before:
                 core.advanced(f"calls {run.id}")
                 registration.advanced(core, run)
             return reply
@@ -162,8 +164,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
 
 
 def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
-    if run is not None and run.opening is not None and run.opening[2] == body:
-        run.opening = (
+    if run is not None and run.trainer.opening is not None and run.trainer.opening[2] == body:
+        run.trainer.opening = (
             conn,
             call.id,
             body,
@@ -182,7 +184,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             body.engine,
             policy=core.new_policy(call.run),
         )
-        run.directory = Directory(core.switches)  # which may be learnt later
+        run.weights.directory = Directory(core.switches)  # which may be learnt later
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(
@@ -202,21 +204,22 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         return
     _supersede_opening(core, run)
     run.attempt += 1
-    run.engine, run.harvest, run.max_engines, run.gpus_per_engine = (
-        body.engine,
-        body.harvest,
-        body.max_engines,
-        body.gpus_per_engine,
+    run.engine = body.engine
+    run.settings = RunSettings(
+        body.harvest, body.max_engines, body.gpus_per_engine, body.poison_after, body.on_poison, body.encrypt
     )
-    run.poison_after, run.on_poison, run.encrypt = body.poison_after, body.on_poison, body.encrypt
-    if run.encrypt:
-        run.directory.refuse_clear()
-    run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
-    run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
-    run.job_id = body.job_id
+    if run.settings.encrypt:
+        run.weights.directory.refuse_clear()
+    run.step.resumed_after, run.stopped, run.ended = body.resume_step, "", False
+    run.trainer = TrainerLink(opening=(conn, call.id, body), seen_at=core.now, job_id=body.job_id)
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
-    run.reserved_order, run.silent_engines, run.memory_changed, run.reserved_told = 0, {}, True, True
-    for version in run.versions.values():
+    run.reserved.order, run.reserved.unaccounted, run.reserved.memory_changed, run.reserved.awake_stated = (
+        0,
+        {},
+        True,
+        True,
+    )
+    for version in run.weights.versions.values():
         # Its bytes died with the trainer that served them; what lies on a disk does not.
         version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
     for group in list(run.by_key.values()):
@@ -237,17 +240,17 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         )
     )
     if (
-        run.last_step != body.resume_step
+        run.step.last_committed != body.resume_step
     ):  # behind it where the ledger never had the run: it begins at its checkpoint's step
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
-    run.last_step = body.resume_step
+    run.step.last_committed = body.resume_step
     core.read_history(run)
 
 
 def _supersede_opening(core: Core, run: Run) -> None:
     """A trainer that still waits for its opening is told that a newer one came: unanswered, it would ask again and fence that one."""
-    if run.opening is not None:
-        conn, call_id, _ = run.opening
+    if run.trainer.opening is not None:
+        conn, call_id, _ = run.trainer.opening
         why = f"another trainer opened run {run.name!r} while this one waited"
         core.send_durable(
             conn,
@@ -259,18 +262,18 @@ def _open_fault(run: Run, body: OpenRun) -> Denied | None:
     if run.seed != body.seed:
         why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
         return Denied("invalid", why, "choose another run.name")
-    if body.resume_step > run.last_step:
-        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.last_step}"
+    if body.resume_step > run.step.last_committed:
+        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.step.last_committed}"
         remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"
-        return Denied("ahead", why, remedy, run.last_step)
+        return Denied("ahead", why, remedy, run.step.last_committed)
     return None
 
 
 def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
-    if run.opening is not None:
+    if run.trainer.opening is not None:
         return Denied("detached", "the run is being opened", "try again")
-    run.conn = conn
-    run.fleet = None
+    run.trainer.conn = conn
+    run.trainer.fleet = None
     have, wants = set(body.have), set(body.wants)
     for group in list(run.by_key.values()):
         group.orphaned = group.id not in have and group.id not in wants
@@ -291,25 +294,27 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
             "invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them"
         )
     known, base, merged = (
-        run.versions.get(body.version),
+        run.weights.versions.get(body.version),
         manifests.base_of(body.manifest),
         manifests.merged_of(body.manifest),
     )
     if known is not None and known.root == body.root:
         return _publish_again(known, body, base, merged)
-    if body.version < run.next_version:
+    if body.version < run.weights.next_version:
         return Denied(
-            "invalid", f"version {body.version} was used before", f"the next one is {run.next_version}"
+            "invalid",
+            f"version {body.version} was used before",
+            f"the next one is {run.weights.next_version}",
         )
-    if base and not any(version.root == base for version in run.versions.values()):
+    if base and not any(version.root == base for version in run.weights.versions.values()):
         why = f"version {body.version} is to be merged with weights of root {base.hex()}, and no version of this run has them"
         return Denied("invalid", why, "publish the base first; adapters of another base do not fit this run")
     if (refusal := _fault_of_charging(core, run)) is not None:
         return refusal
-    run.versions[body.version] = Version(
+    run.weights.versions[body.version] = Version(
         body.version, body.step, body.root, body.manifest, body.sources, base, merged
     )
-    run.next_version = body.version + 1
+    run.weights.next_version = body.version + 1
     core.record(
         rec.VersionPublished(
             run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now
@@ -338,14 +343,14 @@ def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: by
 
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
-    if 0 < body.order < run.reserved_order:
+    if 0 < body.order < run.reserved.order:
         return Ok()  # said late: a newer word came before
-    run.reserved_told, run.memory_changed = True, True
-    run.reserved_order = body.order
-    if run.reserved_awake != body.awake:
-        run.window_since, run.fresh = core.now, True
+    run.reserved.awake_stated, run.reserved.memory_changed = True, True
+    run.reserved.order = body.order
+    if run.reserved.awake != body.awake:
+        run.reserved.awake_since, run.due.ask = core.now, True
         run.policy.observe(WindowMoved(body.awake), core.now)
-    run.reserved_awake = body.awake
+    run.reserved.awake = body.awake
     for worker in list(run.workers.values()):
         if worker.kind != "reserved":
             continue
@@ -358,9 +363,9 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
 
 def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
     """Its trainer owns their processes: they are gone, whatever was heard of them last. One that was not is let in no more."""
-    run.memory_changed = run.dirty = True
+    run.reserved.memory_changed = run.due.fleet = True
     for name in body.engines:
-        run.silent_engines.pop(name, None)
+        run.reserved.unaccounted.pop(name, None)
         for worker in [
             w for w in run.workers.values() if w.kind == "reserved" and worker_counts.name_of(w) == name
         ]:
@@ -370,10 +375,10 @@ def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
                 f"worker {worker.id}",
                 body.reason,
                 engine=name,
-                memory=worker.memory,
+                memory=worker.memory.state,
                 node=worker.node,
             )
-            registration.evict(run, worker.session)
+            registration.evict(run, worker.process.session)
             workers.gone(core, worker, body.reason, crashed=False)
     return Ok()
 

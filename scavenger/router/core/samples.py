@@ -22,8 +22,9 @@ from scavenger.protocol.messages import (
     Revoke,
     RunStopped,
 )
-from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep, Worker, WorkerStatus
+from scavenger.router.core.state import Group, Run, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
 
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
@@ -178,12 +179,12 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
             worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),))
         )  # a resend of what is complete
         return
-    worker.refused += 1
+    worker.refused_chunks += 1
     detail = {
         "worker": worker.id,
         "epoch": chunk.epoch,
         "offset": chunk.offset,
-        "refused_so_far": worker.refused,
+        "refused_so_far": worker.refused_chunks,
     }
     core.connection_event(worker, "chunk_refused", f"sample {chunk.sample_id}", fault.reason, **detail)
     core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault.reason))
@@ -236,10 +237,10 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)
-        worker.changed, worker.slots = True, None
+        worker.heartbeat.leases_changed, worker.slots = True, None
         if not worker.leases:
             worker.idle_since = core.now
-            sample.group.run.idled.append(worker)
+            sample.group.run.due.idle_workers.append(worker)
     sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id, sample.seen = 0, None
@@ -280,7 +281,7 @@ def charge(core: Core, sample: Sample, node: str) -> bool:
     sample.failures += 1
     sample.failed_nodes |= {node}
     sample.seen = None
-    enough = sample.group.run.poison_after
+    enough = sample.group.run.settings.poison_after
     # A site of one node could never reach `poison_after` different ones.
     return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
 
@@ -292,11 +293,11 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     abandon(core, sample, "poisoned", cause)
     sample.give_up(cause)
     core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
-    if run.on_poison == "stop":
+    if run.settings.on_poison == "stop":
         if run.stopped:
             return  # its trainer was told of the first
         stop_run(sample, cause)
-        core.send_durable(run.conn, RunStopped(run.stopped, run.stop_remedy))
+        core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
     else:
         deliver_if_done(core, sample.group)
 
@@ -385,7 +386,7 @@ def deliver_if_done(core: Core, group: Group) -> None:
     if (
         group.orphaned
         or group.delivered_to == run.attempt
-        or run.conn is None
+        or run.trainer.conn is None
         or not (group.done and group.durable)
     ):
         return
@@ -421,7 +422,7 @@ def deliver_if_done(core: Core, group: Group) -> None:
         group.meta,
         samples,
     )
-    core.send_filled(run.conn, done, tuple(s.accepted for s in group.samples))
+    core.send_filled(run.trainer.conn, done, tuple(s.accepted for s in group.samples))
 
 
 def servable(worker: Worker, version: int) -> bool:
@@ -430,8 +431,8 @@ def servable(worker: Worker, version: int) -> bool:
         worker.status is WorkerStatus.READY
         and worker.conn is not None
         and not worker.suspect
-        and worker.loaded_version == version
-        and worker.asked_version == version
+        and worker.weights.loaded == version
+        and worker.weights.asked == version
     )
 
 
@@ -470,7 +471,7 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.largest_flush = 0
     sample.reported = accepted
     worker.leases[sample.id] = sample
-    worker.changed, worker.slots, sample.seen = True, None, None
+    worker.heartbeat.leases_changed, worker.slots, sample.seen = True, None, None
     run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
     core.lease_granted(sample)
@@ -484,7 +485,7 @@ def target_version(run: Run) -> int:
     newest. With steps in advance, who has nothing left to do for one step begins with the next.
     """
     for wanted in (run.queue.versions(), run.leased):
-        held = [version for version in wanted if run.held(version)]
+        held = [version for version in wanted if run.weights.available(version)]
         if held:
             return min(held)
-    return max(run.versions, default=-1)
+    return max(run.weights.versions, default=-1)

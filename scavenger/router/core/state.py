@@ -1,14 +1,9 @@
-"""The rows of the router's tables: runs, groups, samples, workers, and what may become of a sample. Pure.
+"""The rows of the router's tables: runs, groups, samples, workers. Pure.
 
-Owns the rows and the legal transitions; `core` has the tables. Decides nothing.
+    Run -> Group -> Sample      what a trainer asked for; `Run.queue` holds the samples that wait for a worker
+    Run -> Worker -> Sample     who generates: `Worker.leases`
 
-How many rows may still be written of what repeats: a run's decisions by kind (`telling`), a peer's rows by key (`core`). Pure.
-
-The samples of a run that wait for a worker, by weight version and in the order in which they shall be placed. Pure.
-
-Owns the order (`placement.priority`) and keeps it as samples come and go: one that comes or goes alone costs no scan of the others, and
-many at once (a fleet is lost, a step is submitted) cost one scan together. A sample's version and length must not change while it waits:
-take it out first.
+Owns the rows; `tables.Core` holds them, and `transitions` says what may become of them. Decides nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
@@ -25,44 +19,24 @@ from scavenger.policy import placement
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.router.core.row_budget import Budget
+from scavenger.router.core.transitions import (
+    MEMORY_TRANSITIONS,
+    SAMPLE_TRANSITIONS,
+    UNFINISHED,
+    WORKER_TRANSITIONS,
+    IllegalTransition,
+    Memory,
+    MemoryStep,
+    SampleStatus,
+    SampleStep,
+    WorkerStatus,
+    WorkerStep,
+)
 from scavenger.weights.directory import Directory
 
-#: Rows of one kind that a run writes at once, and the seconds for each in the long run.
-BURST, EVERY_S = 8, 5.0
-
-
-@dataclass(slots=True)
-class Budget:
-    """Rows of one kind that may still be written: `burst` at once, and one in `every_s` seconds in the long run."""
-
-    rows: float = BURST
-    at: float = 0.0
-    left_out: int = 0
-    burst: int = BURST
-    every_s: float = EVERY_S
-
-    def take(self, now: float) -> bool:
-        """Whether one may be written now."""
-        self.rows = min(float(self.burst), self.rows + max(0.0, now - self.at) / self.every_s)
-        self.at = now
-        if self.rows < 1:
-            self.left_out += 1
-            return False
-        self.rows -= 1
-        return True
-
-
-@dataclass(slots=True)
-class RowBudget:
-    """What of a run's decisions was told: budgets by kind, and the number of engines last said."""
-
-    budgets: dict[str, Budget] = field(default_factory=dict)
-    engines: int | None = None
-    closed_in: tuple[str, int] | None = None  # the step in which the window was closed last
-
-
 if TYPE_CHECKING:
-    pass
+    from scavenger.config import DaemonConfig
 
 Key = tuple[bool, int, int, int]
 #: Above this share of the queue a scan costs less than to find each sample by itself.
@@ -75,7 +49,12 @@ def _key(sample: Sample) -> Key:
 
 
 class Queue:
-    """A sorted list of keys for each version, and those that came since it was sorted."""
+    """The samples of a run that wait for a worker, by weight version and in the order in which they shall be placed.
+
+    Owns the order (`placement.priority`) and keeps it as samples come and go: one that comes or goes alone costs no scan of the others,
+    and many at once (a fleet is lost, a step is submitted) cost one scan together. Each version has a sorted list of keys and those that
+    came since it was sorted. A sample's version and length must not change while it waits: take it out first.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
@@ -160,164 +139,6 @@ class Queue:
         return iter(self._samples.values())
 
 
-#: Refusals of one worker, or of one key, that become events; after these the 200th, 400th, 800th and so on do, the others are counted.
-REFUSALS_LOGGED = 100
-#: Keys whose nonsense and budgets are remembered: those that were heard of last.
-MAX_KEYS = 4096
-#: Rows that a peer's greetings, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
-PEER_BURST, PEER_EVERY_S = 1000, 30.0
-#: Greetings of all reserved engines of one owner, in slots that they name themselves, between two steps that any of its runs commits.
-OWNER_BURST = 100 * PEER_BURST
-
-
-class IllegalTransition(Exception):
-    """A bug: the core tried a step that no table holds. Names the sample or worker, its state and the step; nothing was changed."""
-
-
-class SampleStatus(StrEnum):
-    NEW = "new"  # made, or read from the ledger, within this event
-    QUEUED = "queued"  # waits for a worker
-    LEASED = "leased"  # a worker generates it
-    UNCONFIRMED = "unconfirmed"  # leased before the daemon restarted; its worker has not come back yet
-    COMPLETE = "complete"  # last token accepted
-    ENDED = "ended"  # consumed, filtered, masked, evaluated, superseded, poisoned or surplus
-
-
-class SampleStep(StrEnum):
-    """What happens to a sample. The `RESTORE_` ones put it where the ledger's row says that it was."""
-
-    QUEUE = "queue"
-    LEASE = "lease"
-    RELEASE = "release"
-    CONFIRM = "confirm"  # its worker came back with the lease
-    FINISH = "finish"
-    END = "end"
-    REOPEN = "reopen"
-    ABANDON = "abandon"
-    RESTORE_LEASED = "restore-leased"
-    RESTORE_COMPLETE = "restore-complete"
-    RESTORE_ENDED = "restore-ended"
-
-
-#: What may happen to a sample: (state, step) -> state. Anything else is a bug.
-TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
-    (SampleStatus.NEW, SampleStep.QUEUE): SampleStatus.QUEUED,
-    (SampleStatus.NEW, SampleStep.RESTORE_LEASED): SampleStatus.UNCONFIRMED,
-    (SampleStatus.NEW, SampleStep.RESTORE_COMPLETE): SampleStatus.COMPLETE,
-    (SampleStatus.NEW, SampleStep.RESTORE_ENDED): SampleStatus.ENDED,
-    (SampleStatus.QUEUED, SampleStep.LEASE): SampleStatus.LEASED,
-    (SampleStatus.LEASED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    (SampleStatus.LEASED, SampleStep.FINISH): SampleStatus.COMPLETE,
-    (SampleStatus.UNCONFIRMED, SampleStep.CONFIRM): SampleStatus.LEASED,
-    (SampleStatus.UNCONFIRMED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    # Every token was durable, only the flag was lost.
-    (SampleStatus.QUEUED, SampleStep.FINISH): SampleStatus.COMPLETE,
-    (SampleStatus.COMPLETE, SampleStep.END): SampleStatus.ENDED,
-    (SampleStatus.ENDED, SampleStep.REOPEN): SampleStatus.COMPLETE,
-    (SampleStatus.QUEUED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.LEASED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.UNCONFIRMED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.COMPLETE, SampleStep.ABANDON): SampleStatus.ENDED,
-}
-_OPEN = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
-
-
-class WorkerStatus(StrEnum):
-    NEW = "new"  # made within this event
-    LOADING = "loading"  # connected, without the version that its run needs
-    READY = "ready"
-    SLEEPING = "sleeping"  # asked to sleep, has not answered
-    ASLEEP = "asleep"
-    DRAINING = "draining"  # asked to leave
-    AWAY = "away"  # restored from the ledger, has not come back yet
-    GONE = "gone"  # dead or left: in no table any more
-
-
-class WorkerStep(StrEnum):
-    """What happens to a worker."""
-
-    JOIN = "join"
-    RESTORE = "restore"
-    RETURN = "return"
-    LOAD = "load"  # it needs another version than it has
-    SERVE = "serve"  # it has the version that its run needs
-    SLEEP = "sleep"
-    SLEPT = "slept"
-    FOUND_FALLING_ASLEEP = "found-falling-asleep"  # by its own word: it was ordered to by an earlier daemon
-    FOUND_ASLEEP = "found-asleep"
-    WAKE = "wake"
-    DRAIN = "drain"
-    LEAVE = "leave"
-
-
-#: What may happen to a worker: (state, step) -> state. Anything else is a bug. What is asked to leave does nothing else.
-WORKER_TRANSITIONS: dict[tuple[WorkerStatus, WorkerStep], WorkerStatus] = {
-    (WorkerStatus.NEW, WorkerStep.JOIN): WorkerStatus.LOADING,
-    (WorkerStatus.NEW, WorkerStep.RESTORE): WorkerStatus.AWAY,
-    (WorkerStatus.AWAY, WorkerStep.RETURN): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SERVE): WorkerStatus.READY,
-    (WorkerStatus.READY, WorkerStep.LOAD): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.SLEEPING, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_ASLEEP): WorkerStatus.ASLEEP,
-    (WorkerStatus.ASLEEP, WorkerStep.WAKE): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.READY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.SLEEPING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.AWAY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.LOADING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.READY, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.SLEEPING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.DRAINING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.AWAY, WorkerStep.LEAVE): WorkerStatus.GONE,
-}
-
-
-class Memory(StrEnum):
-    """What a worker does with its GPU's memory. Beside its status: one that is asked to leave, or is silent, holds it as before."""
-
-    AWAKE = "awake"
-    FALLING_ASLEEP = "falling-asleep"  # told to sleep, has not acknowledged that its memory is free
-    ASLEEP = "asleep"  # it acknowledged
-    WAKING = "waking"  # told to wake, has not acknowledged that it has its memory again
-
-
-class MemoryStep(StrEnum):
-    """Orders to a worker, what it acknowledges, and what a greeting says that an earlier daemon had ordered."""
-
-    SLEEP = "sleep"
-    SLEPT = "asleep"
-    WAKE = "wake"
-    WOKEN = "awake"
-    FOUND_FALLING_ASLEEP = "found-falling-asleep"
-    FOUND_ASLEEP = "found-asleep"
-    FOUND_WAKING = "found-waking"
-
-
-#: What may happen to a worker's memory: (state, step) -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
-#: to wake never overtakes the acknowledgement of the order before.
-MEMORY_TRANSITIONS: dict[tuple[Memory, MemoryStep], Memory] = {
-    (Memory.AWAKE, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.WAKING, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.FALLING_ASLEEP, MemoryStep.SLEPT): Memory.ASLEEP,
-    (Memory.ASLEEP, MemoryStep.WAKE): Memory.WAKING,
-    (Memory.WAKING, MemoryStep.WOKEN): Memory.AWAKE,
-    (Memory.AWAKE, MemoryStep.FOUND_FALLING_ASLEEP): Memory.FALLING_ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_ASLEEP): Memory.ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_WAKING): Memory.WAKING,
-}
-#: What a greeting says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
-MEMORY_FOUND: dict[Memory, MemoryStep] = {
-    Memory.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
-    Memory.ASLEEP: MemoryStep.FOUND_ASLEEP,
-    Memory.WAKING: MemoryStep.FOUND_WAKING,
-}
-
-
 @dataclass(slots=True)
 class Sample:
     id: int
@@ -353,18 +174,18 @@ class Sample:
 
     def step(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = TRANSITIONS.get((self.status, step))
+        target = SAMPLE_TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
         self.seen = None
         group = self.group
-        if target in _OPEN:  # and so was where it came from: what is done is not opened again
+        if target in UNFINISHED:  # and so was where it came from: what is done is not opened again
             self.status = target
         else:
             before = self.done
             self.status = target
             group.unfinished += before - self.done
-        group.run.stirred = True
+        group.run.due.samples = True
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
@@ -424,105 +245,61 @@ class Group:
         return all(s.durable == s.accepted for s in self.samples)
 
 
+# ---------------------------------------------------------------- run
+
+
 @dataclass(slots=True)
 class Version:
+    """One published version of a run's weights, and who can give it out."""
+
     version: int
     step: int
     root: bytes
     manifest: bytes
-    sources: tuple[
-        WeightSource, ...
-    ] = ()  # none: published before the daemon restarted, not announced again yet
+    #: Empty: published before the daemon restarted, and not announced again yet.
+    sources: tuple[WeightSource, ...] = ()
     base: bytes = b""  # root of the version that its adapters are merged with; empty: it holds weights
-    merged: bytes = (
-        b""  # digest of what its trainer makes of both; empty: it states none, and nothing is compared
-    )
+    #: Digest of what its trainer makes of adapters and base; empty: it states none, and nothing is compared.
+    merged: bytes = b""
     proved: bool = False  # an engine holds it as it was published
-    refusers: dict[int, str] = field(
-        default_factory=dict
-    )  # engines that had all of it and would not serve it -> nodes; until one does
+    #: Worker id -> node of the engines that had all of it and would not serve it; empty as soon as one does.
+    refusers: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Run:
-    id: int
-    name: str
-    owner_key: str
-    seed: int
-    engine: EngineSpec
-    attempt: int = 0
+class RunSettings:
+    """What the run's configuration says of its engines; each attempt states it anew."""
+
     harvest: bool = True
     max_engines: int = 0
     gpus_per_engine: int = 1
-    poison_after: int = 3
-    on_poison: str = "stop"
+    poison_after: int = 3  # failures on different nodes after which a sample is given up
+    on_poison: str = "stop"  # "stop" | "mask"
     encrypt: bool = False  # its weights go over no network in the clear
+
+
+@dataclass(slots=True)
+class TrainerLink:
+    """The connection to the run's trainer, and what passed over it last. Times: Unix seconds."""
+
     conn: int | None = None
-    opening: tuple[int, int, OpenRun] | None = (
-        None  # (conn, call id, body) of an OpenRun that waits for its history
-    )
-    versions: dict[int, Version] = field(default_factory=dict)
-    directory: Directory = field(default_factory=Directory)  # engines that serve its versions on
-    next_version: int = 1
-    last_step: int = 0
-    resume_step: int = 0
-    by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
-    queue: Queue = field(default_factory=Queue)
-    leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
-    retries: dict[tuple[str, int, int], int] = field(
-        default_factory=dict
-    )  # group key -> the next retry's number, where one was superseded
-    dirty: bool = True  # something changed that may let a worker load, or a sample be placed
-    stirred: bool = True  # the same, but only samples changed, and no worker
-    recount: bool = True  # its fleet's sizes may have changed
-    serving: tuple[int, list[Worker]] | None = None  # version and who serves it, until a worker is another
-    restated: list[Worker] = field(
-        default_factory=list
-    )  # workers that one by one took another status since these were counted
-    target: int = -1  # version that idle workers were last asked for
-    idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
-    workers: dict[int, Worker] = field(default_factory=dict)
-    reserved_awake: bool = True
-    reserved_told: bool = (
-        True  # false: the daemon restarted, and the trainer has not said again whether they are to be awake
-    )
-    reserved_order: int = 0  # number of its last word on that
-    silent_engines: dict[str, tuple[str, str]] = field(
-        default_factory=dict
-    )  # name -> slot and session of a reserved engine lost without a word: it may hold memory
-    memory_told: MemoryTold = field(default_factory=lambda: MemoryTold())  # as counted last
-    memory_changed: bool = True  # since then
-    stopped: str = ""
-    stop_remedy: str = ""
-    ended: bool = False
-    step_samples: int = 0  # samples of the newest submitted step: what the fleet is sized for
-    trainer_seen: float = 0.0
+    #: (conn, call id, body) of an OpenRun that waits for its history.
+    opening: tuple[int, int, OpenRun] | None = None
+    seen_at: float = 0.0
     job_id: int = 0  # Slurm's, of the newest attempt's trainer; 0 = of no job
-    fleet: Fleet | None = None  # last one sent
-    silenced: dict[str, Silenced] = field(
-        default_factory=dict
-    )  # slot -> what a reserved engine held when it fell silent for good
-    slots: dict[str, str] = field(
-        default_factory=dict
-    )  # slot -> session of the reserved engine that greeted in it last
-    evicted: OrderedDict[str, None] = field(
-        default_factory=OrderedDict
-    )  # sessions that lost their slots: the newest of them
-    policy: RouterPolicy = field(default_factory=Standard)
-    newest: tuple[str, int] = ("train", 0)  # (purpose, step) that was submitted last, at `submitted_at`
-    submitted_at: float = 0.0
-    window: str = ""  # what the policy last said of it: "open" | "close" | "" = nothing
-    window_reason: str = ""
-    window_since: float = 0.0  # when the trainer last changed `reserved_awake`
-    ask_window_at: float = 0.0
-    sizes: tuple[int, int, int] = (0, 0, 0)  # of its fleet, when its policy was asked last
-    fresh: bool = True  # its step or its window changed since
-    rebalanced_at: float = 0.0
-    told: RowBudget = field(default_factory=RowBudget)  # of its policy's decisions, to the ledger
-    trained: Trained | None = None  # what its trainer last said of the step under way
+    fleet: Fleet | None = None  # the last one sent
+
+
+@dataclass(slots=True)
+class PublishedWeights:
+    """The versions that the run's trainer published, and which of them can be had from whom."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    directory: Directory = field(default_factory=Directory)  # engines that serve versions on
+    next_version: int = 1
 
     def unproved(self, version: int, root: bytes, merged: bytes) -> str:
-        """Why an engine that says so of itself does not hold this version as it was published; empty where it does (I8).
+        """Why an engine that loaded this root does not hold the version as it was published; empty where it does (I8).
 
         After an older ledger was restored, one number may name two sets of weights.
         """
@@ -535,15 +312,15 @@ class Run:
             return f"merged the adapters of version {version} to other weights ({holds}) than its trainer ({theirs}): {ONE_RELEASE}"
         return ""
 
-    def held(self, version: int) -> bool:
-        """Whether anybody can give out this version's bytes: its trainer, a disk or an engine."""
+    def available(self, version: int) -> bool:
+        """Whether the trainer, a disk or an engine can give out this version's bytes, and its base's."""
         known = self.versions.get(version)
         if known is None or not (known.sources or (known.manifest and self.directory.available(version))):
             return False
         return not known.base or self.base_of(known) is not None
 
     def base_of(self, version: Version) -> Version | None:
-        """The version whose weights this one's adapters are merged with, the newest of equal ones; None where nobody can give it out."""
+        """The version whose weights this one's adapters are merged with, the newest of equal ones; None where none can be had."""
         equal = [
             known
             for known in self.versions.values()
@@ -556,77 +333,184 @@ class Run:
 
 
 @dataclass(slots=True)
-class Worker:
-    id: int
-    run: Run
-    kind: str
-    intent_id: str
-    session: str
-    incarnation: int
-    job_id: int
-    node: str
-    gpus: int
-    conn: int | None
-    last_seen: float
-    status: WorkerStatus = WorkerStatus.NEW  # changed by `step` only
-    acks: int = 0  # heartbeat acks sent to it: their numbers order what else it was sent
-    loaded_version: int = -1
-    asked_version: int = -1
-    asked_at: float = 0.0
-    offered: tuple[int, ...] = ()  # revision of the directory that its holders were chosen from
-    offered_at: float = 0.0
-    load_failures: int = 0
-    drain_reason: str = ""
-    suspect: bool = False
-    refused: int = 0  # chunks
-    progress: int = 0
-    leases: dict[int, Sample] = field(default_factory=dict)
-    notice: bool = False
-    idle_since: float = 0.0
-    slot: str = ""
-    attempt: int = 0  # of the run, when the worker greeted last; 0: before the daemon restarted
-    moved_at: float = 0.0  # when its engine was last seen to do anything
-    joined_at: float = 0.0
-    tokens_per_s: float = 0.0  # measured between its last two heartbeats
-    beat_at: float = 0.0  # when it sent its last heartbeat
-    loads: int = 0  # versions that it loaded
-    changed: bool = True  # whether a lease came or went since
-    slots: Slots | None = None  # how policies see its leases, until one comes or goes
-    role: int = -1  # as what it is counted in its run's sizes: their index, -1 = not at all
-    yielding: dict[int, Yielding] = field(default_factory=dict)  # sample -> what it was asked to give back
-    cache_tokens: int = 0  # as it said itself; 0 = it did not
-    best_batch: int = 0
-    commanded_at: float = 0.0  # when it was last told to sleep
-    memory: Memory = Memory.AWAKE  # changed by `step_memory` only
-    memory_order: int = 0  # number of the last order to sleep or wake
-    bytes_held: int = 0  # of its GPUs' memory, as it last said
-    no_holder: str = ""  # why its offer to serve weights was refused, as the ledger was told last
-    wake_s: float = 0.0  # as it last said
+class StepProgress:
+    """Which step the run is at. Steps are numbers of its optimizer steps; times are Unix seconds."""
 
-    def step(self, step: WorkerStep) -> None:
-        """Take one legal step, or raise and change nothing."""
-        target = WORKER_TRANSITIONS.get((self.status, step))
-        if target is None:
-            raise IllegalTransition(f"worker {self.id} is {self.status} and cannot {step}")
-        self.status = target
-
-    def step_memory(self, step: MemoryStep) -> None:
-        """Take one legal step, or raise and change nothing."""
-        target = MEMORY_TRANSITIONS.get((self.memory, step))
-        if target is None:
-            raise IllegalTransition(f"worker {self.id}'s memory is {self.memory} and cannot {step}")
-        self.memory = target
-        self.run.memory_changed = True
+    newest: tuple[str, int] = ("train", 0)  # (purpose, step) that was submitted last
+    submitted_at: float = 0.0
+    samples: int = 0  # of the newest step: what the fleet is sized for
+    trained: Trained | None = None  # what the trainer last said of the step under way
+    last_committed: int = 0
+    resumed_after: int = 0  # the step of the checkpoint that this attempt began with
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryTold:
-    """Of a run's reserved workers: those that acknowledged that they sleep, all others, and what the former hold. Sorted slots."""
+class ReservedMemory:
+    """The GPU memory of a run's reserved engines, by name: which acknowledged that they sleep, and all others. Names are sorted."""
 
-    order: int = 0
+    order: int = 0  # number of the trainer's last word on whether they are to be awake
     asleep: tuple[str, ...] = ()
     holding: tuple[str, ...] = ()
-    bytes_held: int = 0
+    bytes_held: int = 0  # by those asleep
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A reserved engine that was given up for its silence, and the ids of the samples that it held."""
+
+    attempt: int
+    node: str
+    samples: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ReservedEngines:
+    """The engines on the trainer's own GPUs: whether they are to be awake, what memory they hold, who has which slot."""
+
+    awake: bool = True  # what the trainer wants
+    #: False: the daemon restarted, and the trainer has not said again whether they are to be awake.
+    awake_stated: bool = True
+    awake_since: float = 0.0  # when the trainer last changed `awake`, Unix seconds
+    order: int = 0  # number of the trainer's last word on that
+    counted_memory: ReservedMemory = field(default_factory=ReservedMemory)  # as counted last
+    memory_changed: bool = True  # since then
+    sessions: dict[str, str] = field(default_factory=dict)  # slot -> session that registered in it last
+    #: Sessions that lost their slots: the newest of them.
+    evicted: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    #: Name -> slot and session of an engine lost without a goodbye: it may hold memory still.
+    unaccounted: dict[str, tuple[str, str]] = field(default_factory=dict)
+    given_up: dict[str, GivenUp] = field(default_factory=dict)  # slot -> what its silent engine held
+
+
+@dataclass(slots=True)
+class PolicyDecisions:
+    """What the run's policy decided last, and how much of it may still be written to the ledger. Times: Unix seconds."""
+
+    window: str = ""  # "open" | "close" | "" = the trainer's own rule decides
+    window_reason: str = ""
+    ask_window_at: float = 0.0
+    rebalanced_at: float = 0.0
+    engines: int | None = None  # number of harvested engines, as written last
+    closed_in: tuple[str, int] | None = None  # the (purpose, step) in which the window was closed last
+    budgets: dict[str, Budget] = field(default_factory=dict)  # kind of decision -> rows that may be written
+
+
+@dataclass(slots=True)
+class Due:
+    """What may be due since the run was settled last (`machine.Router`)."""
+
+    fleet: bool = True  # something changed that may let a worker load, or a sample be placed
+    samples: bool = True  # the same, but only samples changed, and no worker
+    recount: bool = True  # the fleet's sizes may have changed
+    ask: bool = True  # the step or the window changed: the policy is to be asked
+    changed_workers: list[Worker] = field(default_factory=list)  # that took another status one by one
+    idle_workers: list[Worker] = field(default_factory=list)  # whose last lease ended
+
+
+@dataclass(slots=True)
+class FleetCache:
+    """Facts about the run's workers as computed last, so that an event need not visit them all."""
+
+    serving: tuple[int, list[Worker]] | None = None  # a version and the workers that serve it
+    target: int = -1  # the version that idle workers were last asked for
+    sizes: tuple[int, int, int] = (0, 0, 0)  # `worker_counts.fleet_sizes`
+
+
+@dataclass(slots=True)
+class Run:
+    """A run of a trainer over all its attempts, with everything in flight for it."""
+
+    id: int
+    name: str
+    owner_key: str
+    seed: int
+    engine: EngineSpec
+    attempt: int = 0
+    settings: RunSettings = field(default_factory=RunSettings)
+    policy: RouterPolicy = field(default_factory=Standard)
+    trainer: TrainerLink = field(default_factory=TrainerLink)
+    weights: PublishedWeights = field(default_factory=PublishedWeights)
+    step: StepProgress = field(default_factory=StepProgress)
+    #: (purpose, step, prompt index) -> the group in flight.
+    by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
+    #: The same key -> the next retry's number, where a group was superseded.
+    retries: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    queue: Queue = field(default_factory=Queue)
+    leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
+    workers: dict[int, Worker] = field(default_factory=dict)
+    reserved: ReservedEngines = field(default_factory=ReservedEngines)
+    decisions: PolicyDecisions = field(default_factory=PolicyDecisions)
+    due: Due = field(default_factory=Due)
+    cached: FleetCache = field(default_factory=FleetCache)
+    stopped: str = ""  # why it cannot go on; empty: it can
+    stop_remedy: str = ""
+    ended: bool = False
+
+
+# ---------------------------------------------------------------- worker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """Which process a worker is, by its key and its hello."""
+
+    intent_id: str  # of the harvested job; empty for a reserved engine
+    session: str
+    incarnation: int  # of the harvested job: Slurm may start it again
+    job_id: int  # Slurm's
+
+
+@dataclass(slots=True)
+class WorkerWeights:
+    """Which version a worker has loaded, which it was asked to load, and whom it may pull it from. Times: Unix seconds."""
+
+    loaded: int = -1  # -1: none that is proved
+    asked: int = -1
+    asked_at: float = 0.0
+    loads: int = 0  # versions that it ever loaded
+    failures: int = 0  # loads that failed since the last that did not
+    offered: tuple[int, ...] = ()  # revision of the directory that its sources were chosen from
+    offered_at: float = 0.0
+    serving_refused: str = ""  # why its offer to serve weights was refused, as written to the ledger last
+
+
+@dataclass(slots=True)
+class WorkerMemory:
+    """What a worker does with its GPUs' memory: the orders it was sent, and what it acknowledged."""
+
+    state: Memory = Memory.AWAKE  # changed by `Worker.step_memory` only
+    order: int = 0  # number of the last order to sleep or wake
+    sleep_ordered_at: float = 0.0  # Unix seconds
+    bytes_held: int = 0  # as it last said
+    wake_s: float = 0.0  # seconds that it last took to wake, by its own word
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """What the engine inside a worker does and can do."""
+
+    tokens_per_s: float = 0.0  # measured between its last two heartbeats
+    progress: int = 0  # its own counter of engine steps, in its last heartbeat
+    moved_at: float = 0.0  # when it was last seen to do anything, Unix seconds
+    cache_tokens: int = 0  # size of its KV cache, by its own word; 0 = unknown
+    best_batch: int = 0  # samples at which it is fastest, by its own word; 0 = unknown
+
+
+@dataclass(slots=True)
+class HeartbeatState:
+    """The heartbeats of a worker: when the last one came, and what happened since."""
+
+    at: float = 0.0  # Unix seconds
+    acks: int = 0  # acks sent to it: their numbers order what else it was sent
+    leases_changed: bool = True  # whether a lease came or went since
+
+
+@dataclass(slots=True)
+class Departure:
+    """Why a worker leaves, and whether Slurm gave it notice."""
+
+    reason: str = ""
+    notice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,18 +523,54 @@ class Yielding:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Silenced:
-    """A reserved engine that was given up for its silence, and the samples that it held."""
+@dataclass(slots=True)
+class Worker:
+    """A process with an engine in it, as the router knows it. Times: Unix seconds."""
 
-    attempt: int
+    id: int
+    run: Run
+    kind: str  # "harvested" | "reserved"
     node: str
-    samples: tuple[int, ...]
+    gpus: int
+    process: WorkerProcess
+    conn: int | None
+    last_seen: float
+    slot: str = ""  # a reserved engine's, as its trainer names it
+    joined_at: float = 0.0
+    attempt: int = 0  # of the run, when the worker registered last; 0: before the daemon restarted
+    status: WorkerStatus = WorkerStatus.NEW  # changed by `step` only
+    suspect: bool = False
+    leases: dict[int, Sample] = field(default_factory=dict)
+    yielding: dict[int, Yielding] = field(default_factory=dict)  # sample id -> what it was asked to give back
+    idle_since: float = 0.0
+    refused_chunks: int = 0
+    weights: WorkerWeights = field(default_factory=WorkerWeights)
+    memory: WorkerMemory = field(default_factory=WorkerMemory)
+    engine: EngineMetrics = field(default_factory=EngineMetrics)
+    heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
+    departure: Departure = field(default_factory=Departure)
+    slots: Slots | None = None  # how policies see its leases, until one comes or goes
+    counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    def step(self, step: WorkerStep) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = WORKER_TRANSITIONS.get((self.status, step))
+        if target is None:
+            raise IllegalTransition(f"worker {self.id} is {self.status} and cannot {step}")
+        self.status = target
+
+    def step_memory(self, step: MemoryStep) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = MEMORY_TRANSITIONS.get((self.memory.state, step))
+        if target is None:
+            raise IllegalTransition(f"worker {self.id}'s memory is {self.memory.state} and cannot {step}")
+        self.memory.state = target
+        self.run.reserved.memory_changed = True
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the core needs of the daemon's configuration. Seconds; tokens."""
+class RouterLimits:
+    """What the core needs of the daemon's configuration: seconds, milliseconds (`flush_ms`) and tokens, as their names say."""
 
     heartbeat_s: float = 1.0
     suspect_s: float = 4.0
@@ -661,3 +581,19 @@ class Limits:
     trainer_silent_s: float = 60.0
     trainer_gone_s: float = 600.0
     stalled_s: float = 300.0
+
+    @classmethod
+    def of(cls, config: DaemonConfig) -> RouterLimits:
+        """The limits that the daemon's configuration names."""
+        daemon = config.daemon
+        return cls(
+            daemon.heartbeat_s,
+            daemon.suspect_s,
+            daemon.dead_s,
+            daemon.reconnect_s,
+            daemon.flush_ms,
+            daemon.flush_tokens,
+            daemon.trainer_silent_s,
+            daemon.trainer_gone_s,
+            daemon.engine_stalled_s,
+        )

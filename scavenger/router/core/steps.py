@@ -30,8 +30,9 @@ from scavenger.protocol.messages import (
     Trained,
 )
 from scavenger.router.core import samples as sm
-from scavenger.router.core.state import Group, Run, Sample, SampleStatus, SampleStep
+from scavenger.router.core.state import Group, Run, Sample
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import SampleStatus, SampleStep
 
 #: Of a run, submitted and not committed: each is a row and lies in memory.
 MAX_OPEN_GROUPS = 200_000
@@ -80,15 +81,15 @@ def _size_fault(body: SubmitGroups) -> Denied | None:
 
 
 def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
-    if body.version not in run.versions:
+    if body.version not in run.weights.versions:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
     if body.purpose not in OUTCOMES:
         return Denied("invalid", f"purpose {body.purpose!r}", 'use "train" or "eval"')
-    if run.ended or (body.purpose == "train" and body.step <= run.last_step):
+    if run.ended or (body.purpose == "train" and body.step <= run.step.last_committed):
         why = (
             "the run has ended"
             if run.ended
-            else f"step {body.step} is not after the last committed one, {run.last_step}"
+            else f"step {body.step} is not after the last committed one, {run.step.last_committed}"
         )
         return Denied("invalid", why, "open the run again to go on from a checkpoint")
     indices = [spec.prompt_index for spec in body.groups]
@@ -115,12 +116,12 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
                 "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data",
             )
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
-    run.step_samples = sum(
+    run.step.samples = sum(
         len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step)
     )
-    run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
+    run.step.newest, run.step.submitted_at, run.due.ask = (body.purpose, body.step), core.now, True
     cap = max((spec.sampling.max_tokens for spec in body.groups), default=0)
-    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups), cap), core.now)
+    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step.samples, len(groups), cap), core.now)
     for group in groups:
         sm.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
@@ -128,7 +129,7 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
 
 def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Group:
     """The group of this prompt: an equal one that exists goes on (I3), anything else is superseded and made anew."""
-    root = run.versions[body.version].root
+    root = run.weights.versions[body.version].root
     old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
     if old is not None:
         same = (old.root, old.prompt, old.sampling, len(old.samples)) == (
@@ -137,7 +138,7 @@ def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Gro
             spec.sampling,
             spec.n,
         )
-        poisoned = run.on_poison == "stop" and any(s.error is not None for s in old.samples)
+        poisoned = run.settings.on_poison == "stop" and any(s.error is not None for s in old.samples)
         if same and not poisoned:
             _adopt(core, run, old, body.version)
             return old
@@ -213,7 +214,7 @@ def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
     ]
     if not groups:
         known = (
-            body.step <= run.last_step
+            body.step <= run.step.last_committed
             if body.purpose == "train"
             else all(o.sample_id < core.next_sample_id for o in body.outcomes)
         )
@@ -244,7 +245,7 @@ def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
     )
     run.policy.observe(StepFinished(body.step, body.purpose, _seconds_are_times(body.metrics)), core.now)
     if body.purpose == "train":
-        run.last_step = body.step
+        run.step.last_committed = body.step
         for group in [
             g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step
         ]:
@@ -290,17 +291,21 @@ def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: Sample
 
 def trained(core: Core, run: Run, body: Trained) -> None:
     """How far the trainer is; pings repeat it."""
-    if run.newest == ("train", body.step) and body != run.trained:
-        run.trained = body
+    if run.step.newest == ("train", body.step) and body != run.step.trained:
+        run.step.trained = body
         run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
 
 
 def retire_versions(run: Run, keep: int = 4) -> None:
     """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
     used = {g.version for g in run.by_key.values()}
-    bases = {run.versions[v].base for v in (*used, *sorted(run.versions)[-keep:]) if v in run.versions}
-    for version in sorted(run.versions)[:-keep]:
-        if version not in used and run.versions[version].root not in bases:
-            run.versions[version].manifest = b""
-            run.versions[version].sources = ()
-            run.directory.forget(version)
+    bases = {
+        run.weights.versions[v].base
+        for v in (*used, *sorted(run.weights.versions)[-keep:])
+        if v in run.weights.versions
+    }
+    for version in sorted(run.weights.versions)[:-keep]:
+        if version not in used and run.weights.versions[version].root not in bases:
+            run.weights.versions[version].manifest = b""
+            run.weights.versions[version].sources = ()
+            run.weights.directory.forget(version)

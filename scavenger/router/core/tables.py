@@ -16,18 +16,8 @@ from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.protocol.messages import Assign, GroupDone, Message
 from scavenger.router.core.events import Fill, ReadHistory, RouterAction, Send, WorkerLife, Write
 from scavenger.router.core.payloads import Payloads
-from scavenger.router.core.state import (
-    MAX_KEYS,
-    PEER_BURST,
-    PEER_EVERY_S,
-    REFUSALS_LOGGED,
-    Budget,
-    Group,
-    Limits,
-    Run,
-    Sample,
-    Worker,
-)
+from scavenger.router.core.row_budget import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_LOGGED, Budget
+from scavenger.router.core.state import Group, RouterLimits, Run, Sample, Worker
 
 #: Engines that are gone and still told of: more than a fleet loses between two looks at Slurm.
 MAX_LIVED = 4096
@@ -43,7 +33,12 @@ class Core:
     """The tables and the effects under way. One per daemon."""
 
     def __init__(
-        self, limits: Limits, generation: int, payloads: Payloads, ledger: str = "", restored: bool = False
+        self,
+        limits: RouterLimits,
+        generation: int,
+        payloads: Payloads,
+        ledger: str = "",
+        restored: bool = False,
     ) -> None:
         self.limits = limits
         self.payloads = payloads
@@ -139,7 +134,7 @@ class Core:
             self._waiting.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
     def read_history(self, run: Run) -> None:
-        self._waiting.append(ReadHistory(run.id, run.attempt, run.resume_step))
+        self._waiting.append(ReadHistory(run.id, run.attempt, run.step.resumed_after))
 
     def length_accepted(self, sample: Sample) -> None:
         """The sample's accepted length becomes durable with this event's records."""
@@ -156,7 +151,7 @@ class Core:
 
     def connection_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
         """An event that a worker can cause as often as it likes: of each kind and key the first ones are written, then fewer and fewer."""
-        if self.told(f"{peer.intent_id or peer.run.owner_key} {kind}"):
+        if self.told(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
             self.event(kind, peer.run.id, subject, reason, **detail)
         else:
             self.count(kind)
@@ -225,7 +220,7 @@ class Core:
             for sample, epoch in self._granted.popitem(last=False)[1]:
                 if sample.epoch == epoch:
                     holder = workers.get(sample.worker_id)
-                    sample.assigned_at, sample.assigned_after = now, holder.acks if holder else 0
+                    sample.assigned_at, sample.assigned_after = now, holder.heartbeat.acks if holder else 0
         return lengths
 
     @property

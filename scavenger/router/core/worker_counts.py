@@ -6,7 +6,8 @@ Counted as workers change, not looked up: a fleet of a thousand is asked about w
 from __future__ import annotations
 
 from scavenger.protocol.messages import MAX_SLOTS, Fleet, reserved_name, words
-from scavenger.router.core.state import Memory, MemoryTold, Run, Worker, WorkerStatus
+from scavenger.router.core.state import ReservedMemory, Run, Worker
+from scavenger.router.core.transitions import Memory, WorkerStatus
 
 
 def fleet_sizes(run: Run) -> tuple[int, int, int]:
@@ -25,49 +26,49 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
 
 def counted(run: Run) -> tuple[int, int, int]:
     """The sizes, counted anew."""
-    run.restated.clear()
+    run.due.changed_workers.clear()
     for worker in run.workers.values():
-        worker.role = _role(worker)
+        worker.counted_as = _role(worker)
     return fleet_sizes(run)
 
 
 def counted_again(run: Run) -> tuple[int, int, int]:
     """The sizes as counted last, with those workers counted again that are another since: a fleet loads one by one."""
-    sizes = list(run.sizes)
-    for worker in run.restated:
-        before, worker.role = worker.role, _role(worker)
+    sizes = list(run.cached.sizes)
+    for worker in run.due.changed_workers:
+        before, worker.counted_as = worker.counted_as, _role(worker)
         if before >= 0:
             sizes[before] -= 1
-        if worker.role >= 0:
-            sizes[worker.role] += 1
-    run.restated.clear()
+        if worker.counted_as >= 0:
+            sizes[worker.counted_as] += 1
+    run.due.changed_workers.clear()
     return sizes[0], sizes[1], sizes[2]
 
 
-def memory_of(run: Run) -> MemoryTold:
+def memory_of(run: Run) -> ReservedMemory:
     """Whose memory is free, by the workers' own word, and whose is not: who is silent or about to leave holds what it held."""
     reserved = [worker for worker in run.workers.values() if worker.kind == "reserved"]
-    asleep = [worker for worker in reserved if worker.memory is Memory.ASLEEP]
+    asleep = [worker for worker in reserved if worker.memory.state is Memory.ASLEEP]
     holding = {
-        name_of(worker) for worker in reserved if worker.memory is not Memory.ASLEEP
-    } | run.silent_engines.keys()
+        name_of(worker) for worker in reserved if worker.memory.state is not Memory.ASLEEP
+    } | run.reserved.unaccounted.keys()
     names = sorted(name_of(worker) for worker in asleep)
-    held = sum(worker.bytes_held for worker in asleep)
-    return MemoryTold(
-        run.reserved_order, tuple(names[:MAX_SLOTS]), tuple(sorted(holding)[:MAX_SLOTS]), min(held, 2**53)
+    held = sum(worker.memory.bytes_held for worker in asleep)
+    return ReservedMemory(
+        run.reserved.order, tuple(names[:MAX_SLOTS]), tuple(sorted(holding)[:MAX_SLOTS]), min(held, 2**53)
     )
 
 
 def name_of(worker: Worker) -> str:
     """What its trainer knows a reserved worker by; one that names no slot goes by its number here, which no engine of a job does."""
-    return reserved_name(worker.slot, worker.session) if worker.slot else f"worker {worker.id}"
+    return reserved_name(worker.slot, worker.process.session) if worker.slot else f"worker {worker.id}"
 
 
-def memory_counted(run: Run) -> MemoryTold:
+def memory_counted(run: Run) -> ReservedMemory:
     """The same, counted anew only where a worker came, went or changed."""
-    if run.memory_changed:
-        run.memory_told, run.memory_changed = memory_of(run), False
-    return run.memory_told
+    if run.reserved.memory_changed:
+        run.reserved.counted_memory, run.reserved.memory_changed = memory_of(run), False
+    return run.reserved.counted_memory
 
 
 def _role(worker: Worker) -> int:
@@ -83,14 +84,14 @@ def fleet_of(run: Run) -> Fleet:
     """The run's workers as its trainer sees them."""
     open_samples = sum([g.unfinished for g in run.by_key.values() if not g.orphaned])
     held = sum([len(w.leases) for w in run.workers.values() if w.kind == "reserved" and _role(w) >= 0])
-    sizes = fleet_sizes(run) if run.restated else run.sizes
+    sizes = fleet_sizes(run) if run.due.changed_workers else run.cached.sizes
     memory = memory_counted(run)
     return Fleet(
         *sizes,
         open_samples,
         held,
-        run.window,
-        words(run.window_reason),
+        run.decisions.window,
+        words(run.decisions.window_reason),
         memory.order,
         memory.asleep,
         memory.holding,

@@ -22,8 +22,9 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import samples as sm
 from scavenger.router.core import worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
-from scavenger.router.core.state import Memory, Sample, Silenced, Worker, WorkerStatus, WorkerStep
+from scavenger.router.core.state import GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import Memory, WorkerStatus, WorkerStep
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
@@ -66,7 +67,7 @@ def sender(core: Core, conn: int, message: object) -> Worker | None:
     worker.last_seen = core.now
     if worker.suspect:
         worker.suspect = False
-        worker.run.dirty = True
+        worker.run.due.fleet = True
         core.connection_event(
             worker, "worker_back", f"worker {worker.id}", "heard again before it was given up"
         )
@@ -75,7 +76,7 @@ def sender(core: Core, conn: int, message: object) -> Worker | None:
 
 def goodbye(core: Core, conn: int, worker: Worker, message: Goodbye) -> None:
     """The worker leaves, and sent all it had."""
-    worker.notice = message.notice
+    worker.departure.notice = message.notice
     core.send_durable(conn, GoodbyeAck())
     gone(core, worker, message.reason, crashed=message.failed, flushed=True)
     core.departed[conn] = None
@@ -85,8 +86,8 @@ def goodbye(core: Core, conn: int, worker: Worker, message: Goodbye) -> None:
 
 def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     """How far its samples came, and which of its leases it holds."""
-    if beat.progress != worker.progress:
-        worker.progress, worker.moved_at = beat.progress, core.now
+    if beat.progress != worker.engine.progress:
+        worker.engine.progress, worker.engine.moved_at = beat.progress, core.now
     leases, now = worker.leases, core.now
     here = gained = most = context = 0
     others: list[Held] = []  # that are not its leases, as far as is known here
@@ -99,7 +100,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         length, reported = held.length, sample.reported
         if length != reported:
             if length > reported:
-                worker.moved_at = now
+                worker.engine.moved_at = now
                 gain = length - reported
                 gained += gain
                 if gain > most:
@@ -111,11 +112,11 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     stale = tuple([(held.sample_id, held.epoch) for held in others if not may_hold(core, worker, held)])
     if stale:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
-    worker.acks += 1
-    core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
+    worker.heartbeat.acks += 1
+    core.send(worker.conn, HeartbeatAck(core.generation, worker.heartbeat.acks))
     _measure(core, worker, gained, most, context)
-    if beat.wake_s != worker.wake_s:
-        worker.wake_s = beat.wake_s
+    if beat.wake_s != worker.memory.wake_s:
+        worker.memory.wake_s = beat.wake_s
         worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
@@ -137,15 +138,18 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
     All samples that run gain a token a step, `most` of them in this beat: where they gained less on average, some were prefilled meanwhile
     or waited for room in its KV cache, and the batch was not that of its leases.
     """
-    seconds, batch = core.now - worker.beat_at, len(worker.leases)
+    seconds, batch = core.now - worker.heartbeat.at, len(worker.leases)
     steady = (
-        not worker.changed and batch > 0 and gained > 0 and seconds >= LEAST_BEAT * core.limits.heartbeat_s
+        not worker.heartbeat.leases_changed
+        and batch > 0
+        and gained > 0
+        and seconds >= LEAST_BEAT * core.limits.heartbeat_s
     )
     steady = steady and most * batch - gained <= max(ALIKE * most, 1.0) * batch
-    worker.beat_at, worker.changed = core.now, False
+    worker.heartbeat.at, worker.heartbeat.leases_changed = core.now, False
     if seconds <= 0:
         return
-    worker.tokens_per_s = gained / seconds
+    worker.engine.tokens_per_s = gained / seconds
     if steady:
         at_mean = context - gained / 2
         worker.run.policy.observe(
@@ -195,7 +199,9 @@ def gone(
         regenerated += lost
         sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
     core.record(
-        rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now)
+        rec.WorkerLeft(
+            worker.id, reason, worker.departure.notice, len(samples), salvaged, regenerated, core.now
+        )
     )
     preempted = worker.status is not WorkerStatus.DRAINING and not crashed
     worker.run.policy.observe(
@@ -211,18 +217,21 @@ def gone(
         ),
         core.now,
     )
-    if worker.intent_id and worker.status is not WorkerStatus.AWAY:
+    if worker.process.intent_id and worker.status is not WorkerStatus.AWAY:
         core.lived.append(_life(worker, here=False))
     core.count("workers_lost")
-    worker.run.directory.gone(worker.id)
+    worker.run.weights.directory.gone(worker.id)
     if worker.kind == "reserved":
-        worker.run.memory_changed = True
-        if silent and worker.memory is not Memory.ASLEEP and worker.attempt in (0, worker.run.attempt):
-            worker.run.silent_engines[worker_counts.name_of(worker)] = (worker.slot, worker.session)
+        worker.run.reserved.memory_changed = True
+        if silent and worker.memory.state is not Memory.ASLEEP and worker.attempt in (0, worker.run.attempt):
+            worker.run.reserved.unaccounted[worker_counts.name_of(worker)] = (
+                worker.slot,
+                worker.process.session,
+            )
     worker.step(WorkerStep.LEAVE)
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
-    worker.run.dirty = True
+    worker.run.due.fleet = True
     disconnect(core, worker)
 
 
@@ -231,14 +240,19 @@ def lives(core: Core) -> list[WorkerLife]:
     here = [
         _life(w, here=True)
         for w in core.workers.values()
-        if w.intent_id and w.status is not WorkerStatus.AWAY
+        if w.process.intent_id and w.status is not WorkerStatus.AWAY
     ]
     return [*core.lived, *here]
 
 
 def _life(worker: Worker, *, here: bool) -> WorkerLife:
     return WorkerLife(
-        worker.intent_id, worker.incarnation, worker.node, worker.joined_at, worker.last_seen, here
+        worker.process.intent_id,
+        worker.process.incarnation,
+        worker.node,
+        worker.joined_at,
+        worker.last_seen,
+        here,
     )
 
 
@@ -257,12 +271,14 @@ def watch(core: Core, worker: Worker) -> None:
             )
     elif silent > limits.dead_s:
         if worker.slot and worker.leases:  # should its slot be filled again, it did crash
-            worker.run.silenced[worker.slot] = Silenced(worker.attempt, worker.node, tuple(worker.leases))
+            worker.run.reserved.given_up[worker.slot] = GivenUp(
+                worker.attempt, worker.node, tuple(worker.leases)
+            )
         gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False, silent=True)
     elif _stalled(core, worker):
         _give_up_stalled(core, worker)
     elif silent > limits.suspect_s and not worker.suspect:
-        worker.suspect = worker.run.dirty = True
+        worker.suspect = worker.run.due.fleet = True
         core.connection_event(
             worker,
             "worker_suspect",
@@ -277,13 +293,13 @@ def watch(core: Core, worker: Worker) -> None:
 
 def _stalled(core: Core, worker: Worker) -> bool:
     """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
-    if core.now - worker.moved_at <= core.limits.stalled_s:
+    if core.now - worker.engine.moved_at <= core.limits.stalled_s:
         return False  # the usual case: nobody looks at each sample of a fleet four times a second
     given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
     if not given or worker.suspect:
         return False
     moved = max(
-        worker.moved_at,
+        worker.engine.moved_at,
         min(given),
         *(s.chunk_at for s in worker.leases.values() if s.accepted > s.lease_offset),
     )
@@ -301,7 +317,7 @@ def _give_up_stalled(core: Core, worker: Worker) -> None:
         reason,
         node=worker.node,
         samples=len(held),
-        progress=worker.progress,
+        progress=worker.engine.progress,
     )
     core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
     for sample in held:

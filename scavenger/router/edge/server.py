@@ -303,7 +303,7 @@ class Server:
         )  # else this daemon was away, or did not read: their silence means nothing
         self._swept_at = now
         core = self.router.core
-        used = core.by_conn.keys() | {run.conn for run in core.runs.values()}
+        used = core.by_conn.keys() | {run.trainer.conn for run in core.runs.values()}
         for routing_id, peer in list(self._conns.items()):
             if not listened:
                 peer.heard = now

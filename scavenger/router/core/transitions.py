@@ -1,0 +1,164 @@
+"""What may become of a sample, of a worker and of a worker's GPU memory: states, steps, and one table of legal transitions each.
+
+All three state machines of the router are here, and nothing else:
+
+    sample   (SampleStatus, SampleStep) -> SampleStatus    in SAMPLE_TRANSITIONS
+    worker   (WorkerStatus, WorkerStep) -> WorkerStatus    in WORKER_TRANSITIONS
+    memory   (Memory, MemoryStep) -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
+
+`Sample.step`, `Worker.step` and `Worker.step_memory` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
+table has none. Pure.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class IllegalTransition(Exception):
+    """A bug: the core tried a step that no table holds. Names the sample or worker, its state and the step; nothing was changed."""
+
+
+class SampleStatus(StrEnum):
+    NEW = "new"  # made, or read from the ledger, within this event
+    QUEUED = "queued"  # waits for a worker
+    LEASED = "leased"  # a worker generates it
+    UNCONFIRMED = "unconfirmed"  # leased before the daemon restarted; its worker has not come back yet
+    COMPLETE = "complete"  # last token accepted
+    ENDED = "ended"  # consumed, filtered, masked, evaluated, superseded, poisoned or surplus
+
+
+class SampleStep(StrEnum):
+    """What happens to a sample. The `RESTORE_` ones put it where the ledger's row says that it was."""
+
+    QUEUE = "queue"
+    LEASE = "lease"
+    RELEASE = "release"
+    CONFIRM = "confirm"  # its worker came back with the lease
+    FINISH = "finish"
+    END = "end"
+    REOPEN = "reopen"
+    ABANDON = "abandon"
+    RESTORE_LEASED = "restore-leased"
+    RESTORE_COMPLETE = "restore-complete"
+    RESTORE_ENDED = "restore-ended"
+
+
+#: What may happen to a sample: (state, step) -> state. Anything else is a bug.
+SAMPLE_TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
+    (SampleStatus.NEW, SampleStep.QUEUE): SampleStatus.QUEUED,
+    (SampleStatus.NEW, SampleStep.RESTORE_LEASED): SampleStatus.UNCONFIRMED,
+    (SampleStatus.NEW, SampleStep.RESTORE_COMPLETE): SampleStatus.COMPLETE,
+    (SampleStatus.NEW, SampleStep.RESTORE_ENDED): SampleStatus.ENDED,
+    (SampleStatus.QUEUED, SampleStep.LEASE): SampleStatus.LEASED,
+    (SampleStatus.LEASED, SampleStep.RELEASE): SampleStatus.QUEUED,
+    (SampleStatus.LEASED, SampleStep.FINISH): SampleStatus.COMPLETE,
+    (SampleStatus.UNCONFIRMED, SampleStep.CONFIRM): SampleStatus.LEASED,
+    (SampleStatus.UNCONFIRMED, SampleStep.RELEASE): SampleStatus.QUEUED,
+    # Every token was durable, only the flag was lost.
+    (SampleStatus.QUEUED, SampleStep.FINISH): SampleStatus.COMPLETE,
+    (SampleStatus.COMPLETE, SampleStep.END): SampleStatus.ENDED,
+    (SampleStatus.ENDED, SampleStep.REOPEN): SampleStatus.COMPLETE,
+    (SampleStatus.QUEUED, SampleStep.ABANDON): SampleStatus.ENDED,
+    (SampleStatus.LEASED, SampleStep.ABANDON): SampleStatus.ENDED,
+    (SampleStatus.UNCONFIRMED, SampleStep.ABANDON): SampleStatus.ENDED,
+    (SampleStatus.COMPLETE, SampleStep.ABANDON): SampleStatus.ENDED,
+}
+#: Samples in these states are not done.
+UNFINISHED = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
+
+
+class WorkerStatus(StrEnum):
+    NEW = "new"  # made within this event
+    LOADING = "loading"  # connected, without the version that its run needs
+    READY = "ready"
+    SLEEPING = "sleeping"  # asked to sleep, has not answered
+    ASLEEP = "asleep"
+    DRAINING = "draining"  # asked to leave
+    AWAY = "away"  # restored from the ledger, has not come back yet
+    GONE = "gone"  # dead or left: in no table any more
+
+
+class WorkerStep(StrEnum):
+    """What happens to a worker."""
+
+    JOIN = "join"
+    RESTORE = "restore"
+    RETURN = "return"
+    LOAD = "load"  # it needs another version than it has
+    SERVE = "serve"  # it has the version that its run needs
+    SLEEP = "sleep"
+    SLEPT = "slept"
+    FOUND_FALLING_ASLEEP = "found-falling-asleep"  # by its own word: it was ordered to by an earlier daemon
+    FOUND_ASLEEP = "found-asleep"
+    WAKE = "wake"
+    DRAIN = "drain"
+    LEAVE = "leave"
+
+
+#: What may happen to a worker: (state, step) -> state. Anything else is a bug. What is asked to leave does nothing else.
+WORKER_TRANSITIONS: dict[tuple[WorkerStatus, WorkerStep], WorkerStatus] = {
+    (WorkerStatus.NEW, WorkerStep.JOIN): WorkerStatus.LOADING,
+    (WorkerStatus.NEW, WorkerStep.RESTORE): WorkerStatus.AWAY,
+    (WorkerStatus.AWAY, WorkerStep.RETURN): WorkerStatus.LOADING,
+    (WorkerStatus.LOADING, WorkerStep.SERVE): WorkerStatus.READY,
+    (WorkerStatus.READY, WorkerStep.LOAD): WorkerStatus.LOADING,
+    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
+    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
+    (WorkerStatus.SLEEPING, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
+    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.SLEEPING,
+    (WorkerStatus.LOADING, WorkerStep.FOUND_ASLEEP): WorkerStatus.ASLEEP,
+    (WorkerStatus.ASLEEP, WorkerStep.WAKE): WorkerStatus.LOADING,
+    (WorkerStatus.LOADING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.READY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.SLEEPING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.AWAY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.LOADING, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.READY, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.SLEEPING, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.DRAINING, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.AWAY, WorkerStep.LEAVE): WorkerStatus.GONE,
+}
+
+
+class Memory(StrEnum):
+    """What a worker does with its GPU's memory. Beside its status: one that is asked to leave, or is silent, holds it as before."""
+
+    AWAKE = "awake"
+    FALLING_ASLEEP = "falling-asleep"  # told to sleep, has not acknowledged that its memory is free
+    ASLEEP = "asleep"  # it acknowledged
+    WAKING = "waking"  # told to wake, has not acknowledged that it has its memory again
+
+
+class MemoryStep(StrEnum):
+    """Orders to a worker, what it acknowledges, and what a greeting says that an earlier daemon had ordered."""
+
+    SLEEP = "sleep"
+    SLEPT = "asleep"
+    WAKE = "wake"
+    WOKEN = "awake"
+    FOUND_FALLING_ASLEEP = "found-falling-asleep"
+    FOUND_ASLEEP = "found-asleep"
+    FOUND_WAKING = "found-waking"
+
+
+#: What may happen to a worker's memory: (state, step) -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
+#: to wake never overtakes the acknowledgement of the order before.
+MEMORY_TRANSITIONS: dict[tuple[Memory, MemoryStep], Memory] = {
+    (Memory.AWAKE, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
+    (Memory.WAKING, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
+    (Memory.FALLING_ASLEEP, MemoryStep.SLEPT): Memory.ASLEEP,
+    (Memory.ASLEEP, MemoryStep.WAKE): Memory.WAKING,
+    (Memory.WAKING, MemoryStep.WOKEN): Memory.AWAKE,
+    (Memory.AWAKE, MemoryStep.FOUND_FALLING_ASLEEP): Memory.FALLING_ASLEEP,
+    (Memory.AWAKE, MemoryStep.FOUND_ASLEEP): Memory.ASLEEP,
+    (Memory.AWAKE, MemoryStep.FOUND_WAKING): Memory.WAKING,
+}
+#: What a greeting says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
+MEMORY_FOUND: dict[Memory, MemoryStep] = {
+    Memory.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
+    Memory.ASLEEP: MemoryStep.FOUND_ASLEEP,
+    Memory.WAKING: MemoryStep.FOUND_WAKING,
+}
