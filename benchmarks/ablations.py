@@ -17,15 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.baselines.registry import ABLATIONS, MIXTURES, simulated_policy
 from benchmarks.many import each, ratio, spread
 from benchmarks.oracle_site import SiteBound
 from benchmarks.policies_cells import fleet_of, scenario_of
 from benchmarks.policies_table import Unit
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.outcome import StepOutcome
-from scavenger.simulate.policies.make import simulated_policy
-from scavenger.simulate.policies.ours import ABLATIONS
-from scavenger.simulate.policies.registry import MIXTURES
 from scavenger.simulate.scenario import Scenario
 
 CELLS = "earth-volatile:Qwen3-8B:4,spot-volatile:Qwen3-14B:0,earth-median:Qwen3-32B:8"

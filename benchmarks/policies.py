@@ -32,10 +32,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import harvest
+from benchmarks.baselines.registry import KNOWN
 from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, simulate_unit
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
-from scavenger.simulate.policies.make import KNOWN
 
 EARTH = "earth_node_idle_72h.csv.gz"
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.baselines.points import Setting, scenario
+from benchmarks.baselines.registry import simulated_policy
 from benchmarks.policies_table import Result, Unit
 from scavenger.simulate import traces
 from scavenger.simulate.clock import Streams
@@ -22,8 +24,7 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Remembered
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.make import simulated_policy
-from scavenger.simulate.published import STACK, Setting, scenario
+from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parents[1]

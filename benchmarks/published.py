@@ -17,25 +17,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.baselines.points import ROWS, PublishedPoint, Quantity, Setting, scenario, steady, throughput
+from benchmarks.baselines.registry import profiled
+from benchmarks.baselines.rlboost import rlboost
 from scavenger.simulate import traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.make import profiled
-from scavenger.simulate.policies.rlboost import rlboost
-from scavenger.simulate.policy import SimulatedPolicy
-from scavenger.simulate.published import (
-    ROWS,
-    STACK,
-    PublishedPoint,
-    Quantity,
-    Setting,
-    scenario,
-    steady,
-    throughput,
-)
+from scavenger.simulate.policies import COLOCATED, SimulatedPolicy
+from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
 
 SEGMENTS = Path(__file__).with_name("segments.json")

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
 from benchmarks.many import each, median, ratio, spread
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets, synthetic
@@ -24,8 +25,6 @@ from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.policies.make import simulated_policy
-from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 

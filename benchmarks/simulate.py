@@ -15,14 +15,13 @@ import pstats
 import time
 from pathlib import Path
 
+from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
 from scavenger.simulate import presets, synthetic, traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.make import simulated_policy
-from scavenger.simulate.policies.registry import SIMULATED_POLICIES
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.baselines.registry import profiled
+from benchmarks.baselines.rlboost import Settings, rlboost
 from benchmarks.policies import spread
 from benchmarks.policies_cells import MODELS, fleet_of, scenario_of
 from benchmarks.policies_table import Unit
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.policies.make import profiled
-from scavenger.simulate.policies.ours import OURS
-from scavenger.simulate.policies.rlboost import Settings, rlboost
+from scavenger.simulate.policies import OURS
 from scavenger.simulate.scenario import Scenario
 
 PAPER = "the paper's"

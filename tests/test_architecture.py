@@ -370,28 +370,6 @@ def reached_from(path: Path) -> dict[Path, str]:
     return chains
 
 
-#: Files with one importer and no boundary of their own, yet to go back into it. None is added.
-TO_FOLD = {
-    *(
-        f"scavenger/simulate/policies/{name}.py"
-        for name in (
-            "balancing",
-            "clairvoyant/plan",
-            "clairvoyant/policy",
-            "clairvoyant/seats",
-            "clairvoyant/site",
-            "colocated",
-            "disaggregated",
-            "make",
-            "mixed",
-            "ours",
-            "polyrl",
-            "registry",
-        )
-    )
-}
-
-
 def test_a_file_that_one_other_imports_names_the_boundary_that_keeps_it_apart() -> None:
     files = sources(*(f"{package}/**/*.py" for package in PACKAGES))
     importers: dict[Path, set[Path]] = {path: set() for path in files}
@@ -406,10 +384,7 @@ def test_a_file_that_one_other_imports_names_the_boundary_that_keeps_it_apart() 
         if len(users) == 1 and path.name not in ("__init__.py", "__main__.py")
         if "\nBoundary: " not in (ast.get_docstring(tree(path)) or "")
     }
-    assert unnamed - TO_FOLD == set(), (
-        "fold it into its importer, or say what keeps it apart: `Boundary: ...`"
-    )
-    assert TO_FOLD - unnamed == set(), "it was folded, or says what keeps it apart: take it from the list"
+    assert unnamed == set(), "fold it into its importer, or say what keeps it apart: `Boundary: ...`"
 
 
 def test_pure_modules_reach_no_io_and_hence_no_driver() -> None:

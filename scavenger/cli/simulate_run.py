@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scavenger.simulate.survey.survey import Observed
 
 HOUR_S = 3600.0
-USUAL = "colocated,disaggregated,polyrl,rlboost,ours"  # `play.USUAL`, which takes its time to import
+USUAL = "colocated,disaggregated,ours"  # `play.USUAL`, which takes its time to import
 
 
 def run_command(

@@ -20,7 +20,7 @@ from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import Outcome, StepOutcome
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimCluster
 from scavenger.simulate.site_daemon import SimDaemon

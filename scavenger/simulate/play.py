@@ -17,9 +17,8 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.plan import RunAssumptions, SimulationPlan, assumptions
-from scavenger.simulate.policies.make import KNOWN, simulated_policy
-from scavenger.simulate.presets import COLD_CACHE
-from scavenger.simulate.published import STACK, trainer_of
+from scavenger.simulate.policies import SIMULATED_POLICIES, SimulatedPolicy
+from scavenger.simulate.presets import COLD_CACHE, STACK, trainer_of
 from scavenger.simulate.report import Series
 from scavenger.simulate.scenario import ENGINE_BYTES_S, Scenario
 from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
@@ -72,15 +71,15 @@ PROMPTS, SAMPLES, CAP, MAX_BATCH = 128, 8, 14_336, 256
 WINDOWS, WINDOW_S = 3, 7200.0
 OURS, ALONE = "ours", "colocated"
 
-#: What is compared where nobody says otherwise: neither ablations nor mixtures.
-USUAL = (ALONE, "disaggregated", "polyrl", "rlboost", OURS)
+#: What is compared where nobody says otherwise.
+USUAL = (ALONE, "disaggregated", OURS)
 
 
 def checked_policy_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names, checked. Raises `ConfigError` naming the known ones."""
     for name in names:
-        if name not in KNOWN:
-            raise ConfigError(f"there is no policy {name!r}", f"choose among {', '.join(KNOWN)}")
+        if name not in SIMULATED_POLICIES:
+            raise ConfigError(f"there is no policy {name!r}", f"choose among {', '.join(SIMULATED_POLICIES)}")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"the policies {', '.join(names) or '(none)'} cannot be compared", "name each once")
     return tuple(names)
@@ -116,7 +115,18 @@ def scenario_of(
     )
 
 
-def policy_runner(plan: SimulationPlan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> RunPolicy:
+def product_policy(name: str, _scenario: Scenario) -> SimulatedPolicy:
+    """One of `SIMULATED_POLICIES`, whatever is simulated."""
+    return SIMULATED_POLICIES[name]
+
+
+def policy_runner(
+    plan: SimulationPlan,
+    fleet: Fleet,
+    efficiency: Efficiency,
+    steps: int = 0,
+    policy_of: Callable[[str, Scenario], SimulatedPolicy] = product_policy,
+) -> RunPolicy:
     """What plays the run with a named policy and a seed. A run that may not harvest plays every policy without harvested engines."""
 
     def run_policy(policy: str, seed: int, progress: Callable[[float], None]) -> SimulationResult:
@@ -125,7 +135,7 @@ def policy_runner(plan: SimulationPlan, fleet: Fleet, efficiency: Efficiency, st
         def shown(now_s: float, done: int) -> None:
             progress(max(now_s / fleet.end_s, done / steps if steps else 0.0))
 
-        chosen = simulated_policy(policy, scenario)
+        chosen = policy_of(policy, scenario)
         if not plan.most_engines:
             chosen = replace(chosen, harvest=False)
         return result_of(simulate(scenario, chosen, shown), fleet, seed)
@@ -157,7 +167,7 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
 
     Played in up to `WINDOWS` windows spread evenly over the period, with other lengths in each; the interval is over the windows.
     """
-    if policy not in KNOWN:
+    if policy not in SIMULATED_POLICIES:
         return f"the simulator has no policy {policy!r}"
     fleet = observed.fleet
     if reserved_gpus % question.spec.gpus:

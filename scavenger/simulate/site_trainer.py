@@ -40,7 +40,7 @@ from scavenger.router.core.events import Identity, TrainerCalled
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.outcome import StepOutcome
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import root_of, zeros

@@ -23,7 +23,7 @@ from scavenger.router.core.row_budget import BURST, EVERY_S
 from scavenger.router.core.state import RouterLimits, Run
 from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.policies.ours import OURS
+from scavenger.simulate.policies import OURS
 from tests.router.harness import SPEC, Bench, open_body, specs
 from tests.simulate.digest import small
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from benchmarks.baselines.registry import SIMULATED_POLICIES
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
 from scavenger.simulate import presets, traces
@@ -21,8 +22,7 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.registry import SIMULATED_POLICIES
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 

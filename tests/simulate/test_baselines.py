@@ -8,6 +8,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
+from benchmarks.baselines.points import Setting, scenario, steady
+from benchmarks.baselines.polyrl import PolyRL
+from benchmarks.baselines.registry import profiled, running_context, simulated_policy
+from benchmarks.baselines.rlboost import RLBoost, Settings
+from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import (
     Fact,
     Move,
@@ -23,11 +28,7 @@ from scavenger.policy.interface import (
     WorkerReady,
     WorkerView,
 )
-from scavenger.simulate.policies.make import profiled, running_context, simulated_policy
-from scavenger.simulate.policies.polyrl import PolyRL
-from scavenger.simulate.policies.rlboost import RLBoost, Settings
-from scavenger.simulate.policies.seeding import Seeding
-from scavenger.simulate.published import STACK, Setting, scenario, steady
+from scavenger.simulate.presets import STACK
 
 
 class Hand:

@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.baselines.mixed import mixed
+from benchmarks.baselines.polyrl import PolyRL
+from benchmarks.baselines.rlboost import RLBOOST, RLBoost
 from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, WindowDecision
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policies.mixed import mixed
-from scavenger.simulate.policies.ours import OURS
-from scavenger.simulate.policies.polyrl import PolyRL
-from scavenger.simulate.policies.rlboost import RLBOOST, RLBoost
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, SimulatedPolicy
 from tests.simulate.test_driver import UNEVEN, coming_and_going
 from tests.test_architecture import ROOT, reached_from, sources
 

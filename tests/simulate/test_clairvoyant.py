@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baselines.clairvoyant.plan import line
+from benchmarks.baselines.clairvoyant.policy import ExpectedEngine, OracleSchedule
+from benchmarks.baselines.clairvoyant.seats import KnownSample, Order, PlannedEngine
+from benchmarks.baselines.points import Setting
 from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep, bound
 from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.policies.clairvoyant.plan import line
-from scavenger.simulate.policies.clairvoyant.policy import ExpectedEngine, OracleSchedule
-from scavenger.simulate.policies.clairvoyant.seats import KnownSample, Order, PlannedEngine
-from scavenger.simulate.published import STACK, Setting
+from scavenger.simulate.presets import STACK
 from scavenger.simulate.trainer_model import TrainerSpec
 from tests.simulate.one_step import Play
 from tests.simulate.test_oracle import exhaustive, small, windows_of

@@ -7,11 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.policy.forecast.service import Outstanding
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.policy.seed_window import limit_of
-from scavenger.simulate.policies.clairvoyant.plan import (
+from benchmarks.baselines.clairvoyant.plan import (
     LATER,
     REOPEN_GAIN,
     SERVE_GAIN,
@@ -20,6 +16,10 @@ from scavenger.simulate.policies.clairvoyant.plan import (
     plan,
     share_of,
 )
+from scavenger.policy.forecast.service import Outstanding
+from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.seed_window import limit_of
 
 CURVE = Curve(7e-3, 2e-5, 6e-8)
 

@@ -7,21 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baselines.clairvoyant.policy import OracleSchedule
+from benchmarks.baselines.clairvoyant.site import SiteTruth, clairvoyant
+from benchmarks.baselines.registry import KNOWN
+from benchmarks.baselines.registry import simulated_policy as policy_of
+from benchmarks.baselines.rlboost import RLBOOST
 from benchmarks.oracle_site import SiteBound
 from scavenger.policy.interface import SampleView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, FleetChange
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.policies.clairvoyant.policy import OracleSchedule
-from scavenger.simulate.policies.clairvoyant.site import SiteTruth, clairvoyant
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policies.make import KNOWN
-from scavenger.simulate.policies.make import simulated_policy as policy_of
-from scavenger.simulate.policies.ours import OURS
-from scavenger.simulate.policies.rlboost import RLBOOST
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 

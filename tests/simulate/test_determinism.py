@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.simulate.policies.registry import SIMULATED_POLICIES
+from benchmarks.baselines.registry import SIMULATED_POLICIES
 from tests.simulate.digest import digest, small
 
 ROOT = Path(__file__).parents[2]

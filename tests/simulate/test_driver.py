@@ -7,6 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baselines.polyrl import POLYRL
+from benchmarks.baselines.registry import simulated_policy as policy_of
+from benchmarks.baselines.rlboost import RLBOOST, rlboost
+from benchmarks.baselines.rlboost import Settings as RLBoostSettings
 from scavenger.errors import ConfigError, SimulationError
 from scavenger.policy.interface import Standard
 from scavenger.policy.predictive.policy import Predictive
@@ -19,15 +23,7 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.lengths import Lognormal, Sampled
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policies.even import Even
-from scavenger.simulate.policies.make import simulated_policy as policy_of
-from scavenger.simulate.policies.ours import OURS, ours
-from scavenger.simulate.policies.polyrl import POLYRL
-from scavenger.simulate.policies.rlboost import RLBOOST, rlboost
-from scavenger.simulate.policies.rlboost import Settings as RLBoostSettings
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, Even, SimulatedPolicy, ours
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.baselines.registry import simulated_policy
 from scavenger.cli import main
 from scavenger.errors import ConfigError
 from scavenger.simulate import play, presets
@@ -62,14 +63,14 @@ def test_the_same_seed_plays_the_same_and_policies_meet_the_same_answers() -> No
 
 @pytest.mark.parametrize("policy", ["rlboost", "clairvoyant"])
 def test_a_run_that_may_not_harvest_does_not(policy: str) -> None:
-    found = play.policy_runner(replace(PLAN, most_engines=0), fleet(), presets.UNCALIBRATED, steps=1)(
-        policy, 0, lambda _share: None
-    )
+    alone = replace(PLAN, most_engines=0)
+    plays = play.policy_runner(alone, fleet(), presets.UNCALIBRATED, 1, simulated_policy)
+    found = plays(policy, 0, lambda _share: None)
     assert (found.policy, found.starts, found.harvested_gpu_s) == (policy, 0, 0.0)
 
 
 def test_the_clairvoyant_is_made_for_the_very_scenario_that_is_played() -> None:
-    plays = play.policy_runner(PLAN, fleet(), presets.UNCALIBRATED, steps=2)
+    plays = play.policy_runner(PLAN, fleet(), presets.UNCALIBRATED, 2, simulated_policy)
     knows, blind = (plays(name, 3, lambda _share: None) for name in ("clairvoyant", "ours"))
     assert knows.policy == "clairvoyant"
     assert knows.tokens == blind.tokens, "the same answers"
@@ -97,7 +98,7 @@ def test_reserved_gpus_are_whole_engines() -> None:
 def test_policies_are_named_once_and_rightly(names: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         play.checked_policy_names(names)
-    assert play.checked_policy_names(["rlboost", "colocated"]) == ("rlboost", "colocated")
+    assert play.checked_policy_names(["ours", "colocated"]) == ("ours", "colocated")
 
 
 def test_a_speed_up_is_played_in_windows_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_pat
         "--model",
         "Qwen3-8B",
         "--policy",
-        "colocated,disaggregated,clairvoyant",
+        "colocated,disaggregated,ours",
         "--steps",
         "2",
         "--seeds",
@@ -177,10 +178,10 @@ def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_pat
     assert rows["policy"][:2] == ["policy", "tokens/s"]
     assert int(rows["colocated"][1].replace(",", "")) > 0
     assert rows["disaggregated"][0] == "disaggregated"
-    assert int(rows["clairvoyant"][1].replace(",", "")) > 0
+    assert int(rows["ours"][1].replace(",", "")) > 0
     assert "note: assumed: 2 GPUs train; answer lengths are lognormal" in done.output
     text = page.read_text(encoding="utf-8")
-    assert "GPUs by owner over time: clairvoyant, all" in text, "it harvested most"
+    assert "GPUs by owner over time: disaggregated, all" in text, "it harvested most"
     assert "Where a step" in text
 
 

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks import ablations, policies, policies_cells, sensitivity
 from benchmarks import policies_table as table
+from benchmarks.baselines.registry import ABLATIONS, SIMULATED_POLICIES
 from scavenger.config.run import ReservedSection
 from scavenger.errors import ConfigError
 from scavenger.policy.forecast import survival
 from scavenger.simulate import comparison, presets
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.policies.ours import ABLATIONS, OURS
-from scavenger.simulate.policies.registry import SIMULATED_POLICIES
+from scavenger.simulate.policies import OURS
 from tests.simulate.digest import small
 
 

@@ -7,20 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.baselines.points import ROWS, PublishedPoint, Quantity, Setting, scenario, steady, throughput
+from benchmarks.baselines.registry import simulated_policy
 from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.policies.make import simulated_policy
-from scavenger.simulate.published import (
-    ROWS,
-    STACK,
-    PublishedPoint,
-    Quantity,
-    Setting,
-    scenario,
-    steady,
-    throughput,
-)
+from scavenger.simulate.presets import STACK
 from scavenger.simulate.trainer_model import publish_s, to_generating_s, to_training_s
 from tests.simulate.one_step import Fixed, Play
 

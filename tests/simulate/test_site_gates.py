@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baselines.clairvoyant.site import clairvoyant
+from benchmarks.baselines.mixed import mixed
+from benchmarks.baselines.registry import MIXTURES, SIMULATED_POLICIES
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.idle_gpus import LEAST_LOST
 from scavenger.policy.interface import RunView, Standard, Weighs
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.outcome import EngineOutcome, Outcome
-from scavenger.simulate.policies.clairvoyant.site import clairvoyant
-from scavenger.simulate.policies.even import Even
-from scavenger.simulate.policies.mixed import mixed
-from scavenger.simulate.policies.registry import MIXTURES, SIMULATED_POLICIES
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import Even, SimulatedPolicy
 from tests.simulate.test_driver import EQUAL
 
 END_S = 1000.0

@@ -11,8 +11,7 @@ from scavenger.policy.interface import Fact, Placement, RunView, Standard, StepS
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import from_deltas
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import DISAGGREGATED, SimulatedPolicy
 from tests.simulate.test_driver import ENGINE, EQUAL, LENGTH, PROMPT, TRAINER, UNEVEN
 
 

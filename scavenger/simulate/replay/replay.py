@@ -38,7 +38,7 @@ from scavenger.router.core.events import Identity, WorkerSent
 from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import StepOutcome
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.replay.fit import Machines, config_of, fit, trained_groups
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_daemon import SimDaemon

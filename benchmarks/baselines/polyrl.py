@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import Fact, Move, Placement, RunView, StepSubmitted, WindowDecision
-from scavenger.simulate.policies.seeding import Seeding
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 
 GROUPS_PER_S = 4.0
 #: Credit for one group, but for what a few microseconds of an event's own time are worth.

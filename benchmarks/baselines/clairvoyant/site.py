@@ -9,11 +9,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from benchmarks.baselines.clairvoyant.policy import ExpectedEngine, OracleSchedule
 from scavenger.policy.interface import SampleView, WorkerView
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.policies.clairvoyant.policy import ExpectedEngine, OracleSchedule
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import (
     TrainerSpec,

@@ -22,6 +22,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.baselines.balancing import Balancer, Instance
+from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import (
     Fact,
     Move,
@@ -32,10 +34,7 @@ from scavenger.policy.interface import (
     WindowDecision,
 )
 from scavenger.policy.placement import Slots
-from scavenger.simulate.policies.balancing import Balancer, Instance
-from scavenger.simulate.policies.even import EvenShare
-from scavenger.simulate.policies.seeding import Seeding
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import EvenShare, SimulatedPolicy
 
 #: A request that is executed has its first token after this, and the prefill of all that its instance was given.
 FIRST_TOKEN_S = 1.0

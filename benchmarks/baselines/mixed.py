@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
-from scavenger.simulate.policy import SimulatedPolicy
+from scavenger.simulate.policies import SimulatedPolicy
 
 
 class Mixed:

@@ -22,6 +22,15 @@ from typing import Protocol
 
 import numpy as np
 
+from benchmarks.baselines.clairvoyant.plan import line, plan, share_of
+from benchmarks.baselines.clairvoyant.seats import (
+    MOVE_GAIN_S,
+    STORED,
+    KnownSample,
+    Order,
+    PlannedEngine,
+    best_move,
+)
 from scavenger.policy.forecast.service import Samples
 from scavenger.policy.forecast.speed import Curve
 from scavenger.policy.forecast.step import Costs, Pool, Situation
@@ -40,16 +49,7 @@ from scavenger.policy.interface import (
 )
 from scavenger.policy.seed_window import limit_of
 from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.policies.clairvoyant.plan import line, plan, share_of
-from scavenger.simulate.policies.clairvoyant.seats import (
-    MOVE_GAIN_S,
-    STORED,
-    KnownSample,
-    Order,
-    PlannedEngine,
-    best_move,
-)
-from scavenger.simulate.policies.even import even_share
+from scavenger.simulate.policies import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
 AGAIN_S = (1.0, 20.0)

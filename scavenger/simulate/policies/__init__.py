@@ -1,1 +1,0 @@
-"""Contenders: each a small module over the router's own seam."""
