@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 
 import structlog
 
-from scavenger.errors import ScavengerError, told
+from scavenger.errors import ScavengerError, describe
 
 _log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]
             not isinstance(error, ScavengerError) or error.quoted
         ):  # a bug, ours or a library's: it keeps its traceback
             _log.error("task.failed", exc_info=error)
-        on_error(told(error))
+        on_error(describe(error))
 
     task = asyncio.create_task(work)
     task.add_done_callback(ended)

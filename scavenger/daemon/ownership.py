@@ -261,8 +261,8 @@ def explained(error: LedgerError, state_dir: Path, url: str) -> LedgerError:
     if path is not None and any(
         code in error.cause for code in ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY")
     ):
-        told = f"{error.cause} ({path}: {storage.free_text(path)})"
-        return LedgerError(told, "free space there, or see to the disk (dmesg); then start the daemon again")
+        cause = f"{error.cause} ({path}: {storage.free_text(path)})"
+        return LedgerError(cause, "free space there, or see to the disk (dmesg); then start the daemon again")
     if "locked" not in error.cause and "lock timeout" not in error.cause:
         return error
     holder = present_holder(state_dir) or writer_of(url, time.time())

@@ -64,7 +64,7 @@ class Watch:
         self.manner = manner
         self._quiet: dict[str, _Quiet] | None = None
 
-    def look(self, signs: Iterable[Sign], now: float, monotonic: float) -> tuple[Verdict, str, Sign | None]:
+    def poll(self, signs: Iterable[Sign], now: float, monotonic: float) -> tuple[Verdict, str, Sign | None]:
         """The verdict, why, and on whose account; (TAKE, …, None) when nobody is there. `now`: Unix seconds; both of this host."""
         first, known = self._quiet is None, self._quiet or {}
         self._quiet = {}

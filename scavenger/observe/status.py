@@ -282,9 +282,9 @@ def _mb(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-async def tell(
+async def publish(
     state_dir: Path,
-    look: Callable[[], Status],
+    read: Callable[[], Status],
     stop: asyncio.Event,
     *,
     write_s: float = WRITE_S,
@@ -295,12 +295,12 @@ async def tell(
     A file that cannot be written ends nothing.
     """
     loop = asyncio.get_running_loop()
-    logged_at, told = loop.time(), None
+    logged_at, logged = loop.time(), None
     while not stop.is_set():
-        status = look()
-        if status.harvest is not None and _counts(status.harvest) != told:
-            told = _counts(status.harvest)
-            log.info("harvest", **told, because=status.harvest.concluded)
+        status = read()
+        if status.harvest is not None and _counts(status.harvest) != logged:
+            logged = _counts(status.harvest)
+            log.info("harvest", **logged, because=status.harvest.concluded)
         try:
             await _written(state_dir, status)
         except OSError as error:

@@ -52,15 +52,15 @@ class Keeper:
         ] = {}  # (run_id, attempt) -> the step up to which all was dealt with
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next look."""
+        """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next poll."""
         while not stop.is_set():
             try:
-                await self.look()
+                await self.poll()
             except LedgerError as error:
                 log.warning("retention waits", reason=error.cause)
             await within(stop, self._check_interval_s)
 
-    async def look(self) -> int:
+    async def poll(self) -> int:
         """Bring every run up to date; returns the number of samples that were dealt with."""
         found = 0
         for run in await asyncio.to_thread(runs_to_retain, self._engine):

@@ -98,7 +98,7 @@ class Router:
             case TopologyRead(switches=switches):
                 core.switches.update(switches)
             case GarbageReceived(public_key=public_key, cause=cause):
-                if core.told(public_key):
+                if core.logs_refusal(public_key):
                     core.event("garbage", 0, public_key, cause)
                 else:
                     core.count("garbage")
@@ -166,14 +166,14 @@ class Router:
         if run.trainer.conn is None:
             return
         last = run.trainer.fleet
-        told = (
+        sent = (
             None if last is None else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window)
         )
         memory = worker_counts.memory_counted(run)
         known = (
             None if last is None else ReservedMemory(last.order, last.asleep, last.holding, last.bytes_held)
         )
-        moved = told != (*run.cached.sizes, run.decisions.window) or known != memory
+        moved = sent != (*run.cached.sizes, run.decisions.window) or known != memory
         if not moved and not timed:
             return
         fleet = worker_counts.fleet_of(run)

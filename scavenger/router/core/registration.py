@@ -100,7 +100,7 @@ def advanced(core: Core, run: Run) -> None:
 
 def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
     if not refusal.retry:
-        if core.told(identity.public_key):
+        if core.logs_refusal(identity.public_key):
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
         else:
             core.count("hello_refused")

@@ -84,11 +84,13 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     worker.weights.failures = 0
     worker.run.due.samples = worker.run.due.recount = True  # the others' orders stay as they are
     worker.run.due.changed_workers.append(worker)
-    told = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
+    durations = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
     if worker.weights.loads <= worker.run.weights.next_version:  # each version once
-        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
+        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **durations)
     else:
-        core.connection_event(worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **told)
+        core.connection_event(
+            worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **durations
+        )
     worker.run.policy.observe(
         WorkerReady(
             worker.id,

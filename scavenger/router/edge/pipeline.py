@@ -75,20 +75,20 @@ class Deliveries:
         self._nbytes[conn] = self._nbytes.get(conn, 0) + nbytes
         self._of_run[run] = self._of_run.get(run, 0) + nbytes
 
-    def room(self, conn: int, run: int = 0) -> bool:
+    def has_headroom(self, conn: int, run: int = 0) -> bool:
         """Whether this connection may be sent another one of that run now."""
         if not self._under_way:
             return True
-        self._look()
+        self._forget_sent()
         of_run = self._of_run.get(run, 0) if run else 0
         return self._nbytes.get(conn, 0) < self.most_bytes and of_run < RUN_MULTIPLE * self.most_bytes
 
     @property
     def nbytes(self) -> int:
-        """Under way to all connections, when `room` was asked last."""
+        """Under way to all connections, when `has_headroom` was asked last."""
         return sum(self._nbytes.values())
 
-    def _look(self) -> None:
+    def _forget_sent(self) -> None:
         for conn, parcels in list(self._under_way.items()):
             while parcels and parcels[0][1]():
                 nbytes, _, run = parcels.popleft()
@@ -152,7 +152,8 @@ class Fetcher:
 class Lines(Generic[T]):
     """See the module. `wanted(item)`: the tokens that an item lacks now, {} for none; `handle(item)`: called for each, in order.
 
-    `room(item)`: whether an item may be handled now. `handle` is called once for an item, and again later where it gave False: not now.
+    `may_handle(item)`: whether an item may be handled now. `handle` is called once for an item, and again later where it gave False:
+    not now.
     """
 
     def __init__(
@@ -161,14 +162,14 @@ class Lines(Generic[T]):
         handle: Callable[[T], bool | None],
         fetcher: Fetcher,
         failed: Callable[[BaseException], None],
-        room: Callable[[T], bool] = lambda _: True,
+        may_handle: Callable[[T], bool] = lambda _: True,
     ) -> None:
-        self._wanted, self._handle, self._fetcher, self._failed, self._room = (
+        self._wanted, self._handle, self._fetcher, self._failed, self._may_handle = (
             wanted,
             handle,
             fetcher,
             failed,
-            room,
+            may_handle,
         )
         self._lines: dict[int, deque[tuple[T, int]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +187,7 @@ class Lines(Generic[T]):
         """Handle an item behind those before it; False when it has to wait. Only from the event loop's thread."""
         line = self._lines.get(conn)
         if line is None:
-            if self._room(item) and not self._wanted(item) and self._handle(item) is not False:
+            if self._may_handle(item) and not self._wanted(item) and self._handle(item) is not False:
                 return True
             line = self._lines[conn] = deque()
             task = asyncio.get_running_loop().create_task(self._serve(conn, line))
@@ -199,7 +200,7 @@ class Lines(Generic[T]):
     async def _serve(self, conn: int, line: deque[tuple[T, int]]) -> None:
         while line:
             item, nbytes = line[0]
-            while not self._room(item):
+            while not self._may_handle(item):
                 await asyncio.sleep(CAPACITY_PAUSE_S)
             # What was read may be evicted by others' commits while more is read: `wanted` then names all that the item needs, again.
             # The ledger of a superseded daemon never has what it needs: it asks without haste until it learns that it is fenced.
@@ -365,7 +366,9 @@ class PayloadPipeline:
         self._in: Lines[RouterEvent] = Lines(
             lambda event: lacking(core, store, event), self._take, self._fetcher, failed
         )
-        self._out: Lines[Send | Fill] = Lines(self._lacks, self._give, self._fetcher, failed, self._has_room)
+        self._out: Lines[Send | Fill] = Lines(
+            self._lacks, self._give, self._fetcher, failed, self._has_headroom
+        )
 
     def receive(self, conn: int, event: RouterEvent, nbytes: int) -> bool:
         """Hand a peer's event of `nbytes` to the core; False when it has to wait."""
@@ -398,10 +401,10 @@ class PayloadPipeline:
         self._post(event)
         self._store.trim()
 
-    def _has_room(self, action: Send | Fill) -> bool:
+    def _has_headroom(self, action: Send | Fill) -> bool:
         if not isinstance(action.message, GroupDone) or not self._connected(action.conn):
             return True
-        return self.deliveries.room(action.conn, self.run_of(action.message))
+        return self.deliveries.has_headroom(action.conn, self.run_of(action.message))
 
     def run_of(self, message: GroupDone) -> int:
         """Whose group this is; 0 when it was forgotten."""
