@@ -1,6 +1,7 @@
-"""What a worker is told to be, and how far it is: loading, asleep, awake, leaving. Pure.
+"""Orders to workers: load a version, sleep, wake, leave; and the acknowledgements that come back. Pure.
 
-An order may be lost, so each may be repeated without harm, and is, until what the worker says shows that it was carried out.
+Any message may be lost. So every order may be repeated without harm, and is repeated until the worker's heartbeat shows that it was
+carried out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OFFER_S = 0.5  # between two lists of holders that a pulling worker is sent
 
 
 def repeat(core: Core, worker: Worker, heard: int) -> None:
-    """Say again what the worker was asked and has not done: any message may have been lost, and all of these may be repeated.
+    """Repeat the orders that the worker has not carried out: a message may have been lost.
 
     `heard`: number of the last order to sleep or wake that reached it.
     """
@@ -42,7 +43,7 @@ def repeat(core: Core, worker: Worker, heard: int) -> None:
 
 
 def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
-    """Repair what a lost message left behind. What a heartbeat says is newer than all that was heard before it."""
+    """Repair what a lost message left behind: a heartbeat is newer than everything received before it."""
     if beat.loaded_version != worker.weights.loaded:
         worker.weights.loaded = -1  # until it says, with the root hash, what it loaded
         worker.run.due.fleet = True
@@ -228,7 +229,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
 
 
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
-    """Tell the worker whom to pull from, and what it alone holds of what the run still needs."""
+    """Ask the worker to load the version: from which sources, and which versions to keep because no other engine holds them."""
     run = worker.run
     choice = run.weights.directory.choose(version.version, worker.id, worker.node, version.sources)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
@@ -247,7 +248,7 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
 
 
 def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
-    """What the version's adapters are merged with. Of the two it is by far the larger, so the worker counts as one that reads this."""
+    """The base that the version's adapters are merged with. It is by far the larger part, so the worker is counted as its reader."""
     run = worker.run
     base = run.weights.base_of(version)
     if base is None:
@@ -259,7 +260,7 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
 
 
 def _revision(run: Run, version: Version) -> tuple[int, ...]:
-    """Another one whenever somebody begins or ceases to hold what a worker pulls for this version, and when its base is published again."""
+    """Changes whenever a holder of the version or of its base comes or goes, and when its base is published again."""
     base = run.weights.base_of(version)
     return (
         run.weights.directory.revision(version.version),
@@ -268,7 +269,7 @@ def _revision(run: Run, version: Version) -> tuple[int, ...]:
 
 
 def more_holders(core: Core, worker: Worker) -> None:
-    """A worker that still pulls hears of the holders that came and went since it was asked."""
+    """Send a worker that still pulls the holders that came since it was asked to load."""
     version = worker.run.weights.versions.get(worker.weights.asked)
     if (
         version is None
