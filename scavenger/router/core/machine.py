@@ -2,7 +2,7 @@
 
     driver (server.py live, simulate/ in virtual time)          core (this package, pure)
     -----------------------------------------------------       -------------------------------------------------
-    HelloReceived / WorkerSaid / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
+    HelloReceived / WorkerSent / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
     commit of a ticket: Committed(ticket)                 --->  releases what waited: leases, acks, replies, deliveries
     LedgerRead / PastRead / TopologyRead                  --->  what the ledger and the scheduler know, read by the driver
 
@@ -191,7 +191,7 @@ class Router:
 
     def _tick(self) -> None:
         core = self.core
-        # Silence while this daemon itself did not run (stopped, swapped out, waiting for its disk) is nobody's death.
+        # While this daemon itself did not run (stopped, swapped out, waiting for its disk), no peer's silence counts.
         absent = core.now - (core.ticked_at if core.ticked_at is not None else core.now)
         core.ticked_at = core.now
         if absent > core.limits.suspect_s:
@@ -201,10 +201,9 @@ class Router:
             for run in core.runs.values():
                 run.trainer.seen_at = min(core.now, run.trainer.seen_at + absent)
         if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
+            # The ledger's disk stalls, and engines wait for its acknowledgements: none of them hangs.
             for worker in core.workers.values():
-                worker.engine.moved_at = (
-                    core.now
-                )  # the disk stands still, and with it what was not acknowledged: no engine hangs
+                worker.engine.moved_at = core.now
         for worker in list(self.core.workers.values()):
             workers.watch(self.core, worker)
 

@@ -151,9 +151,8 @@ def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
         if asked is not None:
             give(core, asked.to_worker, sample.id)
     if over:
-        core.send_durable(
-            worker.conn, Revoke(tuple(over), "given back")
-        )  # only then may it forget the tokens
+        # Only then may it forget the tokens.
+        core.send_durable(worker.conn, Revoke(tuple(over), "given back"))
 
 
 def give(core: Core, worker_id: int, sample_id: int) -> None:

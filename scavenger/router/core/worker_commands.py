@@ -55,12 +55,10 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         and asked_long_ago
         and worker.status is WorkerStatus.LOADING
     ):
-        worker.weights.asked = (
-            worker.weights.loaded
-        )  # `steer` asks again; a load under way is not disturbed by that
-    if (
-        beat.memory_order == worker.memory.order
-    ):  # what it says of its memory answers the newest order: its own word may have been lost
+        # `steer` asks again; a load under way is not disturbed by that.
+        worker.weights.asked = worker.weights.loaded
+    # Its memory state answers the newest order: the acknowledgement may have been lost.
+    if beat.memory_order == worker.memory.order:
         if beat.memory == "asleep" and worker.memory.state is Memory.FALLING_ASLEEP:
             asleep(core, worker, beat.memory_order, beat.bytes_held)
         elif beat.memory == "awake" and worker.memory.state is Memory.WAKING:
@@ -230,21 +228,16 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
 
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
     """Ask the worker to load the version: from which sources, and which versions to keep because no other engine holds them."""
-    run = worker.run
-    choice = run.weights.directory.choose(version.version, worker.id, worker.node, version.sources)
+    run, published = worker.run, worker.run.weights
+    choice = published.directory.choose(version.version, worker.id, worker.node, version.sources)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.leased} - {version.version}
-    served = {
-        v
-        for v in needed
-        if run.trainer.conn is not None and v in run.weights.versions and run.weights.versions[v].sources
-    }  # its trainer has them
-    keep = tuple(sorted(v for v in needed - served if run.weights.directory.last_holder(v) == worker.id))
+    connected, versions = run.trainer.conn is not None, published.versions
+    from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
+    keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
     manifest, base = b"" if more else version.manifest, _base(worker, version, more=more)
-    core.send_durable(
-        worker.conn,
-        UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base),
-    )  # behind its Welcome
+    order = UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
+    core.send_durable(worker.conn, order)  # behind its Welcome
 
 
 def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
