@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from scavenger.client import Client, Run
 from scavenger.config import RunConfig, read_run
-from scavenger.errors import ScavengerError, told
+from scavenger.errors import ScavengerError, describe
 from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
@@ -90,7 +90,7 @@ class Scavenged(TrainerCallback):
         try:
             if self._run is not None:
                 self._run.close_run(
-                    "finished" if error is None else "failed", "" if error is None else told(error)
+                    "finished" if error is None else "failed", "" if error is None else describe(error)
                 )
         except ScavengerError as also:
             print(f"the daemon was not told: {also}", file=sys.stderr)

@@ -31,7 +31,7 @@ from zmq.utils.monitor import parse_monitor_message
 from rollout.engines.base import Engine, Host, Weight
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
-from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, told
+from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair, read_rendezvous, secure
 from scavenger.protocol.worker.events import (
@@ -90,7 +90,7 @@ def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]
             not isinstance(error, ScavengerError) or error.quoted
         ):  # a bug, ours or a library's: it keeps its traceback
             _log.error("task.failed", exc_info=error)
-        on_error(told(error))
+        on_error(describe(error))
 
     task = asyncio.create_task(work)
     task.add_done_callback(ended)
@@ -390,7 +390,7 @@ class Worker:
         try:
             await engine.add(command.request)
         except EngineError as error:
-            self._inbox.put_nowait(AddRefused(command.request.handle, told(error)))
+            self._inbox.put_nowait(AddRefused(command.request.handle, describe(error)))
 
     async def _generate(self, engine: Engine) -> None:
         while True:
@@ -406,7 +406,7 @@ class Worker:
         """From the thread that served: other engines would go on asking this process, which is a fault of ours and no preemption."""
         _log.error("worker.cannot_serve", reason=fault.log_text)
         assert self._main is not None  # nothing is served before
-        self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineDied(told(fault)))
+        self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineDied(describe(fault)))
 
     def _near_daemon(self) -> str:
         """The address of this host that the daemon's host can reach: other workers can, too."""
@@ -429,7 +429,7 @@ class Worker:
         try:
             merged = await _put_in(engine, pulled)
         except EngineError as error:
-            failed = LoadFailed(version, told(error), isinstance(error, WeightsDiffer), refused=True)
+            failed = LoadFailed(version, describe(error), isinstance(error, WeightsDiffer), refused=True)
             if (
                 failed.differs
             ):  # before it is said, so that the next try finds nothing here that is not as published

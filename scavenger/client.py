@@ -425,7 +425,7 @@ class Run:
         """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once.
 
         `reason`, as those of outcomes, is shown by the ledger's reports to people who may not see prompts and answers: give it
-        `errors.told(error)` rather than an error's own words.
+        `errors.describe(error)` rather than an error's own words.
         """
         self._closing = True
         self.call(messages.CloseRun(state, messages.words(reason)))

@@ -1,6 +1,6 @@
 """The one error tree. Each message names the cause; `remedy` says what the user does about it.
 
-Owns that, and `told`: what of an error may leave its process for the ledger, where people read who may not see prompts and answers.
+Owns that, and `describe`: what of an error may leave its process for the ledger, where people read who may not see prompts and answers.
 Every process catches `ScavengerError` at its outermost frame only, prints it and exits with `exit_code`; anything else is a bug and
 keeps its traceback.
 """
@@ -167,7 +167,7 @@ class RewardTimeout(RewardError):
     """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: a reward of 0."""
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """What the ledger may hold of an error: nothing that is foreseen quotes contents, and of the unforeseen only type and place."""
     if isinstance(error, ScavengerError):
         return error.cause if not error.remedy else f"{error.cause}\n  remedy: {error.remedy}"

@@ -236,7 +236,7 @@ def test_no_answer_is_no_refusal(
         program(answers, "sbatch", sbatch)
     if "while" in sbatch:
         monkeypatch.setattr(train_script, "DEADLINE_S", 0.5)
-    fits, tested = train_script.look(script(tmp_path), 1)
+    fits, tested = train_script.check(script(tmp_path), 1)
     assert (fits.problem, fits.skipped) == ("", False), fits
     assert (tested.problem, tested.skipped) == ("", True)
     assert why in tested.note
@@ -254,7 +254,7 @@ def test_slurm_s_own_names_of_a_partition_s_gpus(
 def test_a_refusal_is_told_in_slurms_words(answers: Path, tmp_path: Path) -> None:
     words = "Invalid account or account/partition combination specified"
     program(answers, "sbatch", f"echo 'sbatch: error: {words}' >&2; exit 1")
-    _, tested = train_script.look(script(tmp_path), 1)
+    _, tested = train_script.check(script(tmp_path), 1)
     assert tested.problem.startswith(f"Slurm would refuse train.sbatch: {words}\nremedy: ")
     assert not tested.skipped
 
@@ -263,7 +263,7 @@ def test_a_script_that_cannot_be_read_is_a_problem_with_its_remedy(tmp_path: Pat
     path = tmp_path / "train.sbatch"
     for line, remedy in (("--time=soon", "--time as Slurm writes it"), ('--job-name="a', "close the quotes")):
         path.write_text(f"#SBATCH {line}\n")
-        (found,) = train_script.look(path, 1)
+        (found,) = train_script.check(path, 1)
         assert f"\nremedy: {remedy}" in found.problem
 
 
@@ -271,9 +271,9 @@ def test_without_slurm_nothing_is_claimed_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (found,) = train_script.look(script(tmp_path), 0)
+    (found,) = train_script.check(script(tmp_path), 0)
     assert (found.skipped, found.problem, "no scontrol" in found.note) == (True, "", True)
-    (found,) = train_script.look(script(tmp_path), 5)
+    (found,) = train_script.check(script(tmp_path), 5)
     assert "reserved.workers = 5" in found.problem, "that needs no Slurm"
 
 
@@ -283,13 +283,13 @@ def test_slurm_itself_has_the_last_word(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm_sandbox.env["SLURM_CONF"])
     monkeypatch.setenv("PATH", slurm_sandbox.env["PATH"])
-    fits, tested = train_script.look(script(tmp_path), 1)
+    fits, tested = train_script.check(script(tmp_path), 1)
     assert (fits.problem, tested.problem) == ("", "")
     assert "to start at" in tested.note
-    (found,) = train_script.look(script(tmp_path, partition="gold"), 1)
+    (found,) = train_script.check(script(tmp_path, partition="gold"), 1)
     assert "remedy: in train.sbatch, name one of: " in found.problem
     refused = script(tmp_path)
     refused.write_text(refused.read_text().replace("##SBATCH --qos", "#SBATCH --nodelist=nowhere99 --qos"))
-    fits, tested = train_script.look(refused, 1)
+    fits, tested = train_script.check(refused, 1)
     assert "Slurm would refuse train.sbatch: " in tested.problem
     assert "remedy" in tested.problem

@@ -22,7 +22,14 @@ import torch
 from scavenger import config as configs
 from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
-from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
+from scavenger.errors import (
+    CheckpointAhead,
+    ConfigError,
+    LedgerRestored,
+    ScavengerError,
+    StaleAttempt,
+    describe,
+)
 from scavenger.protocol import keys, messages
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
@@ -322,7 +329,7 @@ def close_failed(run: Run, error: BaseException) -> None:
     """Tell the daemon why, so that engines leave; when even that fails, the first error still is the one reported."""
     state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     try:
-        run.close_run(state, told(error))
+        run.close_run(state, describe(error))
     except ScavengerError as also:
         print(f"the daemon was not told: {also}", file=sys.stderr, flush=True)
 

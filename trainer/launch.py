@@ -139,7 +139,13 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
             name: value for name, value in environ.items() if not name.startswith("SLURM")
         }  # an outer job is not ours
     slurm = {"SCAVENGER_JOB_ID": environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in environ else {}
-    return mpi_settings.ROOM | (AS_ROOT if root else {}) | {"PYTHONUNBUFFERED": "1"} | slurm | dict(environ)
+    return (
+        mpi_settings.OVERSUBSCRIBE
+        | (AS_ROOT if root else {})
+        | {"PYTHONUNBUFFERED": "1"}
+        | slurm
+        | dict(environ)
+    )
 
 
 def srun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ _MAKES = (
 #: More ranks than cores, bound to none. Since Open MPI 5 the launcher is PRRTE, which reads the last two
 #: and not the
 #: first two; whoever does not know one of them ignores it.
-ROOM = {
+OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -121,7 +121,7 @@ def decide(
     """
     if trials and trials[-1].code == 0:
         last = trials[-1]
-        failed = f" ({_told(trials[:-1])})" if trials[:-1] else ""
+        failed = f" ({_describe(trials[:-1])})" if trials[:-1] else ""
         met = f"{ranks} ranks met under {last.launcher} of {found} with {last.settings.name}"
         return Use(last.launcher, last.settings, met + failed)
     if any(trial.code == NO_MPI for trial in trials):
@@ -140,11 +140,11 @@ def decide(
         "try it in such an allocation: `mpirun -n 2 python -m trainer.world_probe 2 10`; open TCP between the nodes, "
         "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun"
     )
-    return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_told(trials)}", remedy)
+    return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_describe(trials)}", remedy)
 
 
-def _told(trials: Sequence[Trial]) -> str:
-    """Trials of one launcher that ended alike are told together."""
+def _describe(trials: Sequence[Trial]) -> str:
+    """Trials of one launcher that ended alike are named together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for trial in trials:
         groups.setdefault((trial.launcher, trial.words or f"status {trial.code}"), []).append(

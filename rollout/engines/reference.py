@@ -29,7 +29,7 @@ import torch
 from rollout.engines import checksum
 from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
-from scavenger.errors import EngineError, told
+from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
 from scavenger.protocol.worker.events import Delta, Request
 
@@ -155,4 +155,4 @@ class ReferenceEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"the engine failed: {told(error)}", quoted=str(error)) from error
+            raise EngineError(f"the engine failed: {describe(error)}", quoted=str(error)) from error

@@ -96,7 +96,7 @@ def _local(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Fin
         raise ConfigError(
             "--submit needs Slurm, and the configuration's cluster is the local backend", "leave --submit out"
         )
-    return local.look(choose.local(settings), wanted)
+    return local.check(choose.local(settings), wanted)
 
 
 def _settings(path: Path, partition: str) -> DaemonConfig:

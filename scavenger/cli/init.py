@@ -86,7 +86,7 @@ def init(
 ) -> None:
     """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
 
-    Existing files are left as they are; a run's only with --force are overwritten. What was assumed is told.
+    Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
     if (model is None) != (data is None):
         raise typer.BadParameter("a run needs both --model and --data")
@@ -168,7 +168,7 @@ def _fits_site(folder: Path) -> bool:
         print("  skipped  train.sbatch: the cluster is the local backend, which Slurm knows nothing of")
         return True
     fine = True
-    for found in train_script.look(
+    for found in train_script.check(
         folder / "train.sbatch", run.reserved.workers, run.reserved.gpus_per_engine
     ):
         fine = fine and not found.problem

@@ -139,14 +139,14 @@ def purge_command(
     if found.gone:
         print(f"run {run!r} ({found.run_id}) {found.gone} and holds nothing")
         return
-    print(f"run {run!r} ({found.run_id}) holds {_told(found)}")
+    print(f"run {run!r} ({found.run_id}) holds {_describe(found)}")
     if not yes and not typer.confirm("delete them for good?"):
         print("nothing was deleted")
         sys.exit(1)
-    print(f"deleted {_told(purge.purge(url, run))}; `scavenger ledger vacuum` gives the space back")
+    print(f"deleted {_describe(purge.purge(url, run))}; `scavenger ledger vacuum` gives the space back")
 
 
-def _told(found: Contents) -> str:
+def _describe(found: Contents) -> str:
     return (
         f"{found.tokens:,} tokens of {found.samples:,} samples in {found.chunks:,} chunks, and {found.groups:,} prompts: "
         f"{found.nbytes:,} bytes"

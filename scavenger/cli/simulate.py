@@ -227,8 +227,8 @@ def site_command(
     tables.check_writable(html)
     if live:
         if html is not None:
-            raise typer.BadParameter("--live has no report: one look is no series")
-        _look(config_path, partition, gpus, engines, sched_interval_s)
+            raise typer.BadParameter("--live has no report: one poll is no series")
+        _decide_live(config_path, partition, gpus, engines, sched_interval_s)
         return
     from scavenger.simulate import presets
     from scavenger.simulate.survey.survey import Question
@@ -298,7 +298,9 @@ def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Pa
         console.print(f"wrote {html}", markup=False)
 
 
-def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
+def _decide_live(
+    config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float
+) -> None:
     from scavenger.cli import tables
     from scavenger.cluster import choose
     from scavenger.harvest.limits import StopState, rules_of

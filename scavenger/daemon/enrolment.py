@@ -22,7 +22,7 @@ Owner = tuple[str, str]  # role ("daemon" | "owner"), name
 
 
 class Enrolment:
-    """`in_force`: public key -> whose it is, as the ledger has it."""
+    """Keeps the key ring equal to the key files, and records each change. `in_force`: public key -> its owner, as the ledger has it."""
 
     def __init__(
         self,

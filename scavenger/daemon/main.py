@@ -127,7 +127,7 @@ class Daemon:
         works: list[Coroutine[Any, Any, None]] = [
             server.run(stop),
             self._watch_files(),
-            status.tell(self.state_dir, status_now, stop),
+            status.publish(self.state_dir, status_now, stop),
             self._beat(server),
             # None of these ends before the daemon does; one that fails ends it.
             *map(self._lasting, self.service_manager.work(server, harvester, status_now, self.clock, stop)),
@@ -191,7 +191,7 @@ class Daemon:
                     log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
                     await self._pause()
                     continue
-                verdict, why, sign = watch.look(there, time.time(), time.monotonic())
+                verdict, why, sign = watch.poll(there, time.time(), time.monotonic())
                 if sign is not None and verdict is Verdict.REFUSE:
                     raise ownership.refused(there[sign], why)
                 if verdict is Verdict.TAKE:
@@ -510,7 +510,7 @@ class Daemon:
                     warm_start.CHUNKS,
                 )
                 facts = warm_start.facts(past)
-                warm_start.tell(scratch, facts)  # what no policy can take shows here
+                warm_start.observe_all(scratch, facts)  # what no policy can take shows here
             except Exception as error:  # what lies there was told by peers under clocks of their own
                 reason = error.cause if isinstance(error, LedgerError) else type(error).__name__
                 log.warning(

@@ -1,12 +1,11 @@
-"""Where a daemon is reached, in the rendezvous file: written when it serves, defended against older daemons, given up to a newer one.
+"""Which daemon holds a state directory and its ledger, and where it is reached. Owns `daemon.lock` and the rendezvous file.
 
-Nothing is protected by this: workers and trainers check the key, generations fence in the ledger. Owns the daemon's view of that file.
+    daemon.lock       names the process that runs on the state directory; beside it counts the ledger's newest generation
+    rendezvous file   written when the daemon serves, defended against older daemons, given up to a newer one
 
-Who runs on a state directory and its ledger, for messages: a lock file that names its holder, and the ledger's newest generation.
-
-Nothing is protected by this: generations fence, in the transaction itself (`ledger.write.transaction`). By it a second daemon refuses to
-start while another is at work (`succession` decides), a restore asks before it pulls the ledger from under one, and what cannot be
-taken over (a stopped process that holds SQLite's lock) is named. Owns `<state_dir>/daemon.lock`. Knows no router and no socket.
+Neither file protects anything: generations fence inside each transaction (`ledger.write.transaction`), and peers check the daemon's key.
+They tell a second daemon not to start while another is at work (`takeover` decides), make a restore ask before it replaces the ledger of
+a live daemon, and name what cannot be taken over: a stopped process that holds SQLite's lock. Knows no router and no socket.
 """
 
 from __future__ import annotations
@@ -261,8 +260,8 @@ def explained(error: LedgerError, state_dir: Path, url: str) -> LedgerError:
     if path is not None and any(
         code in error.cause for code in ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY")
     ):
-        told = f"{error.cause} ({path}: {storage.free_text(path)})"
-        return LedgerError(told, "free space there, or see to the disk (dmesg); then start the daemon again")
+        cause = f"{error.cause} ({path}: {storage.free_text(path)})"
+        return LedgerError(cause, "free space there, or see to the disk (dmesg); then start the daemon again")
     if "locked" not in error.cause and "lock timeout" not in error.cause:
         return error
     holder = present_holder(state_dir) or writer_of(url, time.time())

@@ -1,11 +1,10 @@
-"""How the daemon's Python shares its time between threads, and how seldom it collects garbage. Owns these settings of the process.
-
-Boundary: the Python interpreter's settings and clocks; benchmarks use them without a daemon.
+"""Settings of the daemon's Python process, and its clock. Owns how threads share the interpreter and how seldom garbage is collected.
 
 The router's loop and the ledger's writer share the interpreter's lock, and a full collection stops both: with 64,000 samples in the
-tables it takes 50 ms and more, and every commit waits for it. The tables free what they forget by themselves (`router.samples.forget`).
+tables it takes 50 ms and more, and every commit waits for it. The tables free what they forget by themselves
+(`router.core.samples.forget`).
 
-The daemon's clock: Unix seconds that never run backwards, whatever is done to the host's wall clock.
+Boundary: the Python interpreter's settings and clocks; benchmarks use them without a daemon.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a changed scavenger.toml changes in a daemon that runs, and what only a restart does. Pure.
 
-Boundary: the comparison of two configurations; pure.
-
-Owns the comparison. `scavenger.config.site.LIVE` lists the keys that may change live; every other key that changed needs a restart:
+`scavenger.config.site.LIVE` lists the keys that may change live; every other key that changed needs a restart:
 it is reported by name, and the old value stays in force.
+
+Boundary: the comparison of two configurations; no IO.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from scavenger.config.site import LIVE
 
 @dataclass(frozen=True, slots=True)
 class Change:
+    """One key whose value differs; a secret's value is never printed."""
+
     key: str
     before: Any
     after: Any
@@ -28,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`config` has the live changes and no other."""
+    """`config`: the one in force from now on, with the live changes only. `restart`: changes that wait for a restart."""
 
     config: DaemonConfig
     live: tuple[Change, ...]
@@ -36,6 +38,7 @@ class Plan:
 
 
 def plan(now: DaemonConfig, wanted: DaemonConfig) -> Plan:
+    """What changes at once and what needs a restart, between the configuration in force and the one that the file has now."""
     changes = tuple(_changes(now, wanted))
     live = tuple(change for change in changes if change.key in LIVE)
     updates: dict[str, dict[str, Any]] = {}

@@ -1,9 +1,10 @@
 """Whether a daemon that starts may take the ledger: at once, not while another is at work, or after that one's silence. Pure.
 
-Generations fence whatever is decided here (`ledger.write.transaction`); this only keeps a second `scavenger
-daemon`, started by mistake, from
-ending the first. The clocks of two hosts may differ, so a holder of another host is watched for `WATCH_S` at least before it is called
-silent, and its heartbeat, seen to move, proves it alive whatever its clock says. Time is an input. Knows no file and no database.
+Generations fence an older daemon whatever is decided here (`ledger.write.transaction`). This only keeps a second `scavenger daemon`,
+started by mistake, from ending the first.
+
+The clocks of two hosts may differ. So a holder on another host is watched for at least `WATCH_S` before it counts as silent, and a
+heartbeat that moves proves it alive whatever its clock says. Time is an input. Knows no file and no database.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a holder. `who` names it, `beat` is its last sign of life (Unix seconds, by its own clock).
+    """One observation of a daemon that holds the ledger. `who` names it; `beat` is its last heartbeat (Unix seconds, by its own clock).
 
-    `gone`: its process ended, which only its own host can tell; `here`: that is this one.
+    `gone`: its process ended, which only its own host can see. `here`: it runs on this host.
     """
 
     who: str
@@ -50,7 +51,7 @@ class Sign:
 
 @dataclass(slots=True)
 class _Quiet:
-    """A holder's newest sign, since when it is the newest, and whether we saw it come, rather than read of it."""
+    """A holder's newest heartbeat, since when (monotonic seconds) no newer one came, and whether it came while this daemon watched."""
 
     beat: float
     since: float
@@ -58,14 +59,17 @@ class _Quiet:
 
 
 class Watch:
-    """One starting daemon's eye on whoever holds what it wants."""
+    """Decides for one starting daemon, poll by poll, about the daemons that hold its ledger or its state directory."""
 
     def __init__(self, manner: Manner = Manner.ASK) -> None:
         self.manner = manner
         self._quiet: dict[str, _Quiet] | None = None
 
-    def look(self, signs: Iterable[Sign], now: float, monotonic: float) -> tuple[Verdict, str, Sign | None]:
-        """The verdict, why, and on whose account; (TAKE, …, None) when nobody is there. `now`: Unix seconds; both of this host."""
+    def poll(self, signs: Iterable[Sign], now: float, monotonic: float) -> tuple[Verdict, str, Sign | None]:
+        """The verdict, its reason and the holder that caused it; (TAKE, reason, None) where there is no holder.
+
+        `now` (Unix seconds) and `monotonic` are this host's clocks.
+        """
         first, known = self._quiet is None, self._quiet or {}
         self._quiet = {}
         found: list[tuple[Verdict, str, Sign | None]] = []

@@ -18,7 +18,7 @@ from scavenger.doctor.findings import Finding, Level
 from scavenger.errors import ClusterError, ConfigError
 
 
-def look(cluster: Cluster, wanted: Wanted) -> Sequence[Finding]:
+def check(cluster: Cluster, wanted: Wanted) -> Sequence[Finding]:
     """Ask the backend and judge. No answer is a problem: the daemon could not start with it either."""
     try:
         info, view = cluster.info(), cluster.view()

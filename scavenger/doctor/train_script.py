@@ -138,10 +138,10 @@ def _of_nodes(asks: Asks, part: Partition, inside: Sequence[Node]) -> str:
     return ""
 
 
-def look(script: Path, reserved: int, each: int = 1) -> Iterator[Finding]:
+def check(script: Path, reserved: int, each: int = 1) -> Iterator[Finding]:
     """Ask Slurm, without submitting anything. `reserved` engines of `each` GPUs are to fit beside the ranks."""
     if not script.is_file():
-        yield Finding("train.sbatch", note="there is none here: not looked at", skipped=True)
+        yield Finding("train.sbatch", note="there is none here: not checked", skipped=True)
         return
     try:
         asks = asks_of(script.read_text(encoding="utf-8"))

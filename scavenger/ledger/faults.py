@@ -51,7 +51,7 @@ REMEDIES: dict[WriterState, str] = {
 }
 
 #: Where PostgreSQL's code (SQLSTATE) tells more than the state that it leads to: the cause, and what to do.
-_TOLD: dict[str, tuple[str, str]] = {
+_SQLSTATE_ERRORS: dict[str, tuple[str, str]] = {
     "42501": (
         "the database role that was used may not do this",
         "connect as a role that may: the daemon's own to write or vacuum, a member of scavenger_contents to read tokens and prompts, of "
@@ -119,9 +119,9 @@ def classify(error: BaseException) -> WriterState:
 
 def remedy(error: BaseException, failed: str = REMEDIES[WriterState.FAILED]) -> str:
     """What to do about it; `failed` where nothing is known of it."""
-    told = _TOLD.get(_sqlstate(error))
-    if told is not None:
-        return told[1]
+    known = _SQLSTATE_ERRORS.get(_sqlstate(error))
+    if known is not None:
+        return known[1]
     state = classify(error)
     return failed if state is WriterState.FAILED else REMEDIES[state]
 
@@ -147,5 +147,5 @@ def explain(error: BaseException) -> str:
         getattr(cause, "sqlite_errorname", "") or getattr(cause, "sqlstate", "") or type(cause).__name__
     )
     # Beyond its first line PostgreSQL quotes the row.
-    told = _TOLD.get(_sqlstate(error))
-    return f"{told[0] + ': ' if told is not None else ''}{name}: {(str(cause).splitlines() or [''])[0]}"
+    known = _SQLSTATE_ERRORS.get(_sqlstate(error))
+    return f"{known[0] + ': ' if known is not None else ''}{name}: {(str(cause).splitlines() or [''])[0]}"

@@ -72,8 +72,8 @@ _WAL_CHECKPOINT_PAGES = 4_000
 READER_S = 60.0
 #: For what reads the whole ledger and is run seldom, by who knows that it takes its time.
 MAINTENANCE_S = 3600.0
-#: Steps of SQLite's virtual machine between two looks at the clock: some tenths of a millisecond.
-_LOOK_STEPS = 10_000
+#: Steps of SQLite's virtual machine between two readings of the clock: some tenths of a millisecond.
+_CLOCK_STEPS = 10_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
 #: Revisions of ledgers that were written before the first release. No migration leads from them.
 NEVER_RELEASED = frozenset(f"{n:04}" for n in range(1, 9))
@@ -247,7 +247,7 @@ def _end_after(connection: sa.Connection, most_s: float) -> None:
     """SQLite has no timeout of its own for a statement: it asks this handler now and then, and is interrupted by a true answer."""
     deadline = time.monotonic() + most_s
     raw: Any = connection.connection.dbapi_connection
-    raw.set_progress_handler(lambda: time.monotonic() > deadline, _LOOK_STEPS)
+    raw.set_progress_handler(lambda: time.monotonic() > deadline, _CLOCK_STEPS)
 
 
 def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:

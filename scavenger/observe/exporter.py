@@ -111,11 +111,11 @@ class Exporter(Collector):
             yield family
 
     async def run(
-        self, look: Callable[[], Reading], stop: asyncio.Event, look_s: float = READ_INTERVAL_S
+        self, read: Callable[[], Reading], stop: asyncio.Event, interval_s: float = READ_INTERVAL_S
     ) -> None:
         while not stop.is_set():
-            self.reading = look()
-            await within(stop, look_s)
+            self.reading = read()
+            await within(stop, interval_s)
 
     def close(self) -> None:
         self._server.shutdown()

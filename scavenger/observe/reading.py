@@ -1,6 +1,6 @@
 """Looks at the daemon's parts on the event loop, and makes one `metrics.Reading` of what they hold. Changes nothing in them.
 
-Owns where each figure comes from. A look costs a pass over the runs' workers and groups, so it is taken every few seconds and not for
+Owns where each figure comes from. A reading costs a pass over the runs' workers and groups, so it is taken every few seconds and not for
 every scrape.
 
 Boundary: the daemon's parts are read here alone; `metrics` knows only figures.

@@ -70,9 +70,9 @@ SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Harvest(msgspec.Struct, frozen=True):
-    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `leaving`: of both, those that were told to go.
+    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `leaving`: of both, those that are to drain.
 
-    `seen_at` (Unix seconds, 0 = never) is of the last complete look, whose figures `idle`, `others` (GPUs)
+    `seen_at` (Unix seconds, 0 = never) is of the last complete poll, whose figures `idle`, `others` (GPUs)
     and `jobs_pending_other_users` (jobs) are.
     `engines` and `gpus` are what our jobs held by it; `connected`, `connected_gpus` what engines are registered now (None: a daemon of an
     older release). `stopped`: who stopped harvesting, "" = nobody. `concluded`: the last decision's reason.
@@ -282,9 +282,9 @@ def _mb(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-async def tell(
+async def publish(
     state_dir: Path,
-    look: Callable[[], Status],
+    read: Callable[[], Status],
     stop: asyncio.Event,
     *,
     write_s: float = WRITE_S,
@@ -295,12 +295,12 @@ async def tell(
     A file that cannot be written ends nothing.
     """
     loop = asyncio.get_running_loop()
-    logged_at, told = loop.time(), None
+    logged_at, logged = loop.time(), None
     while not stop.is_set():
-        status = look()
-        if status.harvest is not None and _counts(status.harvest) != told:
-            told = _counts(status.harvest)
-            log.info("harvest", **told, because=status.harvest.concluded)
+        status = read()
+        if status.harvest is not None and _counts(status.harvest) != logged:
+            logged = _counts(status.harvest)
+            log.info("harvest", **logged, because=status.harvest.concluded)
         try:
             await _written(state_dir, status)
         except OSError as error:
@@ -312,7 +312,7 @@ async def tell(
 
 
 def _counts(harvest: Harvest) -> dict[str, int | str]:
-    """What the log tells when it changes. The rest changes with every look."""
+    """What is logged when it changes. The rest changes with every poll."""
     return {name: getattr(harvest, name) for name in ("engines", "gpus", "waiting", "leaving", "stopped")}
 
 

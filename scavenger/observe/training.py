@@ -52,13 +52,13 @@ class TrainingJobs:
 
     def observe(self, runs: Iterable[OpenRun], jobs: Sequence[Job]) -> tuple[TrainingJob, ...]:
         """One poll. Those whose end is news."""
-        told = {(one.run, one.job_id) for one in self.found if one.ended}
+        reported = {(one.run, one.job_id) for one in self.found if one.ended}
         by_id = {job.job_id: job for job in jobs}
         chosen = sorted((run for run in runs if run.job_id), key=lambda run: run.name)
         self._seen &= {(run.name, run.job_id) for run in chosen}
         judged = [self._judge(run, by_id.get(run.job_id)) for run in chosen]
         self.found = tuple(one for one in judged if one is not None)
-        return tuple(one for one in self.found if one.ended and (one.run, one.job_id) not in told)
+        return tuple(one for one in self.found if one.ended and (one.run, one.job_id) not in reported)
 
     def _judge(self, run: OpenRun, job: Job | None) -> TrainingJob | None:
         key = (run.name, run.job_id)

@@ -27,15 +27,15 @@ from scavenger.policy.interface import (
 )
 
 T = TypeVar("T")
-#: Told once for each fault: the run's name, and what was raised.
-RowBudget = Callable[[str, Exception], None]
+#: Called once for each fault with the run's name and what was raised.
+FaultReport = Callable[[str, Exception], None]
 
 
 class PolicyWithFallback:
     """A `RouterPolicy`: `inner` as long as it answers, and `Standard` from its first fault on."""
 
-    def __init__(self, run: str, inner: RouterPolicy, told: RowBudget) -> None:
-        self._run, self._told = run, told
+    def __init__(self, run: str, inner: RouterPolicy, report: FaultReport) -> None:
+        self._run, self._report = run, report
         self.inner = inner
 
     @property
@@ -75,11 +75,11 @@ class PolicyWithFallback:
         except Exception as error:
             if type(self.inner) is Standard:  # nothing is left to go on with
                 raise
-            self._told(self._run, error)
+            self._report(self._run, error)
             self.inner = Standard()
             return question(self.inner)
 
 
-def with_fallback(new: NewPolicy, told: RowBudget) -> NewPolicy:
+def with_fallback(new: NewPolicy, report: FaultReport) -> NewPolicy:
     """The same policies, guarded."""
-    return lambda run: PolicyWithFallback(run, new(run), told)
+    return lambda run: PolicyWithFallback(run, new(run), report)

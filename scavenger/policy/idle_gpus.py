@@ -88,7 +88,7 @@ class Idling:
                 self._follow(node, held.get(node.name, 0), now)
         for name in self._free.keys() - seen:  # down, drained or gone: nobody took them
             for gpu in self._free.pop(name):
-                self._tell(self._classes[name], gpu, now, lost=False)
+                self._report_life(self._classes[name], gpu, now, lost=False)
         self._at = now
 
     def _follow(self, node: Node, ours: int, now: float) -> None:
@@ -101,13 +101,13 @@ class Idling:
         kind = self._classes[node.name]
         while len(here) > free:
             self._lost[kind] = self._lost.get(kind, 0) + 1
-            self._tell(kind, here.pop(), now, lost=True)
+            self._report_life(kind, here.pop(), now, lost=True)
         for gpu in here:
             if now - gpu.since - gpu.reported_s >= PIECE_S:
-                self._tell(kind, gpu, now, lost=False)
+                self._report_life(kind, gpu, now, lost=False)
         here.extend(_Gpu(now) for _ in range(free - len(here)))
 
-    def _tell(self, kind: str, gpu: _Gpu, now: float, *, lost: bool) -> None:
+    def _report_life(self, kind: str, gpu: _Gpu, now: float, *, lost: bool) -> None:
         age = now - gpu.since
         if age < math.inf:
             self._survival.observe(kind, now, Life(age, lost, gpu.reported_s))

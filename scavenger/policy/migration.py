@@ -106,7 +106,7 @@ class _Work:
         more = curve.work_s(sample.have, sample.rest) + price.of(sample)
         return curve.base * max(longest, sample.rest) + self.work_s + more + self.extra_s
 
-    def has_room(self, sample: Running, beside: Sequence[Running] = ()) -> bool:
+    def has_capacity(self, sample: Running, beside: Sequence[Running] = ()) -> bool:
         """`beside`: what is to come here with it."""
         held = len(self.samples) + len(beside)
         context = self.context + sum([one.have + one.rest / 2 for one in (*beside, sample)])
@@ -210,7 +210,7 @@ def _best_shift(
         left_s = source.without_s(sample, rests[0] if sample.rest < rests[0] else second)
         if best is not None and left_s > best[0]:
             continue  # whatever it costs there
-        if not target.has_room(sample):
+        if not target.has_capacity(sample):
             continue
         after = max(left_s, target.with_s(sample, price, longest_there), critical_s)
         if best is None or (after, sample.sample_id) < best[:2]:
@@ -312,7 +312,7 @@ def _fit(
         best: tuple[float, int, _Work] | None = None
         for target in targets:
             mine = added[target.load.worker_id]
-            if not target.has_room(sample, mine):
+            if not target.has_capacity(sample, mine):
                 continue
             ends = _with_all(target, [*mine, sample], price)
             if ends <= limit_s and (best is None or (-ends, target.load.worker_id) < best[:2]):

@@ -196,7 +196,7 @@ class Engine:
         )
         return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
 
-    def room_for(self, job: Job) -> bool:
+    def has_capacity_for(self, job: Job) -> bool:
         fits = self.context + job.have + job.rest / 2 <= self.cache or not self.leases
         return fits and self.leases < self.limit
 
@@ -256,10 +256,11 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
 
 def _first(heap: list[Entry], job: Job, avoid: Set[str]) -> Entry | None:
     """The entry that is done first among those that have room, not on a node to avoid. Mostly the heap's top."""
-    if heap and heap[0][-1].node not in avoid and heap[0][-1].room_for(job):
+    if heap and heap[0][-1].node not in avoid and heap[0][-1].has_capacity_for(job):
         return heap[0]
     return min(
-        (entry for entry in heap if entry[-1].node not in avoid and entry[-1].room_for(job)), default=None
+        (entry for entry in heap if entry[-1].node not in avoid and entry[-1].has_capacity_for(job)),
+        default=None,
     )
 
 

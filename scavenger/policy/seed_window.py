@@ -53,30 +53,30 @@ def solve(situation: Situation) -> Plan:
     if not situation.awake:
         return _solve_asleep(model, model.asleep_s())
     window, best, now_s = _search(model)
-    told = situation.told()
+    summary = situation.summary()
     waits = situation.ready_groups >= situation.costs.round_groups
     if now_s <= best * (1 + (MIN_BENEFIT if waits else ALIKE)) and (waits or window <= AT_ONCE * best):
         return Plan(
             False,
             0.0,
             now_s,
-            f"training from now on ends the step in {now_s:.1f} s, no later window much sooner ({told})",
+            f"training from now on ends the step in {now_s:.1f} s, no later window much sooner ({summary})",
         )
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
-    why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
+    why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({summary})"
     return Plan(True, window if window < model.end_s else NEVER, best, why, window)
 
 
 def _solve_asleep(model: StepModel, stay: float, refinements: int = REFINEMENTS) -> Plan:
-    told = model.situation.told()
+    summary = model.situation.summary()
     if not model.situation.samples or not model.situation.reserved.engines:
-        return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
+        return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({summary})")
     window, best, _ = _search(model, refinements)
     gain = REOPEN_GAIN if model.situation.begun else 0.0
     if best < stay * (1 - gain):
-        why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
+        why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({summary})"
         return Plan(True, window if window < model.end_s else NEVER, best, why, window)
-    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
+    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({summary})"
     return Plan(False, NEVER, stay, why)
 
 

@@ -43,14 +43,14 @@ class Rate:
 
 
 def teach(policy: RouterPolicy, history: RunHistory) -> int:
-    """Tell a policy all that it would have been told; returns how many facts that were."""
+    """Have a policy observe all that it would have observed; returns the number of facts."""
     known = facts(history)
-    tell(policy, known)
+    observe_all(policy, known)
     return len(known)
 
 
-def tell(policy: RouterPolicy, known: Sequence[tuple[float, Fact]]) -> None:
-    """Tell a policy facts, each at the time at which it became known."""
+def observe_all(policy: RouterPolicy, known: Sequence[tuple[float, Fact]]) -> None:
+    """Have a policy observe facts, each at the time at which it became known."""
     for at, fact in known:
         policy.observe(fact, at)
 

@@ -242,7 +242,7 @@ class Store:
             source.withdraw(manifest.version)  # another history's weights of the same number
         source_entry = source.publish(manifest, buffer)
         source.completed(manifest.version)
-        self._tell(messages.Serving(manifest.version, manifest.root, source_entry))
+        self._report(messages.Serving(manifest.version, manifest.root, source_entry))
 
     def _serve_partial(self, work: Pull, weights: messages.UseWeights) -> None:
         source, manifest = self._serving(weights), work.manifest
@@ -258,9 +258,9 @@ class Store:
         work.arrived = lambda chunk: source.arrived(manifest.version, chunk)
         for chunk in work.here():
             source.arrived(manifest.version, chunk)
-        self._tell(messages.Serving(manifest.version, manifest.root, source_entry))
+        self._report(messages.Serving(manifest.version, manifest.root, source_entry))
 
-    def _tell(self, serving: messages.Serving) -> None:
+    def _report(self, serving: messages.Serving) -> None:
         self._served[serving.version] = serving.root
         self._say(serving)
 
@@ -291,7 +291,7 @@ class Store:
                 _log.warning("weights.not_served_on", reason=str(error))
         if self._source is not None:
             for manifest, buffer in again:
-                self._tell(
+                self._report(
                     messages.Serving(manifest.version, manifest.root, self._source.publish(manifest, buffer))
                 )
         return self._source

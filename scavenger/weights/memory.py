@@ -32,11 +32,11 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _SEAL_FUTURE_WRITE)
     except OSError as error:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-        _tell_unsealed(str(error))
+        _warn_unsealed(str(error))
 
 
 @functools.cache
-def _tell_unsealed(reason: str) -> None:
+def _warn_unsealed(reason: str) -> None:
     _log.warning(
         "weights.memory_writable",
         reason=f"a process of this user on this node could write it: {reason}",

@@ -305,7 +305,7 @@ class WeightSource:
             self._hand_over(one, request, number)
             return
         if isinstance(request, Reach):
-            self._tell_reach(one, request, number)
+            self._report_reach(one, request, number)
             return
         reply, data = self._store.reply(request, number)
         if not isinstance(reply, NoSuch) or reply.absent:
@@ -320,7 +320,7 @@ class WeightSource:
         self.stats.parts += 1
         self.stats.nbytes += len(data)
 
-    def _tell_reach(self, one: _Connection, request: Reach, number: int) -> None:
+    def _report_reach(self, one: _Connection, request: Reach, number: int) -> None:
         held = self._store.find(request, number)
         if not isinstance(held, NoSuch):
             one.prove()

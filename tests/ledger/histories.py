@@ -101,7 +101,7 @@ def keep(url: str, policy: Policy, witnessed: Witness | None = None) -> int:
             backlog_bytes=lambda: witnessed.writer.backlog_bytes,
             clock=lambda: T0 + 100,
         )
-        return asyncio.run(keeper.look())
+        return asyncio.run(keeper.poll())
     finally:
         engine.dispose()
 

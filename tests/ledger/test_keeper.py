@@ -113,7 +113,7 @@ class Kept:
 
     def looked(self) -> list[str]:
         self._asked.clear()
-        asyncio.run(self.keeper.look())
+        asyncio.run(self.keeper.poll())
         return list(self._asked)
 
 
@@ -195,7 +195,7 @@ def test_the_writer_s_own_work_goes_first(sqlite_url: str) -> None:
         engine, Policy("compact", 0), commit=commit, backlog_bytes=backlog_bytes, clock=lambda: T0
     )
     with pytest.raises(EndOfTest):
-        asyncio.run(keeper.look())
+        asyncio.run(keeper.poll())
     engine.dispose()
     assert len(seen) == 3
 

@@ -21,7 +21,7 @@ from rollout.engines.reference import ReferenceEngine
 from rollout.worker import spawn
 from scavenger import client
 from scavenger.config import AlgorithmSection, RewardSection
-from scavenger.errors import ConfigError, RewardError, told
+from scavenger.errors import ConfigError, RewardError, describe
 from scavenger.ledger import records as r
 from scavenger.ledger import redaction, store
 from scavenger.ledger.maintain import purge
@@ -362,5 +362,5 @@ def test_a_purge_leaves_the_programs_own_words(url: str) -> None:
 def test_what_may_be_told_of_an_error() -> None:
     quoting = ConfigError("it failed", "mend it", quoted=SECRET)
     assert str(quoting) == f"it failed: {SECRET}\n  remedy: mend it"
-    assert told(quoting) == "it failed\n  remedy: mend it"
-    assert told(ValueError(SECRET)) == "ValueError"
+    assert describe(quoting) == "it failed\n  remedy: mend it"
+    assert describe(ValueError(SECRET)) == "ValueError"

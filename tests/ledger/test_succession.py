@@ -34,7 +34,7 @@ HERE, ELSEWHERE = Sign("here", 1000.0, gone=False, here=True), Sign("there", 100
 
 
 def verdict(watch: Watch, sign: Sign | None, now: float, monotonic: float) -> Verdict:
-    return watch.look([sign] if sign is not None else [], now, monotonic)[0]
+    return watch.poll([sign] if sign is not None else [], now, monotonic)[0]
 
 
 # ---------------------------------------------------------------- the decision
@@ -96,8 +96,8 @@ def test_a_daemon_standing_by_waits_while_the_other_lives_and_goes_on_after_it()
 
 def test_one_of_two_holders_is_enough_to_wait_or_refuse() -> None:
     dead = Sign("dead", 0.0, gone=True, here=True)
-    assert Watch().look([dead, HERE], 1000.0, 0.0)[0::2] == (Verdict.REFUSE, HERE)
-    assert Watch(Manner.STAND_BY).look([HERE, dead], 1000.0, 0.0)[0::2] == (Verdict.WAIT, HERE)
+    assert Watch().poll([dead, HERE], 1000.0, 0.0)[0::2] == (Verdict.REFUSE, HERE)
+    assert Watch(Manner.STAND_BY).poll([HERE, dead], 1000.0, 0.0)[0::2] == (Verdict.WAIT, HERE)
 
 
 # ---------------------------------------------------------------- who is there

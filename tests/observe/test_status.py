@@ -52,7 +52,7 @@ def test_figures_are_in_a_private_file_and_now_and_then_in_the_log(tmp_path: Pat
 
     stop = asyncio.Event()
     with capture_logs() as told:
-        asyncio.run(status.tell(tmp_path, look, stop, write_s=0.001, log_s=0.0))
+        asyncio.run(status.publish(tmp_path, look, stop, write_s=0.001, log_s=0.0))
     assert status.read(tmp_path) == looks[-1]
     assert stat.S_IMODE(status.path(tmp_path).stat().st_mode) == 0o600
     assert [entry["backlog_records"] for entry in told if entry["event"] == "status"] == [0, 1, 2, 3]
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(keys, "write_private", full)
     with capture_logs() as told:
-        asyncio.run(status.tell(tmp_path, lambda: SEEN, stop, write_s=0.001))
+        asyncio.run(status.publish(tmp_path, lambda: SEEN, stop, write_s=0.001))
     assert tries == 2
     assert all("No space left" in entry["reason"] for entry in told)
 
@@ -166,7 +166,7 @@ def test_the_log_tells_what_is_harvested_when_it_changed(tmp_path: Path) -> None
         return msgspec.structs.replace(SEEN, harvest=harvest)
 
     with capture_logs() as told:
-        asyncio.run(status.tell(tmp_path, look, stop, write_s=0.001))
+        asyncio.run(status.publish(tmp_path, look, stop, write_s=0.001))
     assert [
         (entry["engines"], entry["gpus"], entry["because"]) for entry in told if entry["event"] == "harvest"
     ] == [(2, 4, "max_engines = 2 is reached"), (1, 2, "max_engines = 2 is reached")]
@@ -212,7 +212,7 @@ def test_a_write_that_is_cancelled_is_over_before_the_last_word(
 
     async def play() -> None:
         monkeypatch.setattr(status, "write", slow)
-        telling = asyncio.create_task(status.tell(tmp_path, lambda: SEEN, asyncio.Event()))
+        telling = asyncio.create_task(status.publish(tmp_path, lambda: SEEN, asyncio.Event()))
         await asyncio.to_thread(begun.wait, 20)
         telling.cancel()
         asyncio.get_running_loop().call_later(0.05, go.set)

@@ -31,32 +31,32 @@ def group(group_id: int, nbytes: int = 10) -> GroupDone:
 def test_bytes_under_way_are_counted_for_each_connection_until_they_are_gone() -> None:
     deliveries, gone = Deliveries(100), {1: False, 2: False, 3: False}
     deliveries.sent(1, 60, lambda: gone[1])
-    assert deliveries.has_room(1)
+    assert deliveries.has_headroom(1)
     deliveries.sent(1, 60, lambda: gone[2])
     deliveries.sent(2, 60, lambda: gone[3])
-    assert (deliveries.has_room(1), deliveries.has_room(2), deliveries.nbytes) == (False, True, 180)
+    assert (deliveries.has_headroom(1), deliveries.has_headroom(2), deliveries.nbytes) == (False, True, 180)
     gone[2] = True
-    assert not deliveries.has_room(1), "they go in order: a later one is not gone before the first"
+    assert not deliveries.has_headroom(1), "they go in order: a later one is not gone before the first"
     gone[1] = True
-    assert (deliveries.has_room(1), deliveries.nbytes) == (True, 60)
+    assert (deliveries.has_headroom(1), deliveries.nbytes) == (True, 60)
     gone[3] = True
-    assert (deliveries.has_room(1), deliveries.nbytes) == (True, 0)
+    assert (deliveries.has_headroom(1), deliveries.nbytes) == (True, 0)
 
 
 def test_bytes_under_way_are_counted_for_a_run_over_all_its_connections_too() -> None:
     deliveries, gone = Deliveries(100), {1: False, 2: False}
     deliveries.sent(1, 110, lambda: gone[1], run=7)
     deliveries.sent(2, 90, lambda: gone[2], run=7)
-    assert [deliveries.has_room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], (
+    assert [deliveries.has_headroom(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], (
         "also on a connection that has none yet"
     )
-    assert deliveries.has_room(3, run=8), "another run does not wait"
-    assert deliveries.has_room(3), "nor does what is of no known run"
+    assert deliveries.has_headroom(3, run=8), "another run does not wait"
+    assert deliveries.has_headroom(3), "nor does what is of no known run"
     gone[1] = True
-    assert deliveries.has_room(3, run=7)
-    assert deliveries.has_room(2, run=7)
+    assert deliveries.has_headroom(3, run=7)
+    assert deliveries.has_headroom(2, run=7)
     gone[2] = True
-    assert deliveries.has_room(1, run=7)
+    assert deliveries.has_headroom(1, run=7)
     assert (deliveries.nbytes, deliveries._of_run) == (0, {})
 
 
@@ -255,7 +255,7 @@ def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_
             assert server.pipeline.deliveries.nbytes <= most + size + 1000
         assert got == list(range(n))
         eventually(
-            lambda: server.pipeline.deliveries.has_room(conn) and server.pipeline.deliveries.nbytes == 0
+            lambda: server.pipeline.deliveries.has_headroom(conn) and server.pipeline.deliveries.nbytes == 0
         )
     finally:
         trainer.close(linger=0)

@@ -25,10 +25,10 @@ from scavenger.protocol.messages import (
     encode,
 )
 from tests.router.harness import Bench, root, specs
-from tests.router.test_policy import RowBudget
+from tests.router.test_policy import ScriptedPolicy
 
 
-def started(policy: RowBudget) -> Bench:
+def started(policy: ScriptedPolicy) -> Bench:
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
     bench.open()
@@ -36,12 +36,12 @@ def started(policy: RowBudget) -> Bench:
     return bench
 
 
-def facts(policy: RowBudget, kind: type) -> list[object]:
+def facts(policy: ScriptedPolicy, kind: type) -> list[object]:
     return [fact for fact in policy.facts if isinstance(fact, kind)]
 
 
 def test_an_engine_s_cache_and_plateau_are_seen_with_its_first_weights() -> None:
-    policy = RowBudget()
+    policy = ScriptedPolicy()
     bench = started(policy)
     bench.join(11)
     bench.say(11, WeightsLoaded(1, root(1), cache_tokens=4096, best_batch=3))
@@ -66,7 +66,7 @@ def test_a_message_of_the_release_before_says_nothing_of_them_and_is_understood(
 
 
 def test_toggles_are_measured_from_being_told_and_by_the_engine() -> None:
-    policy = RowBudget()
+    policy = ScriptedPolicy()
     bench = started(policy)
     bench.join(11, kind="reserved")
     bench.submit(groups=specs(1))
@@ -83,7 +83,7 @@ def test_toggles_are_measured_from_being_told_and_by_the_engine() -> None:
 
 
 def test_how_far_a_step_is_trained_is_told_once_for_each_round() -> None:
-    policy = RowBudget()
+    policy = ScriptedPolicy()
     bench = started(policy)
     bench.submit(groups=specs(2))
     for body in (
@@ -97,7 +97,7 @@ def test_how_far_a_step_is_trained_is_told_once_for_each_round() -> None:
 
 
 def test_an_engine_that_was_there_before_the_daemon_restarted_does_not_start_again() -> None:
-    policy = RowBudget()
+    policy = ScriptedPolicy()
     bench = started(policy)
     bench.hello(11, loaded=1)
     bench.publish(2)

@@ -40,7 +40,7 @@ from scavenger.router.core.events import Tick
 from tests.router.harness import Bench, specs
 
 
-class RowBudget(Standard):
+class ScriptedPolicy(Standard):
     """Does what the test says, and remembers what it saw."""
 
     every_s = 2.0
@@ -69,12 +69,12 @@ class RowBudget(Standard):
 
 
 @pytest.fixture
-def policy() -> RowBudget:
-    return RowBudget()
+def policy() -> ScriptedPolicy:
+    return ScriptedPolicy()
 
 
 @pytest.fixture
-def bench(policy: RowBudget) -> Bench:
+def bench(policy: ScriptedPolicy) -> Bench:
     """Worker 1 at connection 11 with four samples of step 1, and worker 2 at 12 with two."""
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
@@ -98,7 +98,7 @@ def held_by(bench: Bench, worker_id: int) -> list[int]:
     return sorted(bench.router.core.workers[worker_id].leases)
 
 
-def settled(bench: Bench, policy: RowBudget, moves: list[Move]) -> None:
+def settled(bench: Bench, policy: ScriptedPolicy, moves: list[Move]) -> None:
     """The policy's moves are asked for at the next tick that is due."""
     policy.moves = moves
     bench.now += policy.every_s
@@ -110,7 +110,7 @@ def decisions(bench: Bench, name: str) -> list[rec.Decision]:
 
 
 def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(
-    bench: Bench, policy: RowBudget, lease: Lease
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "b is faster")])
     asked = bench.take(11, Yield)
@@ -130,7 +130,7 @@ def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(
 
 
 def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(
-    bench: Bench, policy: RowBudget, lease: Lease
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "why not")])
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
@@ -140,7 +140,7 @@ def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(
     assert lease.sample_id in held_by(bench, 2)
 
 
-def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, policy: RowBudget) -> None:
+def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, policy: ScriptedPolicy) -> None:
     sample_id = held_by(bench, 1)[0]
     settled(bench, policy, [Move(sample_id, 1, 0, "to the queue")])
     bench.take(11, Yield)
@@ -151,7 +151,7 @@ def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, po
 
 
 def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(
-    bench: Bench, policy: RowBudget, lease: Lease
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
     settled(bench, policy, [Move(lease.sample_id, 1, 2, "b")])
     bench.chunk(11, lease, 0, 3, "stop")
@@ -160,7 +160,7 @@ def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(
     assert bench.take(11, Revoke) == []
 
 
-def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy: RowBudget) -> None:
+def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy: ScriptedPolicy) -> None:
     here, there = held_by(bench, 1), held_by(bench, 2)
     nonsense = [
         Move(there[0], 1, 2, "not its own"),
@@ -174,7 +174,7 @@ def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy:
     assert (held_by(bench, 1), held_by(bench, 2)) == (here, there)
 
 
-def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: RowBudget) -> None:
+def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: ScriptedPolicy) -> None:
     bench = Bench()
     bench.router.core.new_policy = lambda _run: policy
     bench.open()
@@ -186,7 +186,7 @@ def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: RowBudge
 
 
 def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(
-    bench: Bench, policy: RowBudget
+    bench: Bench, policy: ScriptedPolicy
 ) -> None:
     bench.attach()
     bench.take(1, Fleet)
@@ -206,7 +206,9 @@ def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(
     ]
 
 
-def test_chunks_ask_nobody_for_moves_or_the_window(bench: Bench, policy: RowBudget, lease: Lease) -> None:
+def test_chunks_ask_nobody_for_moves_or_the_window(
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
+) -> None:
     policy.asked.clear()
     bench.chunk(11, lease, 0, 3)
     bench.chunk(11, lease, 3, 1, "stop")
@@ -214,7 +216,7 @@ def test_chunks_ask_nobody_for_moves_or_the_window(bench: Bench, policy: RowBudg
 
 
 def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(
-    bench: Bench, policy: RowBudget, lease: Lease
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
     seen: list[RunView] = []
     policy.place = lambda view, now: seen.append(view) or ()  # type: ignore[method-assign, func-returns-value]
@@ -238,7 +240,7 @@ def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(
     ("gained", "measured"), [((40, 40, 39, 39), True), ((40, 40, 40, 0), False), ((40, 12, 40, 40), False)]
 )
 def test_an_engine_is_measured_only_where_all_its_samples_ran(
-    bench: Bench, policy: RowBudget, lease: Lease, gained: tuple[int, ...], measured: bool
+    bench: Bench, policy: ScriptedPolicy, lease: Lease, gained: tuple[int, ...], measured: bool
 ) -> None:
     """One that is prefilled meanwhile, or that waits for room in the KV cache, makes no engine slow for four samples."""
     bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
@@ -248,7 +250,7 @@ def test_an_engine_is_measured_only_where_all_its_samples_ran(
 
 
 def test_two_beats_that_arrive_together_measure_nothing(
-    bench: Bench, policy: RowBudget, lease: Lease
+    bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
     """The first of them was late: by the second alone the engine made in a tenth of a second what takes it one."""
     for seconds, length in ((1.0, 1), (1.9, 2), (0.1, 3), (1.0, 4)):
@@ -259,7 +261,7 @@ def test_two_beats_that_arrive_together_measure_nothing(
     assert 0.1 not in progress
 
 
-def test_a_policy_hears_of_what_it_may_learn_from(bench: Bench, policy: RowBudget, lease: Lease) -> None:
+def test_a_policy_hears_of_what_it_may_learn_from(bench: Bench, policy: ScriptedPolicy, lease: Lease) -> None:
     bench.chunk(11, lease, 0, 8)
     bench.say(12, Goodbye("SIGTERM", notice=True))
     kinds = [type(fact) for fact in policy.facts]

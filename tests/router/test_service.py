@@ -212,6 +212,6 @@ def test_a_cache_lets_fewer_run() -> None:
         whole, reserved=Pool(CURVE, 1.0, 256, 50_000.0), harvested=Pool(CURVE, 1.0, 256, 50_000.0)
     )
     assert solve(small).step_s > solve(whole).step_s
-    assert Pool(CURVE, 1.0, 256, 50_000.0).room(5_000.0) == 10
-    assert Pool(CURVE, 1.0, 256, 50_000.0).room(90_000.0) == 1
-    assert Pool(CURVE, 1.0, 256).room(5_000.0) == 256
+    assert Pool(CURVE, 1.0, 256, 50_000.0).capacity(5_000.0) == 10
+    assert Pool(CURVE, 1.0, 256, 50_000.0).capacity(90_000.0) == 1
+    assert Pool(CURVE, 1.0, 256).capacity(5_000.0) == 256

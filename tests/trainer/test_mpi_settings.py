@@ -102,7 +102,7 @@ def test_when_no_candidate_is_left_each_one_s_words_are_told() -> None:
     assert all(f"word {n}" in step.reason for n in range(6))
     assert "SCAVENGER_MPI" in step.remedy
     alike = [Trial(trial.launcher, trial.settings, trial.code, "unreachable") for trial in trials[:3]]
-    told = mpi_settings._told(alike)
+    told = mpi_settings._describe(alike)
     assert told.startswith(
         "srun with its own choice of transport or TCP alone, addresses paired by weight or TCP alone: "
     )

@@ -81,13 +81,13 @@ def test_only_the_holders_own_mapping_writes_and_the_size_stays() -> None:
 
 def test_a_kernel_without_the_seal_keeps_the_size_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_SEAL_FUTURE_WRITE", 1 << 20)  # none that it knows
-    memory._tell_unsealed.cache_clear()
+    memory._warn_unsealed.cache_clear()
     with structlog.testing.capture_logs() as told:
         first, _ = Buffer(100), Buffer(100)
     assert [line["event"] for line in told] == ["weights.memory_writable"]
     with pytest.raises(PermissionError):
         os.ftruncate(first.fd, 1)
-    memory._tell_unsealed.cache_clear()
+    memory._warn_unsealed.cache_clear()
 
 
 def test_an_empty_buffer_is_one() -> None:

@@ -129,7 +129,7 @@ class Scoring:
         asked = [sample for sample in samples if sample.error is None and not self._is_recorded(sample)]
         for sample in asked:
             if sample.reward is not None and not math.isnan(sample.reward):
-                self._tell_rescored(sample)
+                self._report_rescored(sample)
         answers = [self._text(sample.tokens) for sample in asked]
         futures = self._submit(self._text(group.prompt), answers, json.loads(group.meta), group.step)
         found = dict(zip((sample.sample_id for sample in asked), futures, strict=True))
@@ -222,7 +222,7 @@ class Scoring:
         late, self._late = self._late, 0
         return late
 
-    def _tell_rescored(self, sample: messages.DoneSample) -> None:
+    def _report_rescored(self, sample: messages.DoneSample) -> None:
         if sample.reward_version not in self._reported:
             self._reported.add(sample.reward_version)
             before = (

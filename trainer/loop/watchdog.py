@@ -193,18 +193,18 @@ class Watch:
         self._circle.socket.close()
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        polled_at = time.monotonic()
         while not self._stop.is_set():
             self._beat()
             self._listen(time.monotonic() + self._beat_s)
             now = time.monotonic()
             if (
-                gap := now - looked - self._beat_s
+                gap := now - polled_at - self._beat_s
             ) > self._stuck_s / 2:  # this process was stopped itself: that is no silence of others
                 self._heard = {rank: RankReport(one.beat, one.at + gap) for rank, one in self._heard.items()}
             elif self._circle.rank <= 1:
                 self._check(now)
-            looked = now
+            polled_at = now
 
     def _beat(self) -> None:
         circle = self._circle

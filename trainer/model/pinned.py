@@ -52,7 +52,7 @@ class Pins:
         for start, stop in pages(ranges):
             why = self._register(address + start, stop - start)
             if why:
-                _tell(why)
+                _warn_unpinned(why)
                 return
             pinned.append(address + start)
 
@@ -63,7 +63,7 @@ def _release_all(release: Callable[[int], None], pinned: list[int]) -> None:
 
 
 @functools.cache
-def _tell(reason: str) -> None:
+def _warn_unpinned(reason: str) -> None:
     _log.warning(
         "weights.not_pinned",
         reason=reason,

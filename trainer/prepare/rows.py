@@ -29,7 +29,7 @@ ANSWERS = (
     "response",
 )
 HELD_OUT = ("test", "validation", "valid", "eval", "dev")
-LOOKED_AT = 200
+ROWS_CHECKED = 200
 #: Held-out problems of a new run at most, and their share where they are taken out of the rows to train on.
 EVALUATED, EVALUATED_SHARE = 256, 5
 MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\d+)?\s*%?\s*$")
@@ -60,7 +60,7 @@ def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> Da
     task = _task(path)
     train, held_out = _split(path, dataset.SUFFIX[task])
     many = [row for _, row in itertools.islice(dataset.raw(task, Path(train)), EVALUATED * EVALUATED_SHARE)]
-    rows = many[:LOOKED_AT]
+    rows = many[:ROWS_CHECKED]
     if not rows:
         raise ConfigError(f"data.path: {train} holds no row", "each row has a prompt and an answer")
     if not all(isinstance(row, dict) for row in rows):

@@ -113,7 +113,7 @@ def plan(situation: Situation, near_s: float | None = None) -> WindowPlan:
     now_s, least = search.at(0.0), search.at(best)
     window = search.latest(best)
     waits = situation.ready_groups >= situation.costs.round_groups
-    told = situation.told()
+    told = situation.summary()
     if now_s <= least * (1 + (WORTH if waits else ALIKE)) and (waits or window <= AT_ONCE * least):
         return WindowPlan(
             False,
@@ -132,7 +132,7 @@ def plan(situation: Situation, near_s: float | None = None) -> WindowPlan:
 
 def _asleep(search: _Search) -> WindowPlan:
     situation = search.model.situation
-    stay, told = search.model.asleep_s(), situation.told()
+    stay, told = search.model.asleep_s(), situation.summary()
     worth = stay * (1 - (REOPEN_GAIN if situation.begun else 0.0))
     if not situation.samples or not situation.reserved.engines:
         return WindowPlan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")

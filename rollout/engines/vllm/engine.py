@@ -36,7 +36,7 @@ from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.checksum import Sum
 from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFile
-from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, told
+from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
 from scavenger.protocol.worker.events import Delta, Request
 
@@ -73,7 +73,7 @@ async def build(spec: EngineSpec, host: Host) -> VllmEngine:
     except Exception as error:
         executor.shutdown(wait=False)
         raise EngineError(
-            f"vLLM did not start: {told(error)}",
+            f"vLLM did not start: {describe(error)}",
             "its own words are in the worker's log; docs/engines.md has the usual causes",
             quoted=str(error),
         ) from error
@@ -402,7 +402,7 @@ def _died(error: BaseException) -> EngineError:
     return (
         error
         if isinstance(error, EngineError)
-        else EngineError(f"vLLM failed: {told(error)}", quoted=str(error))
+        else EngineError(f"vLLM failed: {describe(error)}", quoted=str(error))
     )
 
 

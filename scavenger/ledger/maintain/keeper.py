@@ -55,12 +55,12 @@ class Keeper:
         """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next poll."""
         while not stop.is_set():
             try:
-                await self.look()
+                await self.poll()
             except LedgerError as error:
                 log.warning("retention waits", reason=error.cause)
             await within(stop, self._check_interval_s)
 
-    async def look(self) -> int:
+    async def poll(self) -> int:
         """Apply the policy to every run once; returns the number of samples whose contents were reduced."""
         found = 0
         for run in await asyncio.to_thread(runs_to_retain, self._engine):

@@ -55,7 +55,7 @@ class WalWatch:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA wal_autocheckpoint=0").close()
 
-    def look(self, now: float, nbytes: int) -> None:
+    def after_commit(self, now: float, nbytes: int) -> None:
         """After a commit of `nbytes` of records: write the log back when it is time, measure it. Raises what the driver raises."""
         if self._file is None:
             return

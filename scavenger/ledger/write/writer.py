@@ -322,7 +322,7 @@ class Writer:
     def _check_wal(self, nbytes: int) -> bool:
         """After a commit of `nbytes` was acknowledged. False: a sync failed, and no disk that does so is written again."""
         try:
-            self.wal.look(self._now(), nbytes)
+            self.wal.after_commit(self._now(), nbytes)
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             state = classify(error)
             if state in FINAL:

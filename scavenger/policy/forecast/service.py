@@ -1,7 +1,7 @@
 """Who generates at the same time, counted in tokens instead of seconds. Pure.
 
 All samples under way gain tokens at one common pace (`forecast_step`), so that one counter V of tokens serves them all: a sample that
-begins at V = s with r tokens to come ends at s + r. With room for `slots` samples the first ones begin at once, each other one when the
+begins at V = s with r tokens to come ends at s + r. With capacity for `slots` samples the first ones begin at once, each other one when the
 first place comes free: list scheduling, whatever the pace. What the pace depends on, how many are under way and with how much context, is
 then known as a function of V, here in buckets.
 
@@ -117,12 +117,12 @@ def served(samples: Samples, slots: float) -> Spans:
     """When each sample begins and ends, the first `slots` at once and the others in order as places come free."""
     tokens = np.maximum(1.0, samples.rest)
     start = np.zeros(len(samples))
-    room = max(1, math.floor(slots)) if slots < math.inf else len(samples)
-    if room < len(samples):
+    capacity = max(1, math.floor(slots)) if slots < math.inf else len(samples)
+    if capacity < len(samples):
         each = tokens.tolist()
-        places, replace = each[:room], heapq.heapreplace
+        places, replace = each[:capacity], heapq.heapreplace
         heapq.heapify(places)
-        start[room:] = [replace(places, places[0] + more) for more in each[room:]]
+        start[capacity:] = [replace(places, places[0] + more) for more in each[capacity:]]
     return Spans(start, start + tokens, samples.have, samples.group, len(samples.groups))
 
 

@@ -56,7 +56,7 @@ class Pool:
     slots: int
     cache: float = math.inf
 
-    def room(self, mean: float) -> float:
+    def capacity(self, mean: float) -> float:
         """Samples of so much context that run on one at a time."""
         return min(self.slots, max(1.0, self.cache / mean)) if mean > 0 else self.slots
 
@@ -105,7 +105,7 @@ class Situation:
         """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
         return self.ready_groups > 0 or any((self.group_tokens or {}).values())
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """For a decision's reason."""
         coming = sum(more for _, more in self.arrivals)
         engines = f"{self.reserved.engines:g} reserved and {self.harvested.engines:g} harvested engines, {coming:g} more to come"
@@ -176,8 +176,8 @@ class _Fleet:
                 if engines <= FEW:
                     t = NEVER
                 else:
-                    room = engines * (pool.room(mean) if cached else slots)
-                    running = room if room < n else n
+                    capacity = engines * (pool.capacity(mean) if cached else slots)
+                    running = capacity if capacity < n else n
                     each = running / engines
                     t += left * (
                         (base + (per_sample + per_token * mean) * (each if each > 1.0 else 1.0)) * n / running
@@ -196,7 +196,9 @@ class _Fleet:
         if reserved <= FEW:
             return _alone(self._harvested, harvested, n, mean), 0.0
         mine, theirs = self._reserved.curve, self._harvested.curve
-        running = min(n, reserved * self._reserved.room(mean) + harvested * self._harvested.room(mean))
+        running = min(
+            n, reserved * self._reserved.capacity(mean) + harvested * self._harvested.capacity(mean)
+        )
         k, j = (
             max(mine.per_sample + mine.per_token * mean, 1e-12),
             max(theirs.per_sample + theirs.per_token * mean, 1e-12),
@@ -214,8 +216,8 @@ class _Fleet:
 
 def _alone(pool: Pool, engines: float, n: float, mean: float) -> float:
     """Seconds in which each of n samples gains a token on engines of one kind: at least those of a sample that is alone."""
-    curve, room = pool.curve, engines * pool.room(mean)
-    running = room if room < n else n
+    curve, capacity = pool.curve, engines * pool.capacity(mean)
+    running = capacity if capacity < n else n
     each = running / engines
     return (
         (curve.base + (curve.per_sample + curve.per_token * mean) * (each if each > 1.0 else 1.0))
@@ -309,10 +311,10 @@ class StepModel:
         """How many of these run at a time on so many reserved engines and all harvested ones; NEVER where that is all of them."""
         situation = self.situation
         harvested = situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
-        room = reserved * situation.reserved.room(self._mean) + harvested * situation.harvested.room(
+        capacity = reserved * situation.reserved.capacity(
             self._mean
-        )
-        places = min(situation.limit * max(1.0, reserved + harvested), max(1.0, room)) / self._weight
+        ) + harvested * situation.harvested.capacity(self._mean)
+        places = min(situation.limit * max(1.0, reserved + harvested), max(1.0, capacity)) / self._weight
         return float(math.ceil(places)) if places <= samples - 1 else NEVER
 
     def asleep_s(self) -> float:

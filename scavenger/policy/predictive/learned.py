@@ -38,9 +38,9 @@ TRAIN_PREFILLS = 6.0
 TRAIN_PRIOR_TOKENS = 10_000.0
 #: A step that trains for less tells nothing of rounds. (None trains fewer tokens than rounds either: figures come from peers.)
 LEAST_TRAIN_S = 1e-6
-#: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
+#: Pieces of a running engine's life are reported_s to the survival curves this often, so that they count as lives at risk.
 LIFE_PIECE_S = 900.0
-#: Lives are not told apart below this.
+#: Lives are not reported_s apart below this.
 LOSS_LEAST_S = 10.0
 
 
@@ -83,7 +83,7 @@ def node_class(gpus: int) -> str:
 class Forecast:
     """Feed it every fact, in order. `lengths` is None until the cap is known (`capped`).
 
-    `train`: seconds a token, rounds included; `rounds`: the same told apart, where the trainer says how many rounds there were.
+    `train`: seconds a token, rounds included; `rounds`: the same reported_s apart, where the trainer says how many rounds there were.
     `sleep`, `wake`: what toggles cost engines; `to_training`, `to_generating`: what they cost the trainer, where it says so in its metrics.
     """
 
@@ -164,7 +164,7 @@ class Forecast:
                 self._training = fact
             case StepFinished():
                 self._step_finished(fact)
-                self._tell_lives(now)
+                self._report_lives(now)
 
     def begins(self, fact: StepSubmitted) -> bool:
         """Whether a step begins with this, asked before it is observed.
@@ -264,12 +264,12 @@ class Forecast:
         engine = self.engines.pop(fact.worker_id, None)
         self._versions.pop(fact.worker_id, None)
         if fact.kind == "harvested":
-            told = engine.reported_s if engine else 0.0
+            reported_s = engine.reported_s if engine else 0.0
             self.survival.observe(
-                node_class(fact.gpus), now, Life(max(fact.life_s, told), fact.preempted, told)
+                node_class(fact.gpus), now, Life(max(fact.life_s, reported_s), fact.preempted, reported_s)
             )
 
-    def _tell_lives(self, now: float) -> None:
+    def _report_lives(self, now: float) -> None:
         for worker_id, engine in sorted(self.engines.items()):
             age = now - engine.joined_at
             if engine.kind == "harvested" and age - engine.reported_s >= LIFE_PIECE_S:

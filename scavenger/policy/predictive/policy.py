@@ -214,19 +214,19 @@ class Predictive:
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = policy_forecast.picture(view, now), self._placer.service
         situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
-        plan, told = windows.solve(situation), situation.inputs()
+        plan, inputs = windows.solve(situation), situation.inputs()
         if plan.awake and not situation.awake and situation.begun and not self.settings.reopen:
             plan = replace(plan, awake=False)
         policy_forecast.plan = plan
         why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
         soon_s = policy_forecast.pause_s(SOON_S)
         if picture.step.reserved_awake and plan.awake and plan.close_after_s <= soon_s:
-            return WindowDecision(True, why, now + AGAIN_MAX_S, told)
+            return WindowDecision(True, why, now + AGAIN_MAX_S, inputs)
         left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
         again = min(AGAIN_MAX_S, max(policy_forecast.pause_s(AGAIN_MIN_S), AGAIN_SHARE * left))
         if plan.awake and plan.close_after_s < again:
             again = max(soon_s, plan.close_after_s)
-        return WindowDecision(not plan.awake, why, now + again, told)
+        return WindowDecision(not plan.awake, why, now + again, inputs)
 
     # ---------------------------------------------------------------- placement, moves, engines
 

@@ -66,13 +66,13 @@ def _check_worker(core: Core, worker: Worker) -> None:
         assert held.epoch == asked.epoch, (
             f"worker {worker.id} is to give back an older lease of sample {sample_id}"
         )
-    told, memory = worker.status, worker.memory.state
-    if told is WorkerStatus.SLEEPING or told is WorkerStatus.ASLEEP:
-        expected = Memory.FALLING_ASLEEP if told is WorkerStatus.SLEEPING else Memory.ASLEEP
-        assert memory is expected, f"worker {worker.id} is {told}, and its memory is {memory}"
-    elif told is not WorkerStatus.DRAINING and told is not WorkerStatus.AWAY:
+    status, memory = worker.status, worker.memory.state
+    if status is WorkerStatus.SLEEPING or status is WorkerStatus.ASLEEP:
+        expected = Memory.FALLING_ASLEEP if status is WorkerStatus.SLEEPING else Memory.ASLEEP
+        assert memory is expected, f"worker {worker.id} is {status}, and its memory is {memory}"
+    elif status is not WorkerStatus.DRAINING and status is not WorkerStatus.AWAY:
         assert memory in (Memory.AWAKE, Memory.WAKING), (
-            f"worker {worker.id} is {told}, and its memory is {memory}"
+            f"worker {worker.id} is {status}, and its memory is {memory}"
         )
     if worker.conn is not None:
         assert core.by_conn.get(worker.conn) is worker, (

@@ -3,8 +3,8 @@
     place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
     window, engines    one row when the answer is another one than before
 
-Rows of each kind are bounded (`told.Budget`), and what goes into one is made only where there is room for it; what was left out is counted
-in the next row's `inputs`. Owns the codes and the words.
+Rows of each kind are bounded (`row_budget.Budget`). What goes into a row is made only where the budget allows it; what was left out is
+counted in the next row's `inputs`. Owns the codes and the words.
 
 Boundary: what is written down of decisions; the driver decides nothing of it.
 """
@@ -48,10 +48,19 @@ class Code(StrEnum):
 
 def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
     """Samples were leased. A policy without reasons (`Standard`) has nothing to tell."""
-    told = [answer for answer in answers if answer.reason]
-    if told:
-        subject, why = _of_many(told[0].sample_id, told[0].reason, len(told))
-        _write(core, run, "placement", "lease", Code.PLACED, subject, why, lambda: _placements_row(run, told))
+    explained = [answer for answer in answers if answer.reason]
+    if explained:
+        subject, why = _of_many(explained[0].sample_id, explained[0].reason, len(explained))
+        _write(
+            core,
+            run,
+            "placement",
+            "lease",
+            Code.PLACED,
+            subject,
+            why,
+            lambda: _placements_row(run, explained),
+        )
 
 
 def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
@@ -70,16 +79,16 @@ def _of_many(sample_id: int, why: str, samples: int) -> tuple[str, str]:
     return f"sample {sample_id}", why if samples == 1 else f"{why} (and {samples - 1} more samples)"
 
 
-def _placements_row(run: Run, told: Sequence[Placement]) -> dict[str, Any]:
+def _placements_row(run: Run, placements: Sequence[Placement]) -> dict[str, Any]:
     """`reasons`: how often each was the reason, up to its first comma, where its figures begin."""
-    kinds = Counter(answer.reason.partition(",")[0] for answer in told)
+    kinds = Counter(answer.reason.partition(",")[0] for answer in placements)
     found: dict[str, Any] = {
-        "samples": len(told),
-        "by_worker": dict(Counter(str(answer.worker_id) for answer in told)),
+        "samples": len(placements),
+        "by_worker": dict(Counter(str(answer.worker_id) for answer in placements)),
     }
     found |= {"reasons": dict(kinds.most_common(KINDS))}
     return found | (
-        {"by": by} if isinstance(run.policy, Explains) and (by := run.policy.placed_by(told)) else {}
+        {"by": by} if isinstance(run.policy, Explains) and (by := run.policy.placed_by(placements)) else {}
     )
 
 
@@ -97,13 +106,14 @@ def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
 
 def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
-    told, said = run.decisions, run.decisions.window
+    decisions = run.decisions
+    said = decisions.window
     code = Code.UNDECIDED
     if said == "close":
-        told.closed_in = run.step.newest
+        decisions.closed_in = run.step.newest
         code = Code.ALL_DONE if all_done else Code.CLOSED
     elif said == "open":
-        code = Code.REOPENED if told.closed_in == run.step.newest else Code.OPENED
+        code = Code.REOPENED if decisions.closed_in == run.step.newest else Code.OPENED
     why = run.decisions.window_reason or "nobody decides"
     _write(
         core,
@@ -150,7 +160,7 @@ def _write(
     reason: str,
     inputs_of: Callable[[], dict[str, Any]],
 ) -> bool:
-    """Whether there was room for it."""
+    """Whether there was budget for it."""
     budget = run.decisions.budgets.setdefault(
         policy, Budget(at=core.now, every_s=CHANGES_EVERY_S if policy in CHANGES else EVERY_S)
     )

@@ -2,7 +2,7 @@
 
     driver (server.py live, simulate/ in virtual time)          core (this package, pure)
     -----------------------------------------------------       -------------------------------------------------
-    HelloReceived / WorkerSaid / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
+    HelloReceived / WorkerSent / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
     commit of a ticket: Committed(ticket)                 --->  releases what waited: leases, acks, replies, deliveries
     LedgerRead / PastRead / TopologyRead                  --->  what the ledger and the scheduler know, read by the driver
 
@@ -112,7 +112,7 @@ class Router:
             case TopologyRead(switches=switches):
                 core.switches.update(switches)
             case GarbageReceived(public_key=public_key, cause=cause):
-                if core.told(public_key):
+                if core.logs_refusal(public_key):
                     core.event("garbage", 0, public_key, cause)
                 else:
                     core.count("garbage")
@@ -209,14 +209,14 @@ class Router:
         if run.trainer.conn is None:
             return
         last = run.trainer.fleet
-        told = (
+        sent = (
             None if last is None else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window)
         )
         memory = worker_counts.memory_counted(run)
         known = (
             None if last is None else ReservedMemory(last.order, last.asleep, last.holding, last.bytes_held)
         )
-        moved = told != (*run.cached.sizes, run.decisions.window) or known != memory
+        moved = sent != (*run.cached.sizes, run.decisions.window) or known != memory
         if not moved and not timed:
             return
         fleet = worker_counts.fleet_of(run)
@@ -234,7 +234,7 @@ class Router:
 
     def _tick(self) -> None:
         core = self.core
-        # Silence while this daemon itself did not run (stopped, swapped out, waiting for its disk) is nobody's death.
+        # While this daemon itself did not run (stopped, swapped out, waiting for its disk), no peer's silence counts.
         absent = core.now - (core.ticked_at if core.ticked_at is not None else core.now)
         core.ticked_at = core.now
         if absent > core.limits.suspect_s:
@@ -244,10 +244,9 @@ class Router:
             for run in core.runs.values():
                 run.trainer.seen_at = min(core.now, run.trainer.seen_at + absent)
         if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
+            # The ledger's disk stalls, and engines wait for its acknowledgements: none of them hangs.
             for worker in core.workers.values():
-                worker.engine.moved_at = (
-                    core.now
-                )  # the disk stands still, and with it what was not acknowledged: no engine hangs
+                worker.engine.moved_at = core.now
         for worker in list(self.core.workers.values()):
             workers.watch(self.core, worker)
 

@@ -1,9 +1,10 @@
-"""Asks a run's policy, and does what it answers: leases, moves, the window, engines wanted. Pure.
+"""Asks a run's policy what to do, and does it: leases, moves, the window, the number of engines wanted. Pure.
 
-A policy may be wrong about what can be done: every answer is checked against the tables and what cannot be followed is dropped and counted
-(`advice_dropped`), so that no policy can break I1 to I6. What it decided goes into the ledger's `decisions`, with its reason.
+A policy may ask for what cannot be done. Each of its answers is checked against the tables; what cannot be followed is dropped and counted
+(`advice_dropped`), so no policy can break I1 to I6. Decisions go into the ledger with their reasons (`decision_log`).
 
-A move: Yield -> the worker flushes, answers Yielded -> release -> lease to the other, epoch + 1
+A move of a sample takes three messages: Yield to its worker; the worker flushes and replies Yielded; the lease is released and granted to
+the other worker with the next epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scavenger.router.core.transitions import SampleStatus
 
 
 def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None:
-    """Runs that go on after a restart get policies that are told what was known before it, in order."""
+    """After a restart: give each run a new policy, and have it observe in order what was known before."""
     for run in core.runs.values():
         if run.id in facts:
             run.policy = core.new_policy(run.name)
@@ -32,7 +33,7 @@ def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None
 
 
 def placements(core: Core, run: Run) -> list[Placement]:
-    """What the policy would lease now, as far as it can be: nothing where nothing waits or nobody serves."""
+    """The leases that the policy wants now and that are possible. Empty where no sample waits or no worker has a free slot."""
     if not run.queue or run.stopped or run.ended:
         return []
     view = LiveView(core, run)
@@ -121,7 +122,7 @@ def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
 
 
 def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
-    """A worker flushed and gave leases back, as it was asked to: perhaps by a daemon before this one."""
+    """A worker flushed and gave leases back. It may have been asked to by the daemon before this one."""
     over: list[tuple[int, int]] = []
     for held in leases:
         sample = core.samples.get(held.sample_id)
@@ -150,13 +151,12 @@ def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
         if asked is not None:
             give(core, asked.to_worker, sample.id)
     if over:
-        core.send_durable(
-            worker.conn, Revoke(tuple(over), "given back")
-        )  # only then may it forget the tokens
+        # Only then may it forget the tokens.
+        core.send_durable(worker.conn, Revoke(tuple(over), "given back"))
 
 
 def give(core: Core, worker_id: int, sample_id: int) -> None:
-    """Lease a sample that was just released to the worker that it was taken for, if that can still take it; else it waits."""
+    """Lease a sample that was just released to the worker that the move named; where that cannot take it, it stays queued."""
     sample, worker = core.samples[sample_id], core.workers.get(worker_id)
     run = sample.group.run
     if worker is None or sample.id not in run.queue or run.stopped or run.ended:
@@ -205,5 +205,5 @@ def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int
 
 
 def benefit(run: Run) -> Benefit | None:
-    """What one more engine of the run is worth, by the answer that its policy gave last; None where it does not say."""
+    """What one more engine of the run is worth, as its policy computed it last; None for a policy that does not weigh benefits."""
     return run.policy.benefit() if isinstance(run.policy, Weighs) else None

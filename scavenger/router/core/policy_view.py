@@ -1,6 +1,6 @@
 """A run as its policy may see it, made from the core's tables. Pure; reads them, and changes nothing.
 
-Made when asked for: a policy that looks at one thing does not pay for the others. A view is good for the one call that it was made for.
+Each part is computed when the policy first reads it. A view is valid for the one call that it was made for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scavenger.router.core.transitions import SampleStatus
 
 
 class LiveView:
-    """A `policy.RunView` of the present moment."""
+    """A `policy.interface.RunView` of the present moment."""
 
     def __init__(self, core: Core, run: Run) -> None:
         self._core, self._run = core, run
@@ -146,7 +146,7 @@ def _slots_of(worker: Worker, most: int) -> Slots:
 
 
 def sample_view(sample: Sample) -> SampleView:
-    """Made once for as long as nothing of it changes: a step has a thousand samples, and policies look every few seconds."""
+    """The sample as policies see it, cached until it changes: a step has a thousand samples, and policies read them every few seconds."""
     if sample.seen is None:
         sample.seen = fresh_view(sample)
     return sample.seen

@@ -1,8 +1,8 @@
-"""When a run has to end because no engine serves a version that it published. Pure.
+"""When a run has to stop because no engine serves a version that it published. Pure.
 
-One engine that refuses what it has, byte for byte, may sit on bad memory: it is another's turn. Engines of `poison_after` nodes, or of all
-nodes that there are, are not wrong together: then the version is, or what its trainer states of it, and its samples would wait for ever.
-Owns that count. One engine that holds the version as it was published ends it.
+One engine that refuses a version may have bad memory: another engine is tried. Where engines on `poison_after` nodes refuse it, or on all
+nodes that there are, the version itself is wrong, or what its trainer states of it. Its samples would wait for ever, so the run stops.
+Owns the count of refusals; one engine that holds the version as it was published clears it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A worker's hello: who it is, whether it may come, what of its leases it keeps. Pure.
+"""A worker's hello: who it is, whether it may register, which of its leases it keeps. Pure.
 
-A later incarnation of a job ends the earlier one; a reserved engine that greets in another's slot does so too. A worker that returns after
-the daemon was away keeps what the ledger says it holds.
+A later incarnation of a job replaces the earlier one, and a reserved engine that registers in a slot replaces the one there. A worker that
+returns after the daemon was away keeps the leases that the ledger says it holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INT_LIMIT = 2**31
 
 
 def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
-    """Greet a worker, new or back again, or say why not."""
+    """Register a worker, new or returning, or reject it with the reason and the remedy."""
     refusal = _hello_fault(core, identity, hello)
     if refusal is not None:
         _refuse(core, conn, identity, hello, refusal)
@@ -100,7 +100,7 @@ def advanced(core: Core, run: Run) -> None:
 
 def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
     if not refusal.retry:
-        if core.told(identity.public_key):
+        if core.logs_refusal(identity.public_key):
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
         else:
             core.count("hello_refused")
@@ -165,7 +165,7 @@ def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
 
 
 def evict(run: Run, session: str) -> None:
-    """Let it in no more."""
+    """Reject this session from now on."""
     run.reserved.evicted[session] = None
     while len(run.reserved.evicted) > MAX_EVICTED:
         run.reserved.evicted.popitem(last=False)

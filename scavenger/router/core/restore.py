@@ -1,7 +1,7 @@
 """From the ledger's rows back to the core's tables: after the daemon's restart, and for a trainer that resumes. Pure.
 
-Holds what a restart may not forget (I2, I3, I10). A group from the ledger is *orphaned* until the present attempt claims it, by
-attaching with its id or by submitting it again: an older attempt may have left it.
+Restores what a restart may not forget (I2, I3, I10). A group from the ledger may be left over from an older attempt. So it is *orphaned*
+until the present attempt claims it, by attaching with its id or by submitting it again.
 
 Boundary: from ledger rows to tables; no event passes here.
 """

@@ -165,11 +165,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
 
 def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
     if run is not None and run.trainer.opening is not None and run.trainer.opening[2] == body:
-        run.trainer.opening = (
-            conn,
-            call.id,
-            body,
-        )  # a repeat: its trainer connected again while the ledger is being read
+        # A repeat: its trainer connected again while the ledger is being read.
+        run.trainer.opening = (conn, call.id, body)
         return
     if run is None and not core.affords(f"runs {identity.public_key}"):
         core.count("calls_refused")
@@ -213,12 +210,8 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.step.resumed_after, run.stopped, run.ended = body.resume_step, "", False
     run.trainer = TrainerLink(opening=(conn, call.id, body), seen_at=core.now, job_id=body.job_id)
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
-    run.reserved.order, run.reserved.unaccounted, run.reserved.memory_changed, run.reserved.awake_stated = (
-        0,
-        {},
-        True,
-        True,
-    )
+    run.reserved.order, run.reserved.unaccounted = 0, {}
+    run.reserved.memory_changed = run.reserved.awake_stated = True
     for version in run.weights.versions.values():
         # Its bytes died with the trainer that served them; what lies on a disk does not.
         version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
@@ -239,9 +232,8 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             core.now,
         )
     )
-    if (
-        run.step.last_committed != body.resume_step
-    ):  # behind it where the ledger never had the run: it begins at its checkpoint's step
+    # Behind it where the ledger never had the run: it begins at its checkpoint's step.
+    if run.step.last_committed != body.resume_step:
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.step.last_committed = body.resume_step
     core.read_history(run)
@@ -329,14 +321,11 @@ def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: by
         theirs, ours = merged.hex()[:16], known.merged.hex()[:16]
         why = f"version {body.version} was published as merged to {ours}, and now, with the same adapters and base, to {theirs}"
         return Denied("invalid", why, f"publish it under another number; {ONE_RELEASE}")
-    if (
-        known.merged and not merged
-    ):  # engines would find nothing to compare with in it, and be refused for that
+    # Engines would find nothing to compare with in the manifest, and be refused for that.
+    if known.merged and not merged:
         body = msgspec.structs.replace(body, manifest=manifests.stating(body.manifest, known.merged))
-    known.proved &= merged in (
-        b"",
-        known.merged,
-    )  # stated later, it is another claim: who held the version was never asked for it
+    # Stated later, it is another claim: the engines that held the version were never asked for it.
+    known.proved &= merged in (b"", known.merged)
     known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
     known.base, known.merged = base, merged or known.merged
     return Ok()

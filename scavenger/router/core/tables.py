@@ -151,13 +151,16 @@ class Core:
 
     def connection_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
         """An event that a worker can cause as often as it likes: of each kind and key the first ones are written, then fewer and fewer."""
-        if self.told(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
+        if self.logs_refusal(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
             self.event(kind, peer.run.id, subject, reason, **detail)
         else:
             self.count(kind)
 
-    def told(self, public_key: str) -> bool:
-        """Count nonsense of a key. Whether to write it down: the first 100, then at 200, 400, 800: one key must not fill the ledger."""
+    def logs_refusal(self, public_key: str) -> bool:
+        """Count what is refused of a key, and say whether to write it down.
+
+        Written are the first 100, then the 200th, 400th, 800th and so on: one key must not fill the ledger.
+        """
         so_far = self.nonsense[public_key] = self.nonsense.pop(public_key, 0) + 1
         if len(self.nonsense) > MAX_KEYS:
             self.nonsense.popitem(last=False)

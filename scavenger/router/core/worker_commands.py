@@ -1,6 +1,7 @@
-"""What a worker is told to be, and how far it is: loading, asleep, awake, leaving. Pure.
+"""Orders to workers: load a version, sleep, wake, leave; and the acknowledgements that come back. Pure.
 
-An order may be lost, so each may be repeated without harm, and is, until what the worker says shows that it was carried out.
+Any message may be lost. So every order may be repeated without harm, and is repeated until the worker's heartbeat shows that it was
+carried out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OFFER_S = 0.5  # between two lists of holders that a pulling worker is sent
 
 
 def repeat(core: Core, worker: Worker, heard: int) -> None:
-    """Say again what the worker was asked and has not done: any message may have been lost, and all of these may be repeated.
+    """Repeat the orders that the worker has not carried out: a message may have been lost.
 
     `heard`: number of the last order to sleep or wake that reached it.
     """
@@ -42,7 +43,7 @@ def repeat(core: Core, worker: Worker, heard: int) -> None:
 
 
 def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
-    """Repair what a lost message left behind. What a heartbeat says is newer than all that was heard before it."""
+    """Repair what a lost message left behind: a heartbeat is newer than everything received before it."""
     if beat.loaded_version != worker.weights.loaded:
         worker.weights.loaded = -1  # until it says, with the root hash, what it loaded
         worker.run.due.fleet = True
@@ -54,12 +55,10 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         and asked_long_ago
         and worker.status is WorkerStatus.LOADING
     ):
-        worker.weights.asked = (
-            worker.weights.loaded
-        )  # `steer` asks again; a load under way is not disturbed by that
-    if (
-        beat.memory_order == worker.memory.order
-    ):  # what it says of its memory answers the newest order: its own word may have been lost
+        # `steer` asks again; a load under way is not disturbed by that.
+        worker.weights.asked = worker.weights.loaded
+    # Its memory state answers the newest order: the acknowledgement may have been lost.
+    if beat.memory_order == worker.memory.order:
         if beat.memory == "asleep" and worker.memory.state is Memory.FALLING_ASLEEP:
             asleep(core, worker, beat.memory_order, beat.bytes_held)
         elif beat.memory == "awake" and worker.memory.state is Memory.WAKING:
@@ -84,11 +83,13 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     worker.weights.failures = 0
     worker.run.due.samples = worker.run.due.recount = True  # the others' orders stay as they are
     worker.run.due.changed_workers.append(worker)
-    told = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
+    durations = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
     if worker.weights.loads <= worker.run.weights.next_version:  # each version once
-        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
+        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **durations)
     else:
-        core.connection_event(worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **told)
+        core.connection_event(
+            worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **durations
+        )
     worker.run.policy.observe(
         WorkerReady(
             worker.id,
@@ -226,26 +227,21 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
 
 
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
-    """Tell the worker whom to pull from, and what it alone holds of what the run still needs."""
-    run = worker.run
-    choice = run.weights.directory.choose(version.version, worker.id, worker.node, version.sources)
+    """Ask the worker to load the version: from which sources, and which versions to keep because no other engine holds them."""
+    run, published = worker.run, worker.run.weights
+    choice = published.directory.choose(version.version, worker.id, worker.node, version.sources)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.leased} - {version.version}
-    served = {
-        v
-        for v in needed
-        if run.trainer.conn is not None and v in run.weights.versions and run.weights.versions[v].sources
-    }  # its trainer has them
-    keep = tuple(sorted(v for v in needed - served if run.weights.directory.last_holder(v) == worker.id))
+    connected, versions = run.trainer.conn is not None, published.versions
+    from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
+    keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
     manifest, base = b"" if more else version.manifest, _base(worker, version, more=more)
-    core.send_durable(
-        worker.conn,
-        UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base),
-    )  # behind its Welcome
+    order = UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
+    core.send_durable(worker.conn, order)  # behind its Welcome
 
 
 def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
-    """What the version's adapters are merged with. Of the two it is by far the larger, so the worker counts as one that reads this."""
+    """The base that the version's adapters are merged with. It is by far the larger part, so the worker is counted as its reader."""
     run = worker.run
     base = run.weights.base_of(version)
     if base is None:
@@ -257,7 +253,7 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
 
 
 def _revision(run: Run, version: Version) -> tuple[int, ...]:
-    """Another one whenever somebody begins or ceases to hold what a worker pulls for this version, and when its base is published again."""
+    """Changes whenever a holder of the version or of its base comes or goes, and when its base is published again."""
     base = run.weights.base_of(version)
     return (
         run.weights.directory.revision(version.version),
@@ -266,7 +262,7 @@ def _revision(run: Run, version: Version) -> tuple[int, ...]:
 
 
 def more_holders(core: Core, worker: Worker) -> None:
-    """A worker that still pulls hears of the holders that came and went since it was asked."""
+    """Send a worker that still pulls the holders that came since it was asked to load."""
     version = worker.run.weights.versions.get(worker.weights.asked)
     if (
         version is None

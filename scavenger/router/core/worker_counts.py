@@ -1,6 +1,6 @@
-"""How many engines a run has, and in what state: what its trainer is told and its policy is asked by. Pure.
+"""How many engines a run has, and in which state: for the messages to its trainer, and to know when its policy must be asked. Pure.
 
-Counted as workers change, not looked up: a fleet of a thousand is asked about with every event.
+The counts are kept and corrected as workers change, because every event needs them and a fleet may have a thousand workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
 
 
 def counted(run: Run) -> tuple[int, int, int]:
-    """The sizes, counted anew."""
+    """The sizes, counted from scratch."""
     run.due.changed_workers.clear()
     for worker in run.workers.values():
         worker.counted_as = _role(worker)
@@ -33,7 +33,7 @@ def counted(run: Run) -> tuple[int, int, int]:
 
 
 def counted_again(run: Run) -> tuple[int, int, int]:
-    """The sizes as counted last, with those workers counted again that are another since: a fleet loads one by one."""
+    """The sizes as counted last, corrected for the workers that changed since then: a fleet loads its weights one by one."""
     sizes = list(run.cached.sizes)
     for worker in run.due.changed_workers:
         before, worker.counted_as = worker.counted_as, _role(worker)
@@ -46,7 +46,7 @@ def counted_again(run: Run) -> tuple[int, int, int]:
 
 
 def memory_of(run: Run) -> ReservedMemory:
-    """Whose memory is free, by the workers' own word, and whose is not: who is silent or about to leave holds what it held."""
+    """Which reserved engines acknowledged that their memory is free, and all others: one that is silent or leaving counts as holding it."""
     reserved = [worker for worker in run.workers.values() if worker.kind == "reserved"]
     asleep = [worker for worker in reserved if worker.memory.state is Memory.ASLEEP]
     holding = {
@@ -60,12 +60,12 @@ def memory_of(run: Run) -> ReservedMemory:
 
 
 def name_of(worker: Worker) -> str:
-    """What its trainer knows a reserved worker by; one that names no slot goes by its number here, which no engine of a job does."""
+    """The name that the trainer has for a reserved worker. One without a slot, which no engine of a job is, gets its number here."""
     return reserved_name(worker.slot, worker.process.session) if worker.slot else f"worker {worker.id}"
 
 
 def memory_counted(run: Run) -> ReservedMemory:
-    """The same, counted anew only where a worker came, went or changed."""
+    """`memory_of`, computed again only after a worker came, went or changed."""
     if run.reserved.memory_changed:
         run.reserved.counted_memory, run.reserved.memory_changed = memory_of(run), False
     return run.reserved.counted_memory

@@ -1,7 +1,8 @@
-"""What happens to workers: greeting, loading, sleeping, going silent, leaving. Pure.
+"""Messages of registered workers, their silence and their end. Pure.
 
-A worker is *suspect* when it was silent for `suspect_s` (no new leases) and dead when it said goodbye, when Slurm says that its job is
-over, when a later incarnation greets under its key, or after `dead_s` of silence. Fencing by epoch makes an early move safe.
+A worker that was silent for `suspect_s` is *suspect* and gets no new leases. It is gone when it says goodbye, when Slurm reports the end of
+its job, when a later incarnation registers under its key, or after `dead_s` of silence. Its samples move at once: epochs fence it, so a
+worker that was only slow does no harm.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def heard(core: Core, conn: int) -> None:
 
 
 def sender(core: Core, conn: int, message: object) -> Worker | None:
-    """The worker that sent this; it is alive. None for an unknown connection, which is asked to greet again, and for one that left."""
+    """The worker that sent this; it is alive. None for an unknown connection, which is asked to register again, and for one that left."""
     worker = core.by_conn.get(conn)
     if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
         if isinstance(message, Goodbye):
@@ -124,7 +125,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
 
 
 def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
-    """Leases that it does not name: those that it should have heard of by now never reached it."""
+    """Release leases that the heartbeat does not name although the worker received what was sent after them: they were lost."""
     named = {(held.sample_id, held.epoch) for held in beat.held}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in named and _assignment_lost(sample, beat):
@@ -159,7 +160,7 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
 
 
 def _ask_again(core: Core, worker: Worker) -> None:
-    """It holds what it was asked to give back before it sent this: the request was lost, or its answer was. A repeat does no harm."""
+    """Repeat a Yield that is older than a heartbeat: the request or its reply was lost. A repeat does no harm."""
     asked = tuple(
         (sample_id, one.epoch)
         for sample_id, one in worker.yielding.items()
@@ -257,7 +258,7 @@ def _life(worker: Worker, *, here: bool) -> WorkerLife:
 
 
 def watch(core: Core, worker: Worker) -> None:
-    """Time passed: suspect the silent, give up the long silent, retry a load that failed."""
+    """Time passed: mark a silent worker as suspect, give up one silent for long, retry a load that failed."""
     silent = core.now - worker.last_seen
     limits = core.limits
     if worker.status is WorkerStatus.AWAY:

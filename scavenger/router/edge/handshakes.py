@@ -112,7 +112,7 @@ class HandshakeGuard:
         self.ended = 0  # connections, since the daemon started
         self._port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._handshakes, self._lock, self._clock = Handshakes(limits), threading.Lock(), clock
-        self._logged_at, self._told = float("-inf"), 0
+        self._logged_at, self._ended_logged = float("-inf"), 0
         self._socket = socket
         where = f"inproc://handshakes-{id(self)}"
         socket.monitor(where, _EVENTS)
@@ -161,8 +161,8 @@ class HandshakeGuard:
             _shut(one, self._port)
             self.ended += 1
         if ends and self._clock() - self._logged_at >= LOG_S:
-            self._logged_at, ended = self._clock(), self.ended - self._told
-            self._told = self.ended
+            self._logged_at, ended = self._clock(), self.ended - self._ended_logged
+            self._ended_logged = self.ended
             log.warning(
                 "connections without a key ended",
                 ended=ended,

@@ -93,7 +93,9 @@ class PayloadPipeline:
         self._in: Lines[RouterEvent] = Lines(
             lambda event: lacking(core, store, event), self._take, self._fetcher, failed
         )
-        self._out: Lines[Send | Fill] = Lines(self._lacks, self._give, self._fetcher, failed, self._has_room)
+        self._out: Lines[Send | Fill] = Lines(
+            self._lacks, self._give, self._fetcher, failed, self._has_headroom
+        )
 
     def receive(self, conn: int, event: RouterEvent, nbytes: int) -> bool:
         """Hand a peer's event of `nbytes` to the core; False when it has to wait."""
@@ -126,10 +128,10 @@ class PayloadPipeline:
         self._post(event)
         self._store.trim()
 
-    def _has_room(self, action: Send | Fill) -> bool:
+    def _has_headroom(self, action: Send | Fill) -> bool:
         if not isinstance(action.message, GroupDone) or not self._connected(action.conn):
             return True
-        return self.deliveries.has_room(action.conn, self.run_of(action.message))
+        return self.deliveries.has_headroom(action.conn, self.run_of(action.message))
 
     def run_of(self, message: GroupDone) -> int:
         """Whose group this is; 0 when it was forgotten."""
@@ -451,7 +453,7 @@ class Deliveries:
         self._nbytes[conn] = self._nbytes.get(conn, 0) + nbytes
         self._of_run[run] = self._of_run.get(run, 0) + nbytes
 
-    def has_room(self, conn: int, run: int = 0) -> bool:
+    def has_headroom(self, conn: int, run: int = 0) -> bool:
         """Whether this connection may be sent another one of that run now."""
         if not self._under_way:
             return True
@@ -461,7 +463,7 @@ class Deliveries:
 
     @property
     def nbytes(self) -> int:
-        """Under way to all connections, when `has_room` was asked last."""
+        """Under way to all connections, when `has_headroom` was asked last."""
         return sum(self._nbytes.values())
 
     def _forget_gone(self) -> None:
