@@ -37,6 +37,7 @@ from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
@@ -451,12 +452,7 @@ class Daemon:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
         router = server.router
-        return Harvester(
-            self.config,
-            self.cluster,
-            uid,
-            commit=server.commit,
-            write=server.write,
+        link = RouterLink(
             post=server.post,
             demand=lambda: router.demand(self.clock()),
             leases=lambda: {
@@ -466,9 +462,16 @@ class Daemon:
             },
             register=self.keyring.allow,
             unregister=self.keyring.revoke,
-            clock=self.clock,
-            learned=lambda info: server.post(TopologyRead(info.switches)),
             lives=lambda: workers.lives(router.core),
+        )
+        return Harvester(
+            self.config,
+            self.cluster,
+            uid,
+            LedgerWrites(server.commit, server.write),
+            link,
+            Sources(self.clock),
+            learned=lambda info: server.post(TopologyRead(info.switches)),
             observed=self._follow_training,
         )
 

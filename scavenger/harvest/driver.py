@@ -23,11 +23,8 @@ import contextlib
 import math
 import os
 import pwd
-import random
-import secrets
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -42,14 +39,20 @@ from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import owners
-from scavenger.harvest.execute.execute import Durable, Performer, WorkerKeys, as_json
+from scavenger.harvest.execute.execute import (
+    LedgerWrites,
+    Performer,
+    RouterLink,
+    Sources,
+    WorkerKeys,
+    as_json,
+)
 from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
-from scavenger.router.core.events import Identity, RouterEvent, WorkerLife
 
 #: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
 KEPT_S = 300.0
@@ -96,12 +99,11 @@ class Poller:
         surprised: Callable[[Sequence[Job]], bool],
         learned: Callable[[ClusterInfo], None],
         write: Callable[[Sequence[rec.Record]], object],
-        clock: Callable[[], float],
-        monotonic: Callable[[], float],
+        sources: Sources,
     ) -> None:
         self._config, self._cluster, self._thread = config, cluster, thread
         self._surprised, self._learned, self._write = surprised, learned, write
-        self._clock, self._monotonic = clock, monotonic
+        self._clock, self._monotonic = sources.clock, sources.monotonic
         self.view: ClusterView | None = None  # the last complete observation
         self.info: ClusterInfo | None = None  # None: Slurm never answered
         self._info_at = -math.inf
@@ -186,41 +188,31 @@ ACCOUNT_RETRY_S = 300.0
 
 
 class Harvester:
-    """See the module. `commit` returns when its records are durable, `write` at once; `post` hands the router an event."""
+    """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
+    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay."""
 
     def __init__(
         self,
         config: DaemonConfig,
         cluster: Cluster,
         uid: str,
+        ledger: LedgerWrites,
+        router: RouterLink,
+        sources: Sources,
         *,
-        commit: Callable[[Sequence[rec.Record]], Awaitable[None]],
-        write: Callable[[Sequence[rec.Record]], object],
-        post: Callable[[RouterEvent], None],
-        demand: Callable[[], Sequence[Demand]],
-        leases: Callable[[], Mapping[str, tuple[int, float]]],
-        register: Callable[[str, Identity], None],
-        unregister: Callable[[str], None],
-        clock: Callable[[], float],
         learned: Callable[[ClusterInfo], None] = lambda _info: None,
-        lives: Callable[[], Sequence[WorkerLife]] = tuple,
         observed: Callable[[ClusterView], None] = lambda _view: None,
         drain_notice_s: float = DRAIN_NOTICE_S,
-        token: Callable[[], str] = lambda: secrets.token_hex(8),
-        draw: Callable[[], float] = random.random,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
-        self._write, self._post, self._clock = write, post, clock
-        self._demand, self._leases, self._drain_notice_s = demand, leases, drain_notice_s
-        self._lives, self._observed = lives, observed
+        self._router, self._write, self._observed = router, ledger.write, observed
+        self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
         self._thread = OneThread("cluster")
-        self._keys = WorkerKeys(self._state_dir, register, unregister)
-        durable = Durable(commit, write, lambda: patience_s(self.config.cluster.fast_poll_interval_s), clock)
+        self._keys = WorkerKeys(self._state_dir, router)
         self._performer = Performer(
             config,
             cluster,
@@ -228,12 +220,11 @@ class Harvester:
             uid,
             self.tracker,
             self._keys,
-            durable,
-            write=write,
-            post=post,
+            ledger,
+            router,
+            sources,
             absorb=self._absorb,
-            clock=clock,
-            token=token,
+            patience_s=lambda: patience_s(self.config.cluster.fast_poll_interval_s),
         )
         self._poller = Poller(
             lambda: self.config,
@@ -241,11 +232,10 @@ class Harvester:
             self._thread,
             surprised=self.tracker.surprised,
             learned=learned,
-            write=write,
-            clock=clock,
-            monotonic=monotonic,
+            write=ledger.write,
+            sources=sources,
         )
-        self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
+        self._pace = Pace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
         self.error_kinds: Counter[str] = (
@@ -263,7 +253,7 @@ class Harvester:
 
     def connected(self) -> tuple[int, int]:
         """Engines of our jobs that are registered now, and their GPUs: what is known of them between two looks at Slurm."""
-        here = {life.intent_id for life in self._lives() if life.here} & self.tracker.intents.keys()
+        here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
     # ---------------------------------------------------------------- life
@@ -369,8 +359,8 @@ class Harvester:
             )
         seen = self.cluster.rpc.total
         self._pace.polled(poll, seen - before, self._monotonic())
-        self.tracker.works(intent for intent, (n_leases, _) in self._leases().items() if n_leases)
-        self.tracker.heard(self._lives())
+        self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
+        self.tracker.heard(self._router.lives())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
         self._observed(view)
@@ -408,7 +398,7 @@ class Harvester:
         )
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
-        decision = decide.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
+        decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
         self.stop_state.decided(decision, now)
         try:
             await self._performer.cancel_orphaned_jobs(output.orphaned_jobs)
@@ -456,13 +446,13 @@ class Harvester:
         if output.records:
             self._write(output.records)
         for event in output.gone:
-            self._post(event)
+            self._router.post(event)
         for record in output.records:
             if isinstance(record, rec.JobEnded):
                 self._keys.drop(record.intent_id)
 
     def _wanted(self) -> list[Demand]:
-        demand = list(self._demand())
+        demand = list(self._router.demand())
         self._decided_on = _shape(demand)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
@@ -486,11 +476,11 @@ class Harvester:
             if (
                 self._pace.failures and self.stop_state.seen is not None
             ):  # no look, no decision: what needs no Slurm is done now
-                for action in unseen(self.tracker.jobs(self._leases()), self.stop_state.seen.reason):
+                for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.seen.reason):
                     self._performer.drain(action, "{}")
-            moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
+            moved = self._poked.is_set() or changed or _shape(self._router.demand()) != self._decided_on
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
-                d.engines for d in self._demand()
+                d.engines for d in self._router.demand()
             )
             # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
             by = now if changed and self.stop_state.seen is not None else self._by

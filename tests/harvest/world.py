@@ -16,6 +16,7 @@ from scavenger.cluster.port import Cluster, RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, Fenced, SubmitUnknown
 from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import Identity, WorkerLife
@@ -146,17 +147,17 @@ class World:
             self.config(template, **harvest),
             self.cluster,
             self.uid,
-            commit=commit,
-            write=write,
-            post=self.said.append,
-            demand=lambda: self.demand,
-            leases=leases,
-            register=self.allowed.__setitem__,
-            unregister=forget,
-            clock=lambda: self.clock() + self.ahead_s,
+            LedgerWrites(commit, write),
+            RouterLink(
+                post=self.said.append,
+                demand=lambda: self.demand,
+                leases=leases,
+                register=self.allowed.__setitem__,
+                unregister=forget,
+                lives=lambda: self.lives(),
+            ),
+            Sources(clock=lambda: self.clock() + self.ahead_s, draw=lambda: 0.5),
             drain_notice_s=drain_notice_s,
-            draw=lambda: 0.5,
-            lives=lambda: self.lives(),
         )
         return made
 
