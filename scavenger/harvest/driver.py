@@ -437,7 +437,7 @@ class Harvester:
         self.error_kinds[error_kind] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
-        detail = {"trouble": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}
+        detail = {"error_kind": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}
         self._write([rec.Event(kind, 0, self._poller.name, error.cause, as_json(detail), self._clock())])
         log.warning(kind, reason=error.cause, **detail)
 

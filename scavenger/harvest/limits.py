@@ -400,7 +400,7 @@ class StopState:
         self.events: list[rec.Event] = []
         self.seen: Stop | None = None  # as of the last `poll`
         self.decided_on: Stop | None = None  # as of the last `limits`
-        self.hidden = ""  # why others' jobs cannot be seen
+        self.hidden = ""  # why other users' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
         self.concluded = ""  # the last decision's reason, for `scavenger status`
         self._could_start: dict[int, float] = {}
@@ -504,6 +504,10 @@ class StopState:
 
     def _note_hidden(self, hidden: str, now: float) -> None:
         if bool(hidden) != bool(self.hidden):
-            kind, why = ("courtesy_off", hidden) if hidden else ("courtesy_on", "others' jobs are seen")
+            kind, why = (
+                ("voluntary_preemption_off", hidden)
+                if hidden
+                else ("voluntary_preemption_on", "other users' jobs are seen")
+            )
             self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
         self.hidden = hidden

@@ -80,8 +80,8 @@ def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
 
     asyncio.run(play())
-    assert {decision.code for decision in world.acted("give_back")} == {"same_tier_job"}
-    assert len(world.acted("give_back")) == 2
+    assert {decision.code for decision in world.acted("drain")} == {"same_tier_job"}
+    assert len(world.acted("drain")) == 2
     assert [end.reason for end in world.of(rec.AllocationEnded)][:2] == ["cancelled", "cancelled"]
     pinned = {decision.subject: decision.reason for decision in world.acted("submit")}
     assert all(

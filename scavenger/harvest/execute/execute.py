@@ -186,7 +186,7 @@ def decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Deci
         Submit: "submit",
         Release: "release",
         CancelPending: "cancel_pending",
-        DrainAllocated: "give_back",
+        DrainAllocated: "drain",
         Cancel: "cancel",
     }
     return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
@@ -245,7 +245,9 @@ class Performer:
         """Do all of it, unless it is `overtaken` between two commands. Raises `ClusterError` when Slurm does not answer, or refuses a
         cancellation: what is left is decided afresh."""
         asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
-        inputs = as_json({"decision": decision.reason, "demand": asked, "gates": decision.start_benefits})
+        inputs = as_json(
+            {"decision": decision.reason, "demand": asked, "start_benefits": decision.start_benefits}
+        )
         if not decision.actions:
             if decision.reason != self._last_reason:
                 self._write(
@@ -297,7 +299,7 @@ class Performer:
             return
         why = "it carries this ledger's id and an intent that the ledger does not have open"
         events = [
-            rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock())
+            rec.Event("orphaned_job_cancelled", 0, f"job {job_id}", why, "{}", self._clock())
             for job_id in job_ids
         ]
         if await self._durable.within(events):  # else they may be a successor's, of whom we cannot know
