@@ -38,7 +38,7 @@ from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, Config
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.execute.execute import (
     LedgerWrites,
     Performer,
@@ -59,7 +59,7 @@ KEPT_S = 300.0
 
 
 class Plans:
-    """`complete` is told every look."""
+    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue."""
 
     def __init__(self) -> None:
         self._seen: dict[
@@ -88,7 +88,7 @@ INFO_S = 900.0
 
 
 class Poller:
-    """`surprised` says whether a queue shows more than a look at it alone can explain; `learned` hears what Slurm says of itself."""
+    """`surprised` says whether a queue shows more than the queue alone can explain; `learned` gets what Slurm says of itself."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Poller:
         return self.info.name if self.info is not None else "cluster"
 
     async def observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
-        """What was seen, and by which look. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
+        """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
         partition may not be harvested."""
         view, poll = await self._observe(poll, failed)
         self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
@@ -240,7 +240,7 @@ class Harvester:
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
         self.error_kinds: Counter[str] = (
             Counter()
-        )  # failed looks and commands by kind, for status and metrics
+        )  # failed polls and commands by kind, for status and metrics
         self._decided_on: tuple[tuple[int, int, int], ...] = ()
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -252,7 +252,7 @@ class Harvester:
         return self._poller.view
 
     def connected(self) -> tuple[int, int]:
-        """Engines of our jobs that are registered now, and their GPUs: what is known of them between two looks at Slurm."""
+        """Engines of our jobs that are registered now, and their GPUs: what is known of them between two polls of Slurm."""
         here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
@@ -335,7 +335,7 @@ class Harvester:
     # ---------------------------------------------------------------- one cycle
 
     async def _cycle(self, poll: Poll) -> None:
-        """Observe and conclude; after a whole look also decide and perform."""
+        """Observe and conclude; after a whole poll also decide and perform."""
         before = self.cluster.rpc.total
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
@@ -365,10 +365,10 @@ class Harvester:
         self._absorb(output)
         self._observed(view)
         if poll is Poll.JOBS:
-            return  # the nodes in this view are those of the last whole look: nothing is decided on them
+            return  # the nodes in this view are those of the last whole poll: nothing is decided on them
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
         have, now = (
-            owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()),
+            gpu_use(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()),
             self._clock(),
         )
         self._write(
@@ -376,7 +376,7 @@ class Harvester:
                 rec.ClusterPolled(
                     have.idle,
                     have.harvested,
-                    have.others,
+                    have.other_users,
                     have.reserved,
                     have.unusable,
                     have.jobs_pending_other_users,
@@ -415,7 +415,7 @@ class Harvester:
             await self._account()
 
     async def _account(self) -> None:
-        """Ask Slurm's accounting for the times of allocations that no look saw whole. It is no part of a look: without it all goes on."""
+        """Ask Slurm's accounting for the times of allocations that no poll saw whole. It is no part of a poll: without it all goes on."""
         asked = self.tracker.to_account()[:MOST_JOBS]
         if not asked or self._monotonic() < self._account_at:
             return
@@ -468,21 +468,21 @@ class Harvester:
     # ---------------------------------------------------------------- time
 
     async def _pause(self, stop: asyncio.Event) -> Poll:
-        """Until the next look is due, or it is time to stop. Says which look that is."""
+        """Until the next poll is due, or it is time to stop. Says which poll that is."""
         poll = Poll.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
             changed = self.stop_state.changed
             if (
                 self._pace.failures and self.stop_state.seen is not None
-            ):  # no look, no decision: what needs no Slurm is done now
+            ):  # no poll, no decision: what needs no Slurm is done now
                 for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.seen.reason):
                     self._performer.drain(action, "{}")
             moved = self._poked.is_set() or changed or _shape(self._router.demand()) != self._decided_on
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
                 d.engines for d in self._router.demand()
             )
-            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
+            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of polls.
             by = now if changed and self.stop_state.seen is not None else self._by
             due_at, poll = self._pace.next(
                 now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by

@@ -174,4 +174,4 @@ def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expe
     assert limits[0] > 1800 > limits[1] > 1200
     [exchanged] = world.acted("cancel_pending")
     assert exchanged.code == "fresh"
-    assert "node2 is kept for others" in exchanged.reason
+    assert "node2 is kept for other users" in exchanged.reason

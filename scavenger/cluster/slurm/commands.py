@@ -243,7 +243,7 @@ def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
 
 
 def _job(values: Sequence[str]) -> Job:
-    """One record of `_JOB_FIELDS`. A site has tens of thousands at each look: no dict, and no words for errors that do not happen."""
+    """One record of `_JOB_FIELDS`. A site has tens of thousands at each poll: no dict, and no words for errors that do not happen."""
     (
         number,
         user,

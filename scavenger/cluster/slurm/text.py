@@ -42,7 +42,7 @@ _STATES = {state.value: state for state in JobState}
 _FLAGS = {flag.value: flag for flag in JobFlag}
 NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
 _MAX_TASKS = 1_000_000
-#: Texts of a kind that are read once and then known: a queue of 10,000 jobs has few states, shapes and limits, at each look the same.
+#: Texts of a kind that are read once and then known: a queue of 10,000 jobs has few states, shapes and limits, at each poll the same.
 REMEMBERED = 4096
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
@@ -291,7 +291,7 @@ _NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 @lru_cache(256)
 def planned(text: str) -> tuple[str, ...]:
-    """`expand`, remembered: all waiting tasks of an array show the same nodes, and most plans are those of the look before."""
+    """`expand`, remembered: all waiting tasks of an array show the same nodes, and most plans are those of the poll before."""
     return tuple(expand(text))
 
 

@@ -107,7 +107,7 @@ def could_start(counted: QueueScan, capacity: NodeCapacity, limits: Limits) -> t
 
 
 def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
-    """Whether engines leave for it at this look: what begins before the next one; a peer at once; else whom Slurm did not help.
+    """Whether engines leave for it at this poll: what begins before the next one; a peer at once; else whom Slurm did not help.
 
     Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.
     """
