@@ -36,7 +36,7 @@ from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
+from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.execute.execute import (
@@ -237,7 +237,7 @@ class Harvester:
         )
         self._pace = Pace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
-        self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
+        self._by = math.inf  # when the first drained engine's job must be gone (`monotonic`)
         self.error_kinds: Counter[str] = (
             Counter()
         )  # failed polls and commands by kind, for status and metrics
@@ -345,18 +345,8 @@ class Harvester:
             self._failed(error, before)
             return
         if failures := self._pace.failures:
-            self._write(
-                [
-                    rec.Event(
-                        "cluster_back",
-                        0,
-                        self._poller.name,
-                        f"answers again after {failures} failures",
-                        "{}",
-                        self._clock(),
-                    )
-                ]
-            )
+            why = f"answers again after {failures} failures"
+            self._write([rec.Event("cluster_back", 0, self._poller.name, why, "{}", self._clock())])
         seen = self.cluster.rpc.total
         self._pace.polled(poll, seen - before, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
@@ -367,35 +357,13 @@ class Harvester:
         if poll is Poll.JOBS:
             return  # the nodes in this view are those of the last whole poll: nothing is decided on them
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
-        have, now = (
-            gpu_use(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()),
-            self._clock(),
-        )
-        self._write(
-            [
-                rec.ClusterPolled(
-                    have.idle,
-                    have.harvested,
-                    have.other_users,
-                    have.reserved,
-                    have.unusable,
-                    have.jobs_pending_other_users,
-                    now,
-                )
-            ]
-        )
+        self._record_gpu_use(view)
         await self.stop_state.poll_now()
         demand = self._wanted()
         now = self._clock()
         info = self._poller.info
         assert info is not None  # by `Poller.observe`
-        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
-        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
-        limits = replace(
-            limits,
-            idle=self.idling.known(self.config.harvest.min_expected_life, now),
-            placement=replace(limits.placement, standby_jobs=standby_jobs),
-        )
+        limits = self._limits(view, info, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
         decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
@@ -407,12 +375,37 @@ class Harvester:
             self._failed(error, seen)
             return
         self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
-        # Who was promised GPUs within a time gets them. A job that was cancelled is Slurm's to end; one without an id has no name there.
-        promised = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
-        due = min((must_end_by(job, limits) for job in promised), default=math.inf)
-        self._by = self._monotonic() + max(0.0, due - self._clock())
+        self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
+
+    def _record_gpu_use(self, view: ClusterView) -> None:
+        now = self._clock()
+        use = gpu_use(view, self.config.harvest.partition, self.tracker.job_ids(), now)
+        pending = use.jobs_pending_other_users
+        polled = rec.ClusterPolled(
+            use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
+        )
+        self._write([polled])
+
+    def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
+        """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""
+        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
+        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
+        return replace(
+            limits,
+            idle=self.idling.known(self.config.harvest.min_expected_life, now),
+            placement=replace(limits.placement, standby_jobs=standby_jobs),
+        )
+
+    def _poll_when_drains_are_due(self, limits: Limits) -> None:
+        """The next full poll comes no later than the first drained engine's job must be gone: other users were promised its GPUs.
+
+        A cancelled job is Slurm's to end, and one without an id cannot be cancelled: neither counts.
+        """
+        draining = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
+        due = min((must_end_by(job, limits) for job in draining), default=math.inf)
+        self._by = self._monotonic() + max(0.0, due - self._clock())
 
     async def _account(self) -> None:
         """Ask Slurm's accounting for the times of allocations that no poll saw whole. It is no part of a poll: without it all goes on."""

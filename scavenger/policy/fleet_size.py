@@ -62,24 +62,24 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     if not 0 <= wait_share <= 1 or useful < 0:
         raise ValueError(f"a wait share of {wait_share} with {useful} useful engines")
     wait = _averaged(state.wait, wait_share, rules)
-    told = f"the trainer waits {wait:.0%} of a step, {useful} engines are useful, {state.target} asked for"
+    why = f"the trainer waits {wait:.0%} of a step, {useful} engines are useful, {state.target} asked for"
     if wait > rules.high and useful > state.target:
         grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05) - 1e-9))
         target = min(useful, grown)
-        return State(target, wait, 0, f"{told}: over {rules.high:.0%}, so {target}")
+        return State(target, wait, 0, f"{why}: over {rules.high:.0%}, so {target}")
     idle = wait < rules.low or useful < (1 - rules.shrink) * state.target
     low_steps = state.low_steps + 1 if idle else 0
     if idle and low_steps >= rules.patience and state.target > 0:
         least = useful if useful < state.target else 0
         target = max(least, state.target - max(1, math.floor(rules.shrink * state.target)))
-        return State(target, wait, low_steps, f"{told}: for {low_steps} steps too many, so {target}")
+        return State(target, wait, low_steps, f"{why}: for {low_steps} steps too many, so {target}")
     if idle:
         band = f"too many for {low_steps} of {rules.patience} steps"
     elif wait > rules.high:
         band = f"over {rules.high:.0%}, but no more are useful"
     else:
         band = f"within {rules.low:.0%} to {rules.high:.0%}"
-    return State(state.target, wait, low_steps, f"{told}: {band}, so it stays")
+    return State(state.target, wait, low_steps, f"{why}: {band}, so it stays")
 
 
 def _averaged(wait: float | None, newest: float, rules: Rules) -> float:
@@ -143,13 +143,13 @@ def worth(
     starting = life.expected_s(0.0, age_s, horizon_s=cold_start_s)
     wasted = 1 - life.survives(cold_start_s, age_s)
     saved, cost = saving * run_gpus * serves, price * gpus * (starting + hold_s)
-    told = (
+    why = (
         f"saves {saving:.2%} of a step of {run_gpus:g} GPUs for {serves:.0f} s expected after a start of {cold_start_s:.0f} s "
         f"({wasted:.0%} are lost before): {saved:.0f} GPU-s against {cost:.0f}"
     )
     if wasted > MOST_WASTED and price > 0:
-        return NetBenefit(False, saved, cost, f"{told}; over {MOST_WASTED:.0%} would be wasted")
-    return NetBenefit(saved > cost or (price == 0 and saving > 0), saved, cost, told)
+        return NetBenefit(False, saved, cost, f"{why}; over {MOST_WASTED:.0%} would be wasted")
+    return NetBenefit(saved > cost or (price == 0 and saving > 0), saved, cost, why)
 
 
 def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve, price: float = 1.0) -> float:
@@ -196,9 +196,9 @@ def start_benefit(benefit: Benefit, life: Curve, share: float) -> StartBenefit:
         return StartBenefit(0.0, "what is idle costs nothing, and no start is wasted")
     settled = settle_s(life, benefit.start_s, share) if share > 0 else 0.0
     chance = life.survives(benefit.start_s, age_s=settled)
-    told = f"idle for {settled:.0f} s, {chance:.1%} outlast a start of {benefit.start_s:.0f} s"
+    why = f"idle for {settled:.0f} s, {chance:.1%} outlast a start of {benefit.start_s:.0f} s"
     if benefit.saving is None:
-        return StartBenefit(settled, told)
+        return StartBenefit(settled, why)
     verdict = None
     for later in _LATER:
         age = settled + later * benefit.start_s
@@ -212,10 +212,10 @@ def start_benefit(benefit: Benefit, life: Curve, share: float) -> StartBenefit:
             price=benefit.price,
         )
         if found.ask:
-            return StartBenefit(age, f"{told}; idle for {age:.0f} s, one more {found.reason}")
+            return StartBenefit(age, f"{why}; idle for {age:.0f} s, one more {found.reason}")
         verdict = verdict or found
     assert verdict is not None
-    return StartBenefit(math.inf, f"{told}; one more {verdict.reason}: not worth its start, nor later")
+    return StartBenefit(math.inf, f"{why}; one more {verdict.reason}: not worth its start, nor later")
 
 
 @dataclass(frozen=True, slots=True)

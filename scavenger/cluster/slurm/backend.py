@@ -188,10 +188,10 @@ class SlurmCluster:
             self._ask(commands.config_argv(), port.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name
         )
         if self._switches is None:  # cables are asked for once; the configuration again and again
-            told = self._command(
+            topology = self._command(
                 commands.topology_argv(), port.TOPOLOGY
             )  # a site without a topology may answer with an error: it then has none
-            self._switches = commands.parse_topology(told.stdout if told.returncode == 0 else "")
+            self._switches = commands.parse_topology(topology.stdout if topology.returncode == 0 else "")
         return replace(info, switches=self._switches)
 
     def view(self) -> ClusterView:

@@ -551,7 +551,7 @@ def topology_argv() -> list[str]:
 
 
 def parse_topology(stdout: str) -> tuple[tuple[str, str], ...]:
-    """(node, switch) in the order told; a node keeps its first. Raises `ClusterUnavailable` on a malformed host list."""
+    """(node, switch) in Slurm's order; a node keeps its first. Raises `ClusterUnavailable` on a malformed host list."""
     found: dict[str, str] = {}
     for line in stdout.splitlines():
         row = dict(re.findall(r"(\w+)=(\S*)", line))

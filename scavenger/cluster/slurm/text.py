@@ -146,7 +146,7 @@ def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
 
 
 def spread(gpus: int, nodes: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """GPUs by node where they can be told: on one node, or the same number on each."""
+    """GPUs by node where the text determines them: on one node, or the same number on each."""
     even = bool(nodes) and gpus > 0 and gpus % len(nodes) == 0
     return tuple((node, gpus // len(nodes)) for node in nodes) if even else ()
 
@@ -220,7 +220,7 @@ def node_gpus(gres: str, used: str | None, tracked: str, allocated: str) -> Node
         elif "gres/gpu" in parse_tres(tracked):
             return NodeGpus(kind, count, _tracked_gpus(allocated) or 0, ())
     except ClusterUnavailable:
-        pass  # told by the return
+        pass  # the return says so
     return NodeGpus(kind, count, count, (Unread("GresUsed", used or ""),))
 
 

@@ -100,14 +100,14 @@ def decide(
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
     actions += _beyond_demand(facts, _undecided(facts.engines, actions))
     actions += _standby_beyond_demand(facts, _undecided(facts.standby_jobs, actions))
-    actions += _leave_for_others(facts, _undecided(facts.engines, actions))
+    actions += _due_to_leave(facts, _undecided(facts.engines, actions))
     serving, benefits = _undecided(facts.engines, actions), None
     if facts.closed:
         code, why = facts.closed
     else:
         benefits = StartBenefits(facts.wanted, limits, now)
-        more, code, why = _submit(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
-        actions += more
+        started, code, why = submit(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
+        actions += started
     if not facts.wanted and not facts.closed:
         code = Code.NO_DEMAND if demand else Code.NO_RUN
     return Decision(
@@ -131,7 +131,7 @@ def _facts(
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
-    closed = _must_leave(limits)
+    closed = _harvesting_closed(limits)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     return Facts(
         view,
@@ -159,28 +159,10 @@ def _standby_beyond_demand(facts: Facts, standby_jobs: Sequence[OurJob]) -> list
     return standby.surplus(standby_jobs, facts.wanted, facts.closed, facts.limits)
 
 
-def _leave_for_others(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
+def _due_to_leave(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
     """Time limits, reservations and drained nodes first, then voluntary preemption for what other users still need."""
     return asked_to_leave(
         facts.view, facts.queue, facts.capacity, facts.engines, staying, facts.limits, facts.now
-    )
-
-
-def _submit(
-    facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], benefits: StartBenefits
-) -> tuple[list[Start], Code, str]:
-    return submit(
-        facts.view,
-        facts.queue,
-        facts.capacity,
-        facts.wanted,
-        facts.allotted,
-        serving,
-        facts.engines,
-        standby_jobs,
-        facts.limits,
-        facts.now,
-        benefits,
     )
 
 
@@ -191,7 +173,7 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def _must_leave(limits: Limits) -> tuple[Code, str] | None:
+def _harvesting_closed(limits: Limits) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.hold.stop:
         return Code.STOPPED, limits.hold.stop
@@ -292,22 +274,15 @@ Start = Submit | Release | CancelPending
 
 
 def submit(
-    view: ClusterView,
-    counted: QueueScan,
-    capacity: NodeCapacity,
-    demand: Sequence[Demand],
-    allotted: Mapping[int, int],
-    serving: Sequence[OurJob],
-    ours: Sequence[OurJob],
-    standby_jobs: Sequence[OurJob],
-    limits: Limits,
-    now: float,
-    start_benefits: StartBenefits,
+    facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], start_benefits: StartBenefits
 ) -> tuple[list[Start], Code, str]:
-    """Jobs for what demand is not served, one run after the other, as far as free capacity and limits go; and what stopped it: code, words.
+    """Jobs for the demand that `serving` leaves, as far as free capacity and limits go; and what stopped it, as code and words.
 
-    `ours` has no standby jobs. New ones come first: they are to be older than what is submitted with them.
+    The runs take turns. New standby jobs come first: they are to be older than what is submitted with them. `standby_jobs`: those that
+    may be released.
     """
+    view, counted, demand, allotted = facts.view, facts.queue, facts.wanted, facts.allotted
+    limits, now = facts.limits, facts.now
     have = Counter(job.run_id for job in serving)
     deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
     waiting = any(job.waits for job in serving)
@@ -320,12 +295,15 @@ def submit(
     stop = _not_now(view, counted, serving, limits, now)
     if stop is not None:
         return [], *stop
-    free = free_capacity_of(view, counted, capacity, limits, now)
+    free = free_capacity_of(view, counted, facts.capacity, limits, now)
     start_benefits.measure(free)
     not_beneficial = not_beneficial_to(view, counted, demand, serving, limits, now, start_benefits)
-    moving = [*not_beneficial, *wait_or_move(counted, free, serving, ours, not_beneficial, limits, now)]
+    moving = [
+        *not_beneficial,
+        *wait_or_move(counted, free, serving, facts.engines, not_beneficial, limits, now),
+    ]
     user_gpus = counted.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in counted.ours)
-    drafts = _Drafts(view, free, ours, standby_jobs, user_gpus, limits, start_benefits)
+    drafts = _Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits)
     new, stop = _fill(demand, deficit, drafts, now)
     moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
     actions = [*more(standby_jobs, demand, allotted, limits, drafts.least_share(demand)), *moved, *new]

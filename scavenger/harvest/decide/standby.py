@@ -6,8 +6,8 @@ job list: measured with 22.05). Without us the small job would have gone to the 
 an engine on a node that is otherwise idle, the small job goes there, stays for hours, and whoever waits for whole nodes waits for it.
 
 So the oldest jobs belong on nodes that other users use too. A job's age cannot be changed, and which node will have a gap is not known when
-it is submitted. Hence standby jobs: their start time is far away, and one is released to a node with a gap (`scontrol update`) when there is
-one. Nodes that are idle whole get fresh jobs. A preempted job keeps its age, so those released go round among such nodes.
+it is submitted. Hence standby jobs: their start time is far away, and one is released (`scontrol update`) when a node has a gap. Nodes that
+are idle whole get fresh jobs. A preempted job keeps its age, so those released go round among such nodes.
 
 Owns how many there are, and which is released. Knows nothing of free capacity.
 

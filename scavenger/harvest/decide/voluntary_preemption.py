@@ -88,8 +88,8 @@ def drains_for_other_users(
             if limits.yielding.by_qos
             else Code.SAME_TIER_JOB
         )
-        told = _told(wait, code, now)
-        found += [(job, code, told) for job in leaving]
+        reason = _reason(wait, code, now)
+        found += [(job, code, reason) for job in leaving]
     return found
 
 
@@ -116,7 +116,7 @@ def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now:
     return peer or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
 
 
-def _told(wait: Wait, code: Code, now: float) -> str:
+def _reason(wait: Wait, code: Code, now: float) -> str:
     what = f"job {wait.job_id} of {wait.user} would start here on {wait.n_nodes} x {wait.gpus_per_node} GPUs"
     if wait.needs_at:
         return f"{what}, and is expected in {wait.needs_at - now:.0f} s"

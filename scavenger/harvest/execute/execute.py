@@ -1,6 +1,6 @@
 """Performs what was decided: jobs are drained, cancelled, released and submitted, in that order, each with its decision in the ledger.
 
-    DrainAllocated        the router is told; nothing of it is Slurm's
+    DrainAllocated        an event to the router; Slurm hears nothing of it
     CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
     Release               a standby job begins; one that Slurm does not let us steer is cancelled
     Submit                intent durable -> key file -> key allowed -> sbatch -> submitted
@@ -223,7 +223,7 @@ class Performer:
         self._write, self._post, self._absorb = ledger.write, router.post, absorb
         self._clock, self._token = sources.clock, sources.token
         self._last_reason = ""  # why nothing was done, as last recorded
-        self.steers = True  # whether Slurm releases a waiting job of ours when told: without that there are no standby jobs
+        self.steers = True  # whether Slurm lets us release a standby job: without that there are none
         self.obey(config)
 
     def obey(self, config: DaemonConfig) -> None:

@@ -138,7 +138,7 @@ class Allocations:
         within: tuple[float, float],
         ended_at: float,
     ) -> None:
-        """Record a life of which no poll told. `within`: when it can have been; `ended_at`: its end as Slurm says it, 0: it does not."""
+        """Record a life that no poll showed. `within`: when it can have been; `ended_at`: its end as Slurm says it, 0: it does not."""
         low, high = within
         worker = one.workers.get(incarnation)
         life = alive(worker, low, ended_at or high)
@@ -212,15 +212,15 @@ class Allocations:
         )
         low = max(one.held_at, allocation.started_at)
         over = observed_jobs.observed_state_of(job) in (ObservedState.FINISHED, ObservedState.RETURNS)
-        told = (
+        reported_at = (
             job.end_time
             if same and over
             else job.submit_time
             if same or job.restart_count == allocation.restart_count + 1
             else 0.0
         )
-        if told > 0:
-            ended_at = between(told, low, max(low, draft.now))
+        if reported_at > 0:
+            ended_at = between(reported_at, low, max(low, draft.now))
             draft.records.append(rec.AllocationEnded(one.intent_id, allocation.restart_count, why, ended_at))
         else:  # it came back and went again since: the queue tells of its last life only
             high = max(

@@ -1,7 +1,7 @@
 """What has become of each job that we intended, from one observation after the other. Pure.
 
     intend -> submitted | submit_unknown | submit_refused          what we did
-    observe(view)  -> Output(records, gone, strangers, ended)      what the queue shows; see `sights` for the tables
+    observe(view)  -> Output(records, gone, orphaned_jobs, ended)  what the queue shows; see `observed_jobs` for the tables
     revoke                                                         what we asked to leave
 
 No single observation is trusted: a job that is not listed, or is listed as finished, is closed only when it was so for `absent_s` and at
@@ -89,7 +89,7 @@ class Tracker:
         )
 
     def released(self, intent_id: str, node: str, now: float) -> None:
-        """Slurm was told that this waiting job begins on `node`."""
+        """Slurm took our release: this standby job begins on `node`."""
         one = self.intents[intent_id]
         one.standby, one.pinned, one.since = False, node, now
 
