@@ -60,7 +60,8 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import runner
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
-from scavenger.harvest.driver import Harvester, LedgerPort, RouterPort
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.execute.job_script import read_template
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
@@ -309,14 +310,15 @@ def harvester(
             config,
             cluster,
             "feedbeef",
-            LedgerPort(commit=sink.commit, write=sink.records.extend),
-            RouterPort(
+            LedgerWrites(sink.commit, sink.records.extend),
+            RouterLink(
                 post=sink.post,
                 demand=lambda: demand,
                 leases=leases,
                 register=lambda *_: None,
                 unregister=lambda *_: None,
             ),
+            Sources(clock=time.time),
         )
     )
     return made[0], cluster

@@ -42,7 +42,7 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon import process
 from scavenger.harvest.decide.actions import Caps, Headroom, JobLimits, Limits, OurJob, Placement, Yielding
 from scavenger.harvest.decide.decide import decide
-from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.tracker import Rules, Tracker
 from scavenger.policy.fleet_size import Demand
@@ -284,7 +284,7 @@ def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
         views.append(time.perf_counter() - before)
         before = time.perf_counter()
         tracker.observe(view, view.observed_at)
-        owners(view, "scavenge", tracker.job_ids(), view.observed_at)
+        gpu_use(view, "scavenge", tracker.job_ids(), view.observed_at)
         decision = decide(view, DEMAND, tracker.jobs({}), LIMITS, view.observed_at)
         decisions.append(time.perf_counter() - before)
         cpu.append(_cpu_s() - spent)

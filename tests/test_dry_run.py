@@ -84,9 +84,9 @@ def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) 
         config, cast(Cluster, Silent()), said.append, polls=2, clock=lambda: 1000.0, wait=waits.append
     )
     assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
-    assert said[2] == "  the next look is in 7 s"
+    assert said[2] == "  the next poll is in 7 s"
     assert "0 GPUs idle" in said[3]
-    assert len([line for line in said if "next look" in line]) == 1, "none follows the last"
+    assert len([line for line in said if "next poll" in line]) == 1, "none follows the last"
     assert waits == [7.0]
 
 

@@ -74,7 +74,7 @@ class Cluster(Protocol):
         ...
 
     def jobs(self) -> tuple[Job, ...]:
-        """The jobs alone, as in `view`: the cheapest look."""
+        """The jobs alone, as in `view`: the cheapest poll."""
         ...
 
     def submit(self, spec: JobSpec) -> int:

@@ -21,7 +21,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
 from scavenger.harvest.decide import decide as policy
 from scavenger.harvest.decide.decide import Decision, Limits, Submit
-from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.driver import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, rules_of
 from scavenger.harvest.track.tracker import Tracker
@@ -38,11 +38,12 @@ def decide(view: ClusterView, limits: Limits, gpus_per_engine: int, now: float) 
 
 
 def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: float) -> Iterator[str]:
-    have = owners(view, config.harvest.partition, frozenset(), now)
+    have = gpu_use(view, config.harvest.partition, frozenset(), now)
     at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield (
-        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, {have.others} with others, {have.unusable} unusable; "
-        f"{have.jobs_pending_other_users} jobs of others pending; {have.reserved} GPUs on other nodes"
+        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, "
+        f"{have.other_users} with other users, {have.unusable} unusable; "
+        f"{have.jobs_pending_other_users} jobs of other users pending; {have.reserved} GPUs on other nodes"
     )
     yield f"  {decision.reason}"
     for action in decision.actions:
@@ -63,7 +64,7 @@ def run(
     clock: Callable[[], float] = time.time,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Print decisions, one look every `cluster.poll_interval_s`; `polls` of them, 0 = until it is stopped."""
+    """Print decisions, one poll every `cluster.poll_interval_s`; `polls` of them, 0 = until it is stopped."""
     say("dry run: nothing is submitted, and no ledger and no key is written")
     stop_state, info, done = StopState(lambda: config), None, 0
     tracker = Tracker(
@@ -84,5 +85,5 @@ def run(
         done += 1
         if done == polls:
             return
-        say(f"  the next look is in {config.cluster.poll_interval_s:g} s")
+        say(f"  the next poll is in {config.cluster.poll_interval_s:g} s")
         wait(config.cluster.poll_interval_s)

@@ -36,7 +36,8 @@ from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
-from scavenger.harvest.driver import Harvester, Inputs, LedgerPort, RouterPort
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
@@ -458,26 +459,27 @@ class Daemon:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
         router = server.router
+        link = RouterLink(
+            post=server.post,
+            demand=lambda: router.demand(self.clock()),
+            leases=lambda: {
+                w.process.intent_id: (len(w.leases), w.idle_since)
+                for w in router.core.workers.values()
+                if w.process.intent_id
+            },
+            register=self.keyring.allow,
+            unregister=self.keyring.revoke,
+            lives=lambda: workers.lives(router.core),
+        )
         return Harvester(
             self.config,
             self.cluster,
             uid,
-            LedgerPort(commit=server.commit, write=server.write),
-            RouterPort(
-                post=server.post,
-                demand=lambda: router.demand(self.clock()),
-                leases=lambda: {
-                    w.process.intent_id: (len(w.leases), w.idle_since)
-                    for w in router.core.workers.values()
-                    if w.process.intent_id
-                },
-                register=self.keyring.allow,
-                unregister=self.keyring.revoke,
-                lives=lambda: workers.lives(router.core),
-                observed=self._follow_training,
-                learned=lambda info: server.post(TopologyRead(info.switches)),
-            ),
-            Inputs(clock=self.clock),
+            LedgerWrites(server.commit, server.write),
+            link,
+            Sources(self.clock),
+            learned=lambda info: server.post(TopologyRead(info.switches)),
+            observed=self._follow_training,
         )
 
     def _keeper(self, server: Server, writer: Writer) -> Keeper | None:

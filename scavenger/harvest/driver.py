@@ -23,12 +23,9 @@ import contextlib
 import math
 import os
 import pwd
-import random
-import secrets
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -39,24 +36,30 @@ from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Cancel, Code, DrainKind
+from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.decide.free_capacity import owners
-from scavenger.harvest.execute.execute import Durable, Performer, WorkerKeys, as_json
+from scavenger.harvest.decide.free_capacity import gpu_use
+from scavenger.harvest.execute.execute import (
+    LedgerWrites,
+    Performer,
+    RouterLink,
+    Sources,
+    WorkerKeys,
+    as_json,
+)
 from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.idle_gpus import Idling
-from scavenger.router.core.events import Identity, RouterEvent, WorkerLife
 
 #: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
 KEPT_S = 300.0
 
 
 class Plans:
-    """`complete` is told every look."""
+    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue."""
 
     def __init__(self) -> None:
         self._seen: dict[
@@ -85,7 +88,7 @@ INFO_S = 900.0
 
 
 class Poller:
-    """`surprised` says whether a queue shows more than a look at it alone can explain; `learned` hears what Slurm says of itself."""
+    """`surprised` says whether a queue shows more than the queue alone can explain; `learned` gets what Slurm says of itself."""
 
     def __init__(
         self,
@@ -96,12 +99,11 @@ class Poller:
         surprised: Callable[[Sequence[Job]], bool],
         learned: Callable[[ClusterInfo], None],
         write: Callable[[Sequence[rec.Record]], object],
-        clock: Callable[[], float],
-        monotonic: Callable[[], float],
+        sources: Sources,
     ) -> None:
         self._config, self._cluster, self._thread = config, cluster, thread
         self._surprised, self._learned, self._write = surprised, learned, write
-        self._clock, self._monotonic = clock, monotonic
+        self._clock, self._monotonic = sources.clock, sources.monotonic
         self.view: ClusterView | None = None  # the last complete observation
         self.info: ClusterInfo | None = None  # None: Slurm never answered
         self._info_at = -math.inf
@@ -113,7 +115,7 @@ class Poller:
         return self.info.name if self.info is not None else "cluster"
 
     async def observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
-        """What was seen, and by which look. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
+        """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
         partition may not be harvested."""
         view, poll = await self._observe(poll, failed)
         self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
@@ -185,67 +187,32 @@ MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerPort:
-    """`commit` returns when its records are durable, `write` at once."""
-
-    commit: Callable[[Sequence[rec.Record]], Awaitable[None]]
-    write: Callable[[Sequence[rec.Record]], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterPort:
-    """What the router says of runs and engines, and what it is told.
-
-    `demand`: how many engines each run can use. `leases`: of each job's engine how many it holds, and since when it has had none (Unix s,
-    0 = unknown). `lives`: engines that are there, or were. `register` and `unregister` a worker's key. `post` hands over an event;
-    `observed` each view of the cluster, `learned` what the cluster is.
-    """
-
-    post: Callable[[RouterEvent], None]
-    demand: Callable[[], Sequence[Demand]]
-    leases: Callable[[], Mapping[str, tuple[int, float]]]
-    register: Callable[[str, Identity], None]
-    unregister: Callable[[str], None]
-    lives: Callable[[], Sequence[WorkerLife]] = tuple
-    observed: Callable[[ClusterView], None] = lambda _view: None
-    learned: Callable[[ClusterInfo], None] = lambda _info: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Time and randomness: `clock` in Unix seconds, `draw` in [0, 1), `token` makes the random part of a job's name."""
-
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-    draw: Callable[[], float] = random.random
-    token: Callable[[], str] = lambda: secrets.token_hex(8)
-
-
 class Harvester:
-    """See the module."""
+    """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
+    `observed` each view. `drain_notice_s`: how long a drained engine's job may stay."""
 
     def __init__(
         self,
         config: DaemonConfig,
         cluster: Cluster,
         uid: str,
-        ledger: LedgerPort,
-        router: RouterPort,
-        inputs: Inputs | None = None,
+        ledger: LedgerWrites,
+        router: RouterLink,
+        sources: Sources,
         *,
+        learned: Callable[[ClusterInfo], None] = lambda _info: None,
+        observed: Callable[[ClusterView], None] = lambda _view: None,
         drain_notice_s: float = DRAIN_NOTICE_S,
     ) -> None:
-        inputs = inputs or Inputs()
         self.config, self.cluster, self.uid = config, cluster, uid
-        self._router, self._write, self._clock = router, ledger.write, inputs.clock
-        self._drain_notice_s = drain_notice_s
+        self._router, self._write, self._observed = router, ledger.write, observed
+        self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
         self._thread = OneThread("cluster")
-        self._keys = WorkerKeys(self._state_dir, router.register, router.unregister)
+        self._keys = WorkerKeys(self._state_dir, router)
         self._performer = Performer(
             config,
             cluster,
@@ -253,31 +220,24 @@ class Harvester:
             uid,
             self.tracker,
             self._keys,
-            Durable(
-                ledger.commit,
-                ledger.write,
-                lambda: patience_s(self.config.cluster.fast_poll_interval_s),
-                inputs.clock,
-            ),
-            write=ledger.write,
-            post=router.post,
+            ledger,
+            router,
+            sources,
             absorb=self._absorb,
-            clock=inputs.clock,
-            token=inputs.token,
+            patience_s=lambda: patience_s(self.config.cluster.fast_poll_interval_s),
         )
         self._poller = Poller(
             lambda: self.config,
             cluster,
             self._thread,
             surprised=self.tracker.surprised,
-            learned=router.learned,
+            learned=learned,
             write=ledger.write,
-            clock=inputs.clock,
-            monotonic=inputs.monotonic,
+            sources=sources,
         )
-        self._pace, self._monotonic = Pace(pace_of(config), inputs.draw, inputs.monotonic()), inputs.monotonic
+        self._pace = Pace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
-        self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
+        self._by = math.inf  # when the first drained engine's job must be gone (`monotonic`)
         self.error_kinds: Counter[str] = (
             Counter()
         )  # failed polls and commands by kind, for status and metrics
@@ -292,7 +252,7 @@ class Harvester:
         return self._poller.view
 
     def connected(self) -> tuple[int, int]:
-        """Engines of our jobs that are registered now, and their GPUs: what is known of them between two looks at Slurm."""
+        """Engines of our jobs that are registered now, and their GPUs: what is known of them between two polls of Slurm."""
         here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
         return len(here), sum(self.tracker.intents[intent_id].intended.gpus for intent_id in here)
 
@@ -375,7 +335,7 @@ class Harvester:
     # ---------------------------------------------------------------- one cycle
 
     async def _cycle(self, poll: Poll) -> None:
-        """Observe and conclude; after a whole look also decide and perform."""
+        """Observe and conclude; after a whole poll also decide and perform."""
         before = self.cluster.rpc.total
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
@@ -385,57 +345,25 @@ class Harvester:
             self._failed(error, before)
             return
         if failures := self._pace.failures:
-            self._write(
-                [
-                    rec.Event(
-                        "cluster_back",
-                        0,
-                        self._poller.name,
-                        f"answers again after {failures} failures",
-                        "{}",
-                        self._clock(),
-                    )
-                ]
-            )
+            why = f"answers again after {failures} failures"
+            self._write([rec.Event("cluster_back", 0, self._poller.name, why, "{}", self._clock())])
         seen = self.cluster.rpc.total
         self._pace.polled(poll, seen - before, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
         self.tracker.heard(self._router.lives())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
-        self._router.observed(view)
+        self._observed(view)
         if poll is Poll.JOBS:
-            return  # the nodes in this view are those of the last whole look: nothing is decided on them
+            return  # the nodes in this view are those of the last whole poll: nothing is decided on them
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
-        have, now = (
-            owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()),
-            self._clock(),
-        )
-        self._write(
-            [
-                rec.ClusterPolled(
-                    have.idle,
-                    have.harvested,
-                    have.others,
-                    have.reserved,
-                    have.unusable,
-                    have.jobs_pending_other_users,
-                    now,
-                )
-            ]
-        )
+        self._record_gpu_use(view)
         await self.stop_state.poll_now()
         demand = self._wanted()
         now = self._clock()
         info = self._poller.info
         assert info is not None  # by `Poller.observe`
-        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
-        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
-        limits = replace(
-            limits,
-            idle=self.idling.known(self.config.harvest.min_expected_life, now),
-            placement=replace(limits.placement, standby_jobs=standby_jobs),
-        )
+        limits = self._limits(view, info, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
         decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
@@ -447,15 +375,40 @@ class Harvester:
             self._failed(error, seen)
             return
         self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
-        # Who was promised GPUs within a time gets them. A job that was cancelled is Slurm's to end; one without an id has no name there.
-        promised = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
-        due = min((must_end_by(job, limits) for job in promised), default=math.inf)
-        self._by = self._monotonic() + max(0.0, due - self._clock())
+        self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
 
+    def _record_gpu_use(self, view: ClusterView) -> None:
+        now = self._clock()
+        use = gpu_use(view, self.config.harvest.partition, self.tracker.job_ids(), now)
+        pending = use.jobs_pending_other_users
+        polled = rec.ClusterPolled(
+            use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
+        )
+        self._write([polled])
+
+    def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
+        """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""
+        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
+        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
+        return replace(
+            limits,
+            idle=self.idling.known(self.config.harvest.min_expected_life, now),
+            placement=replace(limits.placement, standby_jobs=standby_jobs),
+        )
+
+    def _poll_when_drains_are_due(self, limits: Limits) -> None:
+        """The next full poll comes no later than the first drained engine's job must be gone: other users were promised its GPUs.
+
+        A cancelled job is Slurm's to end, and one without an id cannot be cancelled: neither counts.
+        """
+        draining = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
+        due = min((must_end_by(job, limits) for job in draining), default=math.inf)
+        self._by = self._monotonic() + max(0.0, due - self._clock())
+
     async def _account(self) -> None:
-        """Ask Slurm's accounting for the times of allocations that no look saw whole. It is no part of a look: without it all goes on."""
+        """Ask Slurm's accounting for the times of allocations that no poll saw whole. It is no part of a poll: without it all goes on."""
         asked = self.tracker.to_account()[:MOST_JOBS]
         if not asked or self._monotonic() < self._account_at:
             return
@@ -477,7 +430,7 @@ class Harvester:
         self.error_kinds[error_kind] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
-        detail = {"trouble": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}
+        detail = {"error_kind": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}
         self._write([rec.Event(kind, 0, self._poller.name, error.cause, as_json(detail), self._clock())])
         log.warning(kind, reason=error.cause, **detail)
 
@@ -508,21 +461,21 @@ class Harvester:
     # ---------------------------------------------------------------- time
 
     async def _pause(self, stop: asyncio.Event) -> Poll:
-        """Until the next look is due, or it is time to stop. Says which look that is."""
+        """Until the next poll is due, or it is time to stop. Says which poll that is."""
         poll = Poll.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
             changed = self.stop_state.changed
             if (
                 self._pace.failures and self.stop_state.seen is not None
-            ):  # no look, no decision: what needs no Slurm is done now
+            ):  # no poll, no decision: what needs no Slurm is done now
                 for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.seen.reason):
                     self._performer.drain(action, "{}")
             moved = self._poked.is_set() or changed or _shape(self._router.demand()) != self._decided_on
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
                 d.engines for d in self._router.demand()
             )
-            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
+            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of polls.
             by = now if changed and self.stop_state.seen is not None else self._by
             due_at, poll = self._pace.next(
                 now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by

@@ -192,7 +192,7 @@ log = structlog.get_logger()
 _LATELY_S = 120.0
 #: How long what was last known holds.
 KEEP_S = 60.0
-#: Errors of a file that is there which say nothing of the file: the next look may read it.
+#: Errors of a file that is there which say nothing of the file: the next poll may read it.
 PASSING = frozenset(
     {
         errno.EMFILE,
@@ -259,14 +259,14 @@ class StopFiles:
         return stop
 
     def answered(self) -> None:
-        """All files were looked at. One that is none of them any more, after a reload, holds nothing up."""
+        """All files were polled. One that is none of them any more, after a reload, holds nothing up."""
         self._silent_since = None
         self._failing = {path: failing for path, failing in self._failing.items() if path in self._asked}
         self._asked.clear()
         self._tell()
 
     def no_answer(self) -> None:
-        """A look takes too long: what was last known holds."""
+        """A poll takes too long: what was last known holds."""
         if self._silent_since is None:
             self._silent_since = self._clock() - (0.0 if self._known else KEEP_S)
         self._tell()
@@ -400,7 +400,7 @@ class StopState:
         self.events: list[rec.Event] = []
         self.seen: Stop | None = None  # as of the last `poll`
         self.decided_on: Stop | None = None  # as of the last `limits`
-        self.hidden = ""  # why others' jobs cannot be seen
+        self.hidden = ""  # why other users' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
         self.concluded = ""  # the last decision's reason, for `scavenger status`
         self._could_start: dict[int, float] = {}
@@ -423,7 +423,7 @@ class StopState:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread look again for the next time."""
+        """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread poll again for the next time."""
         self._begin()
         if self._left_s() <= 0:
             self.files.no_answer()
@@ -443,7 +443,7 @@ class StopState:
             self.files.no_answer()
 
     def _begin(self) -> asyncio.Future[None]:
-        """The look under way, or a new one."""
+        """The poll under way, or a new one."""
         loop = asyncio.get_running_loop()
         if self._looking is None or self._looking.done():
             self._asked_at = loop.time()
@@ -451,7 +451,7 @@ class StopState:
         return self._looking
 
     def _left_s(self) -> float:
-        """How long the look under way may still take."""
+        """How long the poll under way may still take."""
         return max(
             0.0,
             self._asked_at
@@ -504,6 +504,10 @@ class StopState:
 
     def _note_hidden(self, hidden: str, now: float) -> None:
         if bool(hidden) != bool(self.hidden):
-            kind, why = ("courtesy_off", hidden) if hidden else ("courtesy_on", "others' jobs are seen")
+            kind, why = (
+                ("voluntary_preemption_off", hidden)
+                if hidden
+                else ("voluntary_preemption_on", "other users' jobs are seen")
+            )
             self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
         self.hidden = hidden

@@ -1,9 +1,9 @@
-"""When to look at the cluster again, and at how much of it. Pure: the time, the draw of chance and what a look costs are given.
+"""When to poll the cluster again, and how much of it. Pure: the time, the draw of chance and what a poll costs are given.
 
     at rest (no demand, no job of ours)          three times `poll_interval_s`: below 2 RPCs a minute, all that is asked seldom counted
     otherwise                                    every `poll_interval_s`
     something is expected, or the demand moved   after `fast_poll_interval_s`, or at once, as far as the RPCs saved up allow
-    a look failed                                `fast_poll_interval_s`, doubling to `MAX_RETRY_S`; from
+    a poll failed                                `fast_poll_interval_s`, doubling to `MAX_RETRY_S`; from
     `poll_interval_s` on where Slurm asked for fewer RPCs
 
 Every interval is stretched by chance, so that the daemons of a site do not ask in step. RPCs are saved up at `max_rpc_per_min` for
@@ -22,7 +22,7 @@ from enum import StrEnum
 from scavenger.backoff import backoff_s
 from scavenger.cluster.error_kind import ErrorKind
 
-#: Least time between two looks, whoever pokes.
+#: Least time between two polls, whoever pokes.
 MIN_PAUSE_S = 2.0
 #: Longest wait between two tries to reach a scheduler that does not answer.
 MAX_RETRY_S = 300.0
@@ -39,7 +39,7 @@ class Poll(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PaceRules:
-    """`floor_s`: the site's: no two looks are closer. `max_rpc_per_min`: requests to the controller, as it counts them."""
+    """`floor_s`: the site's: no two polls are closer. `max_rpc_per_min`: requests to the controller, as it counts them."""
 
     poll_interval_s: float
     fast_poll_interval_s: float
@@ -63,12 +63,12 @@ class Pace:
     # ---------------------------------------------------------------- what happened
 
     def spent(self, rpcs: int, now: float) -> None:
-        """Requests were sent for something else than a look."""
+        """Requests were sent for something else than a poll."""
         self._save(now)
         self._saved = max(-self._most, self._saved - rpcs)
 
     def polled(self, poll: Poll, rpcs: int, now: float) -> None:
-        """A look succeeded. What it cost is what the next one of its kind is taken to cost."""
+        """A poll succeeded. What it cost is what the next one of its kind is taken to cost."""
         self.spent(rpcs, now)
         self._cost[poll] = float(rpcs)
         self._poll_at = now
@@ -78,7 +78,7 @@ class Pace:
         self.failures, self._retry_at = 0, -math.inf
 
     def failed(self, error_kind: str, rpcs: int, now: float) -> float:
-        """A look, or a command, failed. Returns the seconds until the next try."""
+        """A poll, or a command, failed. Returns the seconds until the next try."""
         self.spent(rpcs, now)
         self.failures += 1
         self._roll()
@@ -102,16 +102,16 @@ class Pace:
     def next(
         self, now: float, *, expecting: bool, moved: bool, rests: bool, by: float = math.inf
     ) -> tuple[float, Poll]:
-        """When the next look is due, and which. `moved`: somebody poked, or wants another number of engines.
+        """When the next poll is due, and which. `moved`: somebody poked, or wants another number of engines.
 
-        `by`: somebody was promised GPUs by then, so that a whole look is due then whatever it costs.
+        `by`: somebody was promised GPUs by then, so that a whole poll is due then whatever it costs.
         """
         rules = self.rules
         if self.failures:
             return self._retry_at, Poll.FULL
         regular_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0) * self._stretch
         regular_at = self._full_at + regular_s
-        # the budget may put a look off, but never for longer than the interval itself
+        # the budget may put a poll off, but never for longer than the interval itself
         due = (max(regular_at, min(self._affordable(Poll.FULL, now), regular_at + regular_s)), Poll.FULL)
         soon_at = self._poll_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.fast_poll_interval_s))
         due = min(due, (max(by, soon_at), Poll.FULL))
@@ -120,7 +120,7 @@ class Pace:
         if expecting:
             quick_at = self._poll_at + max(rules.floor_s, rules.fast_poll_interval_s) * self._stretch
             full = (max(quick_at, self._affordable(Poll.FULL, now)), Poll.FULL)
-            # never at the expense of the next regular look, which decides: this one only sees
+            # never at the expense of the next regular poll, which decides: this one only sees
             left = (
                 self._saved
                 + max(0.0, regular_at - now) * rules.max_rpc_per_min / 60.0

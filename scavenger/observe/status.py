@@ -22,7 +22,7 @@ import structlog
 from scavenger.asyncio_helpers import within
 from scavenger.errors import DaemonUnavailable
 from scavenger.harvest.decide.actions import DrainKind
-from scavenger.harvest.decide.free_capacity import owners
+from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.driver import Harvester
 from scavenger.host.descriptors import HIGH
 from scavenger.observe.training import TrainingJob
@@ -36,7 +36,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
     partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
     jobs = harvester.tracker.jobs({})
     holding = [job for job in jobs if not job.waits]
-    seen = owners(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
+    seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
     return Harvest(
         partition,
@@ -47,7 +47,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         leaving=sum(job.leaving is not DrainKind.NO for job in jobs),
         seen_at=view.observed_at if view is not None else 0.0,
         idle=seen.idle if seen is not None else 0,
-        others=seen.others if seen is not None else 0,
+        others=seen.other_users if seen is not None else 0,
         jobs_pending_other_users=seen.jobs_pending_other_users if seen is not None else 0,
         stopped=stop_state.seen.reason if stop_state.seen is not None else "",
         concluded=stop_state.concluded,

@@ -1,12 +1,12 @@
-"""For how long GPUs have been idle, and how long such GPUs last: ages by node and survival curves, from one look after the other. Pure.
+"""For how long GPUs have been idle, and how long such GPUs last: ages by node and survival curves, from one poll after the other. Pure.
 
-    look --Idling.observe-->  lives of GPUs that nobody but us holds  --survival-->  Idle   what the policy may know of them
+    poll --Idling.observe-->  lives of GPUs that nobody but us holds  --survival-->  Idle   what the policy may know of them
 
 A life begins when others leave a GPU and ends when others take it, whether an engine of ours came to be on it or not: we take nothing
 from anybody, so the GPU's time is the same. On a node the latest to come free is the first to be taken (which GPU Slurm picks is not seen;
-so it is in `simulate.fleet_stats`). What was free at the first look has an age that nobody knows: it counts as settled, and in no curve.
+so it is in `simulate.fleet_stats`). What was free at the first poll has an age that nobody knows: it counts as settled, and in no curve.
 
-Owns the ages. Knows nothing of demand or limits; `now` is given. What happens between two looks is not seen.
+Owns the ages. Knows nothing of demand or limits; `now` is given. What happens between two polls is not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scavenger.policy.forecast.survival import Curve, Life, Survival
 
 #: Pieces of a life that goes on are told to the curves this often, so that they count as lives at risk.
 PIECE_S = 900.0
-#: After a gap between looks that is longer, ages are not known any more.
+#: After a gap between polls that is longer, ages are not known any more.
 GAP_S = 900.0
 #: On fewer lost lives nothing is waited for, and no start forgone: they say too little, and a small or young site would idle for nothing.
 LEAST_LOST = 100
@@ -29,7 +29,7 @@ LEAST_LOST = 100
 
 @dataclass(slots=True)
 class _Gpu:
-    """`since`: when it came free (Unix s; -inf: before we looked). `reported_s`: the age up to which the curves know it."""
+    """`since`: when it came free (Unix s; -inf: before the first poll). `reported_s`: the age up to which the curves know it."""
 
     since: float
     reported_s: float = 0.0
@@ -66,7 +66,7 @@ def node_class(node: Node) -> str:
 
 
 class Idling:
-    """See the module. Feed it every whole look."""
+    """See the module. Feed it every whole poll."""
 
     def __init__(self) -> None:
         self._survival = Survival()
@@ -76,7 +76,7 @@ class Idling:
         self._at = -math.inf
 
     def observe(self, view: ClusterView, partition: str, held: Mapping[str, int], now: float) -> None:
-        """A look at the whole cluster; `held`: GPUs that jobs of ours hold, by node."""
+        """A poll of the whole cluster; `held`: GPUs that jobs of ours hold, by node."""
         if now < self._at or now - self._at > GAP_S:
             self._free.clear()
         part = view.partition(partition)

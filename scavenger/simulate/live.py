@@ -22,7 +22,7 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, Partition, Preempt
 from scavenger.errors import ConfigError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Limits, OurJob, Submit
-from scavenger.harvest.decide.free_capacity import Owners, find_free_capacity, owners
+from scavenger.harvest.decide.free_capacity import GpuUse, find_free_capacity, gpu_use
 from scavenger.harvest.track.observed_jobs import held_back
 from scavenger.policy.fleet_size import Demand
 from scavenger.simulate.sacct import COMMAND
@@ -48,7 +48,9 @@ def rows(found: ClusterPoll, wish: EngineRequest) -> tuple[TableRow, ...]:
             f"on {found.nodes} usable nodes of partition {found.partition}; nodes by idle GPUs: {spread}",
         ),
         TableRow(
-            "others use", f"{gpus.others}", f"{found.pending_other_users} jobs of others wait for GPUs there"
+            "others use",
+            f"{gpus.other_users}",
+            f"{found.pending_other_users} jobs of others wait for GPUs there",
         ),
         TableRow("harvested", f"{gpus.harvested}", f"{found.engines} engines run, {found.pending} wait"),
         TableRow("unusable", f"{gpus.unusable}", "on nodes of the partition that are down or drained"),
@@ -95,7 +97,7 @@ class ClusterPoll:
     partition: str
     hypothetical: bool
     refused: str
-    gpus: Owners
+    gpus: GpuUse
     idle_by_count: tuple[tuple[int, int], ...]
     nodes: int
     free_capacity: str
@@ -128,7 +130,7 @@ def poll(
     )
     inside = [node for node in seen.nodes if node.name in part.nodes and node.usable]
     by_count = Counter(node.idle_gpus for node in inside if node.idle_gpus)
-    gpus = owners(seen, limits.partition, ids, now)
+    gpus = gpu_use(seen, limits.partition, ids, now)
     return ClusterPoll(
         cluster=f"{info.name} ({info.backend} {info.version})",
         partition=limits.partition,

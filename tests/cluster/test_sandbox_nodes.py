@@ -44,7 +44,7 @@ def test_nodes_that_are_out_have_their_state_and_reason() -> None:
 
 def test_the_error_ends_with_the_log_of_the_nodes_slurmd(tmp_path: Path) -> None:
     (tmp_path / "slurmd.node2.log").write_text("".join(f"line {n}\n" for n in range(20)))
-    text = sandbox.told({"node2": "unknown", "node3": "unknown", "node4": "unknown"}, tmp_path)
+    text = sandbox.describe_missing({"node2": "unknown", "node3": "unknown", "node4": "unknown"}, tmp_path)
     assert text.startswith("node2: unknown\nnode3: unknown\nnode4: unknown\n")
     assert text.count("slurmd log:") == 2
     assert "line 12" in text

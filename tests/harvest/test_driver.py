@@ -172,7 +172,7 @@ def test_with_demand_gone_pending_jobs_are_cancelled_and_engines_drained(world: 
             await until("both are closed", lambda: len(world.of(rec.JobEnded)) == 2)
 
     asyncio.run(play())
-    assert len(world.acted("give_back")) == 2
+    assert len(world.acted("drain")) == 2
     assert len(world.acted("cancel")) == 2
     assert world.allowed == {}
     assert not list((world.state_dir / "workers").glob("*.key"))
@@ -303,7 +303,7 @@ def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_
             await until("two more looks", lambda: len(world.of(rec.ClusterPolled)) > n + 1)
         assert {job.job_id for job in world.jobs()} == {submitted.job_id, other}
         assert world.of(rec.JobIntended) == world.of(rec.AllocationStarted) == world.of(JobGone) == []
-        assert [event.subject for event in world.events("stranger_cancelled")] == [f"job {lost}"]
+        assert [event.subject for event in world.events("orphaned_job_cancelled")] == [f"job {lost}"]
 
     asyncio.run(play())
 
@@ -393,7 +393,7 @@ def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(wor
     asyncio.run(play())
     [event] = world.events("partition_refused")
     assert "not preemptible" in event.reason
-    assert "not preemptible" in world.acted("give_back")[0].inputs
+    assert "not preemptible" in world.acted("drain")[0].inputs
 
 
 def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(

@@ -231,5 +231,5 @@ def test_a_stop_file_acts_on_connected_engines_while_slurm_does_not_answer(
 
     asyncio.run(play())
     assert len(world.of(IntentRevoked)) == 1
-    assert "power cut" in world.acted("give_back")[0].reason
-    assert world.acted("give_back")[0].code == "stopped"
+    assert "power cut" in world.acted("drain")[0].reason
+    assert world.acted("drain")[0].code == "stopped"

@@ -41,14 +41,14 @@ def test_a_peer_who_cannot_preempt_us_runs_within_his_time_and_nobody_takes_his_
             assert theirs in {job.job_id for job in world.jobs(JobState.RUNNING)}
 
     asyncio.run(play())
-    assert [decision.code for decision in world.acted("give_back")] == ["same_tier_job", "same_tier_job"]
+    assert [decision.code for decision in world.acted("drain")] == ["same_tier_job", "same_tier_job"]
     assert [decision.code for decision in world.acted("cancel") if decision.code != "shutdown"] == [
         "overdue",
         "overdue",
     ]
     assert len(world.of(IntentRevoked)) == 2
     nodes = {allocation.intent_id: allocation.node for allocation in world.of(rec.AllocationStarted)}
-    assert len({nodes[decision.subject] for decision in world.acted("give_back")}) == 1, (
+    assert len({nodes[decision.subject] for decision in world.acted("drain")}) == 1, (
         "two GPUs of one node, as it asked for"
     )
     assert took_s[0] < 8.0, "0.5 s, a look and the end of two processes"
@@ -100,8 +100,8 @@ def test_a_drain_gives_everything_back_and_off_takes_it_again(world: World, now:
             await until("engines run again", lambda: len(world.of(rec.AllocationStarted)) == 4)
 
     asyncio.run(play())
-    assert {decision.code for decision in world.acted("give_back" if not now else "cancel")} >= {"stopped"}
-    assert bool(world.acted("give_back")) != now
+    assert {decision.code for decision in world.acted("drain" if not now else "cancel")} >= {"stopped"}
+    assert bool(world.acted("drain")) != now
     assert [event.kind for event in world.of(rec.Event) if event.kind.startswith("harvest_")] == [
         "harvest_stopped",
         "harvest_resumed",

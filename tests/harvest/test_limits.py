@@ -199,7 +199,7 @@ def test_a_drain_holds_until_it_is_undone_and_its_change_is_told_once(tmp_path: 
     assert not resume(tmp_path)
     assert stop() == ("", False)
     assert [event.kind for event in stop_state.events] == [
-        "courtesy_off",
+        "voluntary_preemption_off",
         *["harvest_stopped"] * 3,
         "harvest_resumed",
     ]

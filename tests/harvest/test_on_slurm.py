@@ -80,8 +80,8 @@ def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
 
     asyncio.run(play())
-    assert {decision.code for decision in world.acted("give_back")} == {"same_tier_job"}
-    assert len(world.acted("give_back")) == 2
+    assert {decision.code for decision in world.acted("drain")} == {"same_tier_job"}
+    assert len(world.acted("drain")) == 2
     assert [end.reason for end in world.of(rec.AllocationEnded)][:2] == ["cancelled", "cancelled"]
     pinned = {decision.subject: decision.reason for decision in world.acted("submit")}
     assert all(
@@ -174,4 +174,4 @@ def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expe
     assert limits[0] > 1800 > limits[1] > 1200
     [exchanged] = world.acted("cancel_pending")
     assert exchanged.code == "fresh"
-    assert "node2 is kept for others" in exchanged.reason
+    assert "node2 is kept for other users" in exchanged.reason

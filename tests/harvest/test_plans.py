@@ -56,7 +56,7 @@ def test_an_engine_on_a_kept_node_ends_before_the_others_are_expected() -> None:
 def test_where_they_are_expected_too_soon_none_is_submitted() -> None:
     decision = decided(planned(689, "node1", "node2"))
     assert (decision.actions, decision.code) == ((), Code.PLANNED)
-    assert "kept for others who are expected soon: node2" in decision.reason
+    assert "kept for other users' jobs that are expected soon: node2" in decision.reason
     assert submitted(decided(planned(691, "node1", "node2")))
 
 
@@ -94,7 +94,10 @@ def test_a_job_of_ours_whose_limit_is_too_long_for_the_kept_node_is_exchanged_fo
     cancelled, fresh = decision.actions
     assert isinstance(cancelled, CancelPending)
     assert (cancelled.intent_id, cancelled.code) == (name, Code.FRESH)
-    assert "its limit is 60 min, and node2 is kept for others who are expected in 29" in cancelled.reason
+    assert (
+        "its limit is 60 min, and node2 is kept for other users' jobs that are expected in 29"
+        in cancelled.reason
+    )
     assert submitted(decision) == [(("node2",), 1710.0 - 2 * waited_s)]
     assert isinstance(fresh, Submit)
 

@@ -378,7 +378,8 @@ def test_after_a_restart_a_job_that_has_not_run_waits_for_the_node_that_was_chos
 def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:
     w = Watch()
     w.tracker.restore(
-        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=20.0, last_allocation=0)], 100.0
+        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=20.0, last_allocation=0)],
+        100.0,
     )
     w.see(101, ours(A, 5, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=20.0, end_time=100.5))
     assert w.tracker.health.backoff() == (0.0, "")
@@ -389,7 +390,8 @@ def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> Non
 def test_after_a_restart_an_engine_that_leaves_may_have_been_asked_to() -> None:
     w = Watch()
     w.tracker.restore(
-        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=90.0, last_allocation=0)], 100.0
+        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=90.0, last_allocation=0)],
+        100.0,
     )
     w.see(101, ours(A, 5, JobState.COMPLETED, nodes=("node1",), start_time=90.0, end_time=100.5))
     assert w.tracker.health.backoff() == (0.0, "")

@@ -52,7 +52,7 @@ def world(sandbox: SlurmSandbox, tmp_path: Path, request: pytest.FixtureRequest)
 
 
 def error_kinds(world: World) -> set[str]:
-    return {msgspec.json.decode(event.detail)["trouble"] for event in world.events("cluster_unavailable")}
+    return {msgspec.json.decode(event.detail)["error_kind"] for event in world.events("cluster_unavailable")}
 
 
 def survives(
@@ -228,7 +228,7 @@ def test_slurmdbd_is_down(tmp_path: Path) -> None:
         asyncio.run(play())
         assert not error_kinds(world)
         # Where Slurm preempts by QOS the daemon yields as well, if it sees them wait before Slurm has begun: then it asked.
-        asked = {decision.subject for decision in world.acted("give_back")}
+        asked = {decision.subject for decision in world.acted("drain")}
         ends = world.of(rec.AllocationEnded)
         assert [end.reason for end in ends] == [
             "requeued" if end.intent_id in asked else "preempted" for end in ends

@@ -15,7 +15,8 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobS
 from scavenger.cluster.port import Cluster, RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, Fenced, SubmitUnknown
-from scavenger.harvest.driver import Harvester, Inputs, LedgerPort, RouterPort
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import Identity, WorkerLife
@@ -146,8 +147,8 @@ class World:
             self.config(template, **harvest),
             self.cluster,
             self.uid,
-            LedgerPort(commit=commit, write=write),
-            RouterPort(
+            LedgerWrites(commit, write),
+            RouterLink(
                 post=self.said.append,
                 demand=lambda: self.demand,
                 leases=leases,
@@ -155,7 +156,7 @@ class World:
                 unregister=forget,
                 lives=lambda: self.lives(),
             ),
-            Inputs(clock=lambda: self.clock() + self.ahead_s, draw=lambda: 0.5),
+            Sources(clock=lambda: self.clock() + self.ahead_s, draw=lambda: 0.5),
             drain_notice_s=drain_notice_s,
         )
         return made

@@ -431,7 +431,7 @@ def test_of_each_open_job_its_newest_allocation_is_known_and_the_engines_that_no
     assert (
         holds.allocation_open,
         holds.last_allocation,
-        holds.held_since,
+        holds.allocated_since,
         holds.node,
         holds.restart_count,
     ) == (True, 1, 130.0, "n3", 2)

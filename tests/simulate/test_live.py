@@ -41,7 +41,7 @@ def submits(found: ClusterPoll) -> int:
 def test_idle_gpus_engines_that_fit_and_what_would_be_submitted() -> None:
     found = at(BOTH, EngineRequest(2))
     # of the partition: 3 on a, 8 on b; whole engines of 2: one and four
-    assert (found.gpus.idle, found.gpus.others, found.gpus.reserved, found.fit, submits(found)) == (
+    assert (found.gpus.idle, found.gpus.other_users, found.gpus.reserved, found.fit, submits(found)) == (
         11,
         5,
         4,
@@ -65,7 +65,7 @@ def test_gpus_that_others_wait_for_are_not_idle_for_us() -> None:
     job = Job(7, "ann", "normal", JobState.PENDING, reason="Resources", gpus=8, n_nodes=1, priority=1)
     found = at(replace(BOTH, jobs=(job,)), EngineRequest(1))
     assert (found.pending_other_users, found.fit) == (1, 3)
-    assert "8 of them for others' pending jobs" in found.free_capacity
+    assert "8 of them for other users' pending jobs" in found.free_capacity
 
 
 def test_a_partition_that_is_not_there_is_shown_below_all_others() -> None:
@@ -96,7 +96,7 @@ def test_engines_that_run_already_are_counted_and_not_asked_for_again() -> None:
     )
     waits = Job(4, "scavenger", "scavenge", JobState.PENDING, name="scv-0123456789abcdee", gpus=2)
     found = at(replace(BOTH, jobs=(ours, waits)), EngineRequest(2, engines=3))
-    assert (found.gpus.harvested, found.gpus.others, found.engines, found.pending) == (2, 3, 1, 1)
+    assert (found.gpus.harvested, found.gpus.other_users, found.engines, found.pending) == (2, 3, 1, 1)
     # one of three runs and one waits: one more, though four would fit beside the one that waits
     assert (found.fit, submits(found)) == (4, 1)
 

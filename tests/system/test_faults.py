@@ -86,7 +86,7 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
         after = play.steps_done(site) + 1
         play.wait_for("training to go on", lambda: play.steps_done(site) >= after)
         sent_away = [
-            reason for (reason,) in play.ask(site, "SELECT reason FROM decisions WHERE action = 'give_back'")
+            reason for (reason,) in play.ask(site, "SELECT reason FROM decisions WHERE action = 'drain'")
         ]
         done = play.cut_short(site, training)
         harvest_limits.drain(site.state_dir, "the test", at_once=False)

@@ -331,7 +331,7 @@ def test_a_daemon_that_was_down_for_an_hour_adopts_its_jobs_and_closes_those_tha
             job for said in world.said if isinstance(said, tuple) and said[0] == "cancel" for job in said[1]
         }
         assert not cancelled & {ids[works], ids[requeued]}
-        assert (world.of(IntentRevoked), world.events("stranger_cancelled")) == ([], [])
+        assert (world.of(IntentRevoked), world.events("orphaned_job_cancelled")) == ([], [])
         assert [one.intent_id for one in world.of(rec.JobEnded)] == [ended]
         assert {one.intent_id for one in world.of(rec.AllocationEnded)} == {ended, requeued}
         assert {ids[works], ids[requeued]} < {job.job_id for job in world.jobs(JobState.RUNNING)}
@@ -424,7 +424,7 @@ def test_two_daemons_of_two_users_share_what_is_idle_and_leave_each_others_jobs_
         assert {users[one.job_id] for one in theirs.of(rec.JobSubmitted)} == {user}
         assert {users[one.job_id] for one in ours.of(rec.JobSubmitted)} == {pwd.getpwuid(os.getuid()).pw_name}
         for one, other in ((ours, theirs), (theirs, ours)):
-            assert one.events("stranger_cancelled") == []
+            assert one.events("orphaned_job_cancelled") == []
             cancelled = {
                 job for said in one.said if isinstance(said, tuple) and said[0] == "cancel" for job in said[1]
             }
@@ -461,4 +461,4 @@ def test_a_partition_that_is_set_to_be_preempted_by_nobody_is_left_and_taken_aga
         [refused] = world.events("partition_refused")
         assert "not preemptible" in refused.reason
         assert refused.at >= began
-        assert "not preemptible" in world.acted("give_back")[0].inputs
+        assert "not preemptible" in world.acted("drain")[0].inputs

@@ -33,7 +33,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, array_like=True):
-    """`array_tasks` is '0-3,7%2' for a pending array's record, else empty. `exit_code` and `exit_signal` are told for our own jobs only."""
+    """`array_tasks` is '0-3,7%2' for a pending array's record, else empty. `exit_code` and `exit_signal` are set for our own jobs only."""
 
     job_id: int
     user: str

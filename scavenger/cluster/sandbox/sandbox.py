@@ -92,7 +92,7 @@ def ask(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(names, runner.words(done) or error.cause)
 
 
-def told(missing: Mapping[str, str], logs: Path) -> str:
+def describe_missing(missing: Mapping[str, str], logs: Path) -> str:
     """One line a node, then the end of the logs of the first of them."""
     lines = [f"{name}: {words}" for name, words in sorted(missing.items())]
     for name in sorted(missing)[:_QUOTED]:
@@ -115,13 +115,17 @@ def wait(daemons: Daemons, deadline: float) -> None:
     try:
         daemons.wait_for("idle nodes", deadline, lambda: not ask(daemons.env, names))
     except ClusterError as error:
-        raise ClusterError(f"{error.cause}\n{told(ask(daemons.env, names), daemons.dir / 'log')}") from error
+        raise ClusterError(
+            f"{error.cause}\n{describe_missing(ask(daemons.env, names), daemons.dir / 'log')}"
+        ) from error
 
 
 def check(env: Mapping[str, str], names: Sequence[str], logs: Path) -> None:
     """Raises `ClusterError` when a node is out: what is measured on the rest says little of the whole."""
     if missing := ask(env, names):
-        raise ClusterError(f"{len(missing)} of {len(names)} nodes are out:\n{told(missing, logs)}")
+        raise ClusterError(
+            f"{len(missing)} of {len(names)} nodes are out:\n{describe_missing(missing, logs)}"
+        )
 
 
 INSTALL = (

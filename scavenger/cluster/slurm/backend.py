@@ -9,9 +9,9 @@ One observation out of two answers: nodes, and the queue a moment later. Pure.
 
 A job that started between the two answers holds GPUs that the nodes still call idle; those of one that completes are no longer counted by
 Slurm (22.05: `GresUsed` drops them at once), though its processes are on them still. Both would be taken twice. A job that ended in
-between leaves its GPUs busy until the next look: too little is taken, for one look.
+between leaves its GPUs busy until the next poll: too little is taken, for one poll.
 
-Owns the reckoning. Knows nothing of who asks, or how; what was seen running at an earlier look is given.
+Owns the reckoning. Knows nothing of who asks, or how; what was seen running at an earlier poll is given.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _AllocatedByJob:
 
 
 def agree(nodes: Sequence[Node], jobs: Iterable[Job], before: Set[Life]) -> tuple[Node, ...]:
-    """`nodes` with at least as much allocated as `jobs`, asked for later, hold there. `before`: `settled` of the look before this one.
+    """`nodes` with at least as much allocated as `jobs`, asked for later, hold there. `before`: `settled` of the poll before this one.
 
     A node's figure that the jobs of before do not explain is taken to count what is new: only the rest is added. Of a job whose nodes need
     not have the same share each the largest is assumed while it is new; after that the nodes' own figure says what it has.
@@ -113,7 +113,7 @@ def _with_new(allocated: int, old: int, new: int, most: int) -> int:
 
 log = structlog.get_logger()
 
-#: Partitions change with the site's configuration, not with its jobs: they are asked for this often, not at every look.
+#: Partitions change with the site's configuration, not with its jobs: they are asked for this often, not at every poll.
 PARTITIONS_S = 300.0
 # sbatch sent its request and then lost the answer: the job may exist.
 _REPLY_LOST = re.compile(
@@ -188,10 +188,10 @@ class SlurmCluster:
             self._ask(commands.config_argv(), port.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name
         )
         if self._switches is None:  # cables are asked for once; the configuration again and again
-            told = self._command(
+            topology = self._command(
                 commands.topology_argv(), port.TOPOLOGY
             )  # a site without a topology may answer with an error: it then has none
-            self._switches = commands.parse_topology(told.stdout if told.returncode == 0 else "")
+            self._switches = commands.parse_topology(topology.stdout if topology.returncode == 0 else "")
         return replace(info, switches=self._switches)
 
     def view(self) -> ClusterView:
@@ -325,7 +325,7 @@ class SlurmCluster:
 
 
 class Remembered:
-    """The partitions as last asked for, for `every_s`; asked for afresh when they name a node that a newer look does not have."""
+    """The partitions as last asked for, for `every_s`; asked for afresh when they name a node that a newer poll does not have."""
 
     def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._clock = every_s, clock

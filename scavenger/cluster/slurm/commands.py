@@ -243,7 +243,7 @@ def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
 
 
 def _job(values: Sequence[str]) -> Job:
-    """One record of `_JOB_FIELDS`. A site has tens of thousands at each look: no dict, and no words for errors that do not happen."""
+    """One record of `_JOB_FIELDS`. A site has tens of thousands at each poll: no dict, and no words for errors that do not happen."""
     (
         number,
         user,
@@ -551,7 +551,7 @@ def topology_argv() -> list[str]:
 
 
 def parse_topology(stdout: str) -> tuple[tuple[str, str], ...]:
-    """(node, switch) in the order told; a node keeps its first. Raises `ClusterUnavailable` on a malformed host list."""
+    """(node, switch) in Slurm's order; a node keeps its first. Raises `ClusterUnavailable` on a malformed host list."""
     found: dict[str, str] = {}
     for line in stdout.splitlines():
         row = dict(re.findall(r"(\w+)=(\S*)", line))

@@ -7,7 +7,7 @@ or a list of them (from 23.11 on); a node's flags stand apart (22.05) or among i
 document that reports errors or is cut off fails the whole poll. So does a record whose owner, state, nodes, GPUs or
 demand are missing or cannot be read; any other such field is unknown in its record, as in `commands`.
 
-Slower than fields (ten times, for the process that prints it), but one request fewer a look: `squeue --json` does not ask for partitions.
+Slower than fields (ten times, for the process that prints it), but one request fewer a poll: `squeue --json` does not ask for partitions.
 Partitions are not read from it, because their preempt mode is not in it. Knows nothing of processes or clocks.
 """
 

@@ -42,7 +42,7 @@ _STATES = {state.value: state for state in JobState}
 _FLAGS = {flag.value: flag for flag in JobFlag}
 NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
 _MAX_TASKS = 1_000_000
-#: Texts of a kind that are read once and then known: a queue of 10,000 jobs has few states, shapes and limits, at each look the same.
+#: Texts of a kind that are read once and then known: a queue of 10,000 jobs has few states, shapes and limits, at each poll the same.
 REMEMBERED = 4096
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
@@ -146,7 +146,7 @@ def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
 
 
 def spread(gpus: int, nodes: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """GPUs by node where they can be told: on one node, or the same number on each."""
+    """GPUs by node where the text determines them: on one node, or the same number on each."""
     even = bool(nodes) and gpus > 0 and gpus % len(nodes) == 0
     return tuple((node, gpus // len(nodes)) for node in nodes) if even else ()
 
@@ -220,7 +220,7 @@ def node_gpus(gres: str, used: str | None, tracked: str, allocated: str) -> Node
         elif "gres/gpu" in parse_tres(tracked):
             return NodeGpus(kind, count, _tracked_gpus(allocated) or 0, ())
     except ClusterUnavailable:
-        pass  # told by the return
+        pass  # the return says so
     return NodeGpus(kind, count, count, (Unread("GresUsed", used or ""),))
 
 
@@ -291,7 +291,7 @@ _NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 @lru_cache(256)
 def planned(text: str) -> tuple[str, ...]:
-    """`expand`, remembered: all waiting tasks of an array show the same nodes, and most plans are those of the look before."""
+    """`expand`, remembered: all waiting tasks of an array show the same nodes, and most plans are those of the poll before."""
     return tuple(expand(text))
 
 

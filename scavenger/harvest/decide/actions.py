@@ -1,4 +1,4 @@
-"""The vocabulary of the harvest policy: what it is told of our jobs, what is allowed now, what it may do and why. Frozen dataclasses.
+"""The vocabulary of the harvest policy: what it knows of our jobs, what is allowed now, what it may do and why. Frozen dataclasses.
 
 Owns no rule.
 """
@@ -41,12 +41,12 @@ class Code(StrEnum):
     OTHER_USERS_PENDING = "other_users_pending"
     HEADROOM = "headroom"
     QUARANTINE = "quarantine"
-    PLANNED = "planned"  # backfill expects others soon where it is idle
+    PLANNED = "planned"  # backfill expects other users' jobs soon where it is idle
     RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
     SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`start_benefits`)
     NO_CAPACITY = "no_capacity"
-    HIDDEN = "hidden"  # others' jobs cannot be seen, and some of them could not preempt us
+    HIDDEN = "hidden"  # other users' jobs cannot be seen, and some of them could not preempt us
     # why a job was submitted, cancelled or given back
     WANTED = "wanted"
     WRONG_SIZE = "wrong_size"
@@ -135,9 +135,9 @@ class Yielding:
     window_s: float = (
         0.0  # GPUs that they are expected to need within this are not idle; 0: only those needed now
     )
-    after_s: float = 10.0  # one who may preempt us, could start, and still waits after this is made room for
+    after_s: float = 10.0  # one who may preempt us, could start, and still waits after this gets our GPUs
     same_tier_s: float = (
-        30.0  # an engine that makes room for a peer, or for one who may be a peer, is gone after this
+        30.0  # an engine that leaves for a same-tier job, or for one that may be that, is gone after this
     )
     by_qos: bool = False  # Slurm preempts by QOS: tiers do not say who may preempt us
     plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
@@ -192,7 +192,7 @@ class Limits:
     drain_notice_s: float = (
         30.0  # a job that was asked to leave and is still there after this is cancelled (again)
     )
-    #: Since when GPUs are idle, and for how long such last. None: nobody looked, and what is idle is taken.
+    #: Since when GPUs are idle, and for how long such last. None: not known, and what is idle is taken.
     idle: Idle | None = None
 
 
@@ -260,9 +260,8 @@ Action = Submit | Release | CancelPending | DrainAllocated | Cancel
 class Decision:
     """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
 
-    `could_start`: others' waiting jobs that would start now if our engines left, and that Slurm may preempt
-    us for. `start_benefits`: from which
-    age on an idle GPU is worth a start, and by which figures.
+    `could_start`: other users' pending jobs that would start now if our engines left, and for which Slurm may preempt us.
+    `start_benefits`: from which age on an idle GPU is worth a start, and the numbers behind it.
     """
 
     actions: tuple[Action, ...]

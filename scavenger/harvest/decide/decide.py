@@ -90,7 +90,7 @@ def decide(
 ) -> Decision:
     """What to do about our jobs, given one poll. Each clause takes what no clause before it decided on.
 
-    The clauses, in order: engines that were told to drain and did not; engines and standby jobs that no demand covers; engines
+    The clauses, in order: engines that were asked to drain and did not; engines and standby jobs that no demand covers; engines
     that leave for other users, for a reservation or at their time limit; new jobs for the demand that is left. Nothing but the
     reason is returned when the poll is too old to act on.
     """
@@ -100,14 +100,14 @@ def decide(
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
     actions += _beyond_demand(facts, _undecided(facts.engines, actions))
     actions += _standby_beyond_demand(facts, _undecided(facts.standby_jobs, actions))
-    actions += _leave_for_others(facts, _undecided(facts.engines, actions))
+    actions += _due_to_leave(facts, _undecided(facts.engines, actions))
     serving, benefits = _undecided(facts.engines, actions), None
     if facts.closed:
         code, why = facts.closed
     else:
         benefits = StartBenefits(facts.wanted, limits, now)
-        more, code, why = _submit(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
-        actions += more
+        started, code, why = submit(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
+        actions += started
     if not facts.wanted and not facts.closed:
         code = Code.NO_DEMAND if demand else Code.NO_RUN
     return Decision(
@@ -131,7 +131,7 @@ def _facts(
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
-    closed = _must_leave(limits)
+    closed = _harvesting_closed(limits)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     return Facts(
         view,
@@ -159,28 +159,10 @@ def _standby_beyond_demand(facts: Facts, standby_jobs: Sequence[OurJob]) -> list
     return standby.surplus(standby_jobs, facts.wanted, facts.closed, facts.limits)
 
 
-def _leave_for_others(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
+def _due_to_leave(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
     """Time limits, reservations and drained nodes first, then voluntary preemption for what other users still need."""
     return asked_to_leave(
         facts.view, facts.queue, facts.capacity, facts.engines, staying, facts.limits, facts.now
-    )
-
-
-def _submit(
-    facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], benefits: StartBenefits
-) -> tuple[list[Start], Code, str]:
-    return submit(
-        facts.view,
-        facts.queue,
-        facts.capacity,
-        facts.wanted,
-        facts.allotted,
-        serving,
-        facts.engines,
-        standby_jobs,
-        facts.limits,
-        facts.now,
-        benefits,
     )
 
 
@@ -191,7 +173,7 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def _must_leave(limits: Limits) -> tuple[Code, str] | None:
+def _harvesting_closed(limits: Limits) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.hold.stop:
         return Code.STOPPED, limits.hold.stop
@@ -292,22 +274,15 @@ Start = Submit | Release | CancelPending
 
 
 def submit(
-    view: ClusterView,
-    counted: QueueScan,
-    capacity: NodeCapacity,
-    demand: Sequence[Demand],
-    allotted: Mapping[int, int],
-    serving: Sequence[OurJob],
-    ours: Sequence[OurJob],
-    standby_jobs: Sequence[OurJob],
-    limits: Limits,
-    now: float,
-    start_benefits: StartBenefits,
+    facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], start_benefits: StartBenefits
 ) -> tuple[list[Start], Code, str]:
-    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words.
+    """Jobs for the demand that `serving` leaves, as far as free capacity and limits go; and what stopped it, as code and words.
 
-    `ours` has no standby jobs. New ones come first: they are to be older than what is submitted with them.
+    The runs take turns. New standby jobs come first: they are to be older than what is submitted with them. `standby_jobs`: those that
+    may be released.
     """
+    view, counted, demand, allotted = facts.view, facts.queue, facts.wanted, facts.allotted
+    limits, now = facts.limits, facts.now
     have = Counter(job.run_id for job in serving)
     deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
     waiting = any(job.waits for job in serving)
@@ -320,26 +295,29 @@ def submit(
     stop = _not_now(view, counted, serving, limits, now)
     if stop is not None:
         return [], *stop
-    room = free_capacity_of(view, counted, capacity, limits, now)
-    start_benefits.measure(room)
+    free = free_capacity_of(view, counted, facts.capacity, limits, now)
+    start_benefits.measure(free)
     not_beneficial = not_beneficial_to(view, counted, demand, serving, limits, now, start_benefits)
-    moving = [*not_beneficial, *wait_or_move(counted, room, serving, ours, not_beneficial, limits, now)]
+    moving = [
+        *not_beneficial,
+        *wait_or_move(counted, free, serving, facts.engines, not_beneficial, limits, now),
+    ]
     user_gpus = counted.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in counted.ours)
-    drafts = _Drafts(view, room, ours, standby_jobs, user_gpus, limits, start_benefits)
+    drafts = _Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits)
     new, stop = _fill(demand, deficit, drafts, now)
     moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
     actions = [*more(standby_jobs, demand, allotted, limits, drafts.least_share(demand)), *moved, *new]
     if stop is not None:
         return actions, *stop
-    if room.refused:
-        return actions, why_no_capacity(room), f"no room for more: {room.explain()}"
+    if free.refused:
+        return actions, why_no_capacity(free), f"no free capacity for more: {free.explain()}"
     return actions, *(_shared_out(demand, allotted, limits) or (Code.OWN_PENDING, ""))
 
 
 def _fill(
     demand: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
 ) -> tuple[list[Start], tuple[Code, str] | None]:
-    """One job each in turn for what is not served; and the limit that ended it, None when it was the room or the demand."""
+    """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand."""
     begun: list[Start] = []
     while any(missing > 0 for missing in deficit.values()):
         for want in demand:
@@ -356,8 +334,8 @@ def _fill(
 
 
 def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Start]:
-    """Cancel what does not keep its place, and submit it afresh as far as there is room elsewhere. Where others hold GPUs too it goes there
-    as it is, with its age (`standby_jobs`)."""
+    """Cancel what does not keep its place, and submit it afresh as far as another node has free capacity. Where other users hold GPUs
+    too it goes there as it is, with its age (`standby_jobs`)."""
     actions: list[Start] = []
     for move in moving:
         want = by_run[move.job.run_id]
@@ -434,7 +412,7 @@ class _Drafts:
     def __init__(
         self,
         view: ClusterView,
-        room: FreeCapacity,
+        free: FreeCapacity,
         ours: Sequence[OurJob],
         standby_jobs: Sequence[OurJob],
         user_gpus: int,
@@ -442,13 +420,13 @@ class _Drafts:
         start_benefits: StartBenefits,
     ) -> None:
         self._standby_jobs, self._nodes = StandbyJobs(standby_jobs), {node.name: node for node in view.nodes}
-        self._room, self.limits, self._start_benefits = room, limits, start_benefits
+        self._free, self.limits, self._start_benefits = free, limits, start_benefits
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
         self._gpus = sum(job.gpus for job in ours)
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
         part = view.partition(limits.partition)
-        # Not where others are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.hold.quarantined} | {*room.booked, *room.full}
+        # Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
+        shut = {node for node, _ in limits.hold.quarantined} | {*free.booked, *free.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
     def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
@@ -479,9 +457,9 @@ class _Drafts:
         return None
 
     def place(self, want: Demand) -> NodeChoice | None:
-        """Set aside what one more job for `want` takes; None, and the room has `refused`, where there is nothing for it."""
+        """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it."""
         limits = self.limits
-        return self._room.take(
+        return self._free.take(
             want.gpus_per_engine, limits.job.cpus, limits.job.memory_mb, self._start_benefits.young(want)
         )
 
@@ -492,17 +470,17 @@ class _Drafts:
     def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
         """CPUs and memory that an engine of any run would get on whichever node; None where there is none for it."""
         gpus = min((want.gpus_per_engine for want in demand), default=1)
-        shares = [self._share(node, gpus) for node in self._room.nodes.values()]
+        shares = [self._share(node, gpus) for node in self._free.nodes.values()]
         found = [share for share in shares if share is not None]
         return (min(cpus for cpus, _ in found), min(memory for _, memory in found)) if found else None
 
     def begin(self, want: Demand, place: NodeChoice, now: float) -> Start:
-        """An engine on `place`: a spare where others hold GPUs too, else, or where there is none left, a fresh job."""
+        """An engine on `place`: a standby job where other users hold GPUs too, else, or where there is none left, a fresh job."""
         standby = self._standby_jobs.take(want) if self._old_here(place) else None
         if standby is None:
             return self.submit(want, place, now)
         self._count(1, want.gpus_per_engine)
-        why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and others are there too"
+        why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and other users are there too"
         return Release(standby.intent_id, place.node, why)
 
     def goes(self, move: Move, place: NodeChoice) -> bool:
@@ -513,7 +491,7 @@ class _Drafts:
         return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
 
     def _share(self, node: Node, gpus: int) -> tuple[int, int] | None:
-        return self._room.share(node, gpus, self.limits.job.cpus, self.limits.job.memory_mb)
+        return self._free.share(node, gpus, self.limits.job.cpus, self.limits.job.memory_mb)
 
     def _old_here(self, place: NodeChoice) -> bool:
         """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one.
@@ -523,7 +501,7 @@ class _Drafts:
         return (
             self.limits.placement.pin
             and self.limits.placement.standby_jobs > 0
-            and place.node in self._room.shared
+            and place.node in self._free.shared
             and place.until == float("inf")
         )
 
@@ -535,7 +513,7 @@ class _Drafts:
         """A fresh job. `standby_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
         limits, gpus = self.limits, want.gpus_per_engine
         self._count(1, gpus)
-        why = f"run {want.run}: {want.reason}; {self._room.explain()}"
+        why = f"run {want.run}: {want.reason}; {self._free.explain()}"
         why += f"; {worth}" if (worth := self._start_benefits.why(want, place.node)) else ""
         most_s = 0.0
         if limits.placement.pin:
@@ -558,20 +536,20 @@ class _Drafts:
         )
 
 
-def why_no_capacity(room: FreeCapacity) -> Code:
-    """The first that took GPUs out of the room: what comes later would not have been asked. With none of them too young one had fit."""
-    if room.settling:
+def why_no_capacity(free: FreeCapacity) -> Code:
+    """The first reason for which GPUs are not free for us. GPUs that are too young come first: with them one more job would have fitted."""
+    if free.settling:
         return Code.SETTLING
-    if room.claimed:
+    if free.claimed:
         return Code.OTHER_USERS_PENDING
-    if room.waiting:
+    if free.waiting:
         return Code.OWN_PENDING
-    if room.headroom_gpus:
+    if free.headroom_gpus:
         return Code.HEADROOM
-    if room.closed:
+    if free.closed:
         return Code.QUARANTINE
-    if room.booked:
+    if free.booked:
         return Code.RESERVED
-    if room.expected:
+    if free.expected:
         return Code.PLANNED
-    return Code.PER_NODE if room.full else Code.NO_CAPACITY
+    return Code.PER_NODE if free.full else Code.NO_CAPACITY

@@ -1,7 +1,7 @@
 """Which of our engines leave before anybody has to make them. Pure.
 
-Their time limit comes, a reservation begins on their node, the node is taken out of service, or others wait who would start if they were
-gone. And which jobs are told again: asked to leave and still there, or held by Slurm.
+Their time limit comes, a reservation begins on their node, the node is taken out of service, or other users' jobs wait that would start if
+they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.
 
 Owns these reasons. Knows nothing of demand: what no demand covers leaves by the policy's own rule.
 """
@@ -69,7 +69,7 @@ def asked_to_leave(
     limits: Limits,
     now: float,
 ) -> list[Drain]:
-    """What leaves of `staying`: what Slurm would end anyway first, and for others only what is still needed then."""
+    """What leaves of `staying`: what Slurm would end anyway first, and for other users only what is still needed then."""
     leaves = _ending(view, counted, staying, limits, now)
     gone = {action.intent_id for action in leaves}
     left = [job for job in staying if job.intent_id not in gone]
@@ -82,18 +82,18 @@ def asked_to_leave(
 def _ending(
     view: ClusterView, counted: QueueScan, staying: Sequence[OurJob], limits: Limits, now: float
 ) -> list[Drain]:
-    """Engines whose GPUs are not ours for long any more, however little others want them."""
+    """Engines whose GPUs are not ours for long any more, whether other users want them or not."""
     engines = [job for job in staying if not job.waits]
     where = {job.node for job in engines}
     until = begins(view, now)
-    # between two looks nothing is decided: what comes before the next one is now or too late
+    # between two polls nothing is decided: what comes before the next one is now or too late
     soon_s = limits.job.drain_before_s + limits.yielding.horizon_s if limits.job.drain_before_s > 0 else 0.0
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
     found: list[Drain] = []
     for job in engines:
         listed = counted.ours.get(job.job_id)
         if listed is not None and preempted_already(listed):
-            continue  # Slurm told it already, and it is to keep its place in the queue
+            continue  # Slurm has asked it already, and it is to keep its place in the queue
         ends_at = listed.end_time if listed is not None and listed.has_gpus_allocated else 0.0
         begins_at = until.get(job.node, float("inf"))
         if begins_at - now <= soon_s:
@@ -124,7 +124,7 @@ def _go(job: OurJob, why: str, code: Code) -> Drain:
 
 
 def unseen(jobs: Sequence[OurJob], why: str) -> list[DrainAllocated]:
-    """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a look."""
+    """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a poll."""
     staying = [job for job in jobs if job.connected and job.leaving is DrainKind.NO]
     return [
         DrainAllocated(

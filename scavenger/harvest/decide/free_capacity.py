@@ -86,7 +86,7 @@ class FreeCapacity:
     expected: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     refused: bool = False
-    shared: frozenset[str] = frozenset()  # nodes where others hold GPUs
+    shared: frozenset[str] = frozenset()  # nodes where other users hold GPUs
     settling: int = (
         0  # GPUs, at most, that would have been taken had they been idle for longer, or been worth a start
     )
@@ -180,7 +180,7 @@ class FreeCapacity:
     def explain(self) -> str:
         words = [f"{self.idle} GPUs idle"]
         if self.claimed:
-            words.append(f"{self.claimed} of them for others' pending jobs")
+            words.append(f"{self.claimed} of them for other users' pending jobs")
         if self.waiting:
             words.append(f"{self.waiting} for our own")
         if self.headroom_gpus:
@@ -188,7 +188,7 @@ class FreeCapacity:
         named = (
             ("quarantined", self.closed),
             ("reserved soon", self.booked),
-            ("kept for others who are expected soon", self.expected),
+            ("kept for other users' jobs that are expected soon", self.expected),
             ("at max_gpus_per_node", self.full),
         )
         words += [f"{what}: {_few(names)}" for what, names in named if names]
@@ -204,13 +204,13 @@ def _few(names: Sequence[str], most: int = 4) -> str:
 
 
 def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: float) -> FreeCapacity:
-    """Idle GPUs of the harvest partition's nodes that nobody else could take, less those that our own pending jobs will."""
+    """Idle GPUs of the harvest partition's nodes that no other user's job could take, less those that our own pending jobs will."""
     counted, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
-    room = free_capacity_of(view, counted, capacity, limits, now)
+    free = free_capacity_of(view, counted, capacity, limits, now)
     for job in ours:
         if job.waits:
-            room.keep(waits_for(job, limits), job.gpus)
-    return room
+            free.keep(waits_for(job, limits), job.gpus)
+    return free
 
 
 def waits_for(job: OurJob, limits: Limits) -> str:
@@ -252,7 +252,7 @@ def free_capacity_of(
     for space in resources.values():
         space.gpus = max(0, space.gpus - limits.headroom.per_node)
     held = {name: space.gpus for name, space in counted.held.items()}
-    room = FreeCapacity(
+    free = FreeCapacity(
         resources,
         nodes,
         until,
@@ -271,8 +271,8 @@ def free_capacity_of(
     )
     for name, gpus in held.items():
         if name in nodes:
-            room.groups[nodes[name].partitions] = room.groups.get(nodes[name].partitions, 0) + gpus
-    return room
+            free.groups[nodes[name].partitions] = free.groups.get(nodes[name].partitions, 0) + gpus
+    return free
 
 
 def _shared(nodes: Mapping[str, Node], counted: QueueScan) -> frozenset[str]:
@@ -325,7 +325,7 @@ def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[s
 
 def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before: float) -> list[Job]:
     """Others' pending jobs that would take GPUs if they had them."""
-    reasons = {job.reason for job in view.jobs}  # few, and each is looked at once
+    reasons = {job.reason for job in view.jobs}  # few, and each is tested once
     helped = {reason for reason in reasons if not reason.startswith(NOT_FOR_GPUS)}
     later = {reason for reason in reasons if reason.startswith("BeginTime")}
     return [
@@ -340,19 +340,21 @@ def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
-    """GPUs by who has them. `reserved`: on nodes outside the harvest partition. `jobs_pending_other_users`:
-    others' jobs waiting for GPUs."""
+class GpuUse:
+    """How many of the cluster's GPUs are idle, or whose. `reserved`: on nodes outside the harvest partition.
+
+    `jobs_pending_other_users`: jobs of other users that wait for GPUs of the harvest partition.
+    """
 
     idle: int
     harvested: int
-    others: int
+    other_users: int
     reserved: int
     unusable: int
     jobs_pending_other_users: int
 
 
-def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: float) -> Owners:
+def gpu_use(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: float) -> GpuUse:
     """Every GPU of the cluster, counted once."""
     part = view.partition(partition)
     inside = part.nodes if part is not None else frozenset()
@@ -361,7 +363,7 @@ def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: 
         if job.job_id in our_job_ids and job.has_gpus_allocated:
             for node_name, gpus in gpus_by_node(job):
                 held[node_name] = held.get(node_name, 0) + gpus
-    idle = harvested = others = reserved = unusable = 0
+    idle = harvested = other_users = reserved = unusable = 0
     for node in view.nodes:
         if node.name not in inside:
             reserved += node.gpus
@@ -370,11 +372,12 @@ def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: 
         theirs = max(0, min(node.gpus_allocated, node.gpus) - ours)
         rest = node.gpus - ours - theirs
         harvested += ours
-        others += theirs
+        other_users += theirs
         idle, unusable = (idle + rest, unusable) if node.usable else (idle, unusable + rest)
     waiting = waiting_jobs(view, our_job_ids, now)
     reached = {text: _reaches(view.partitions, text, inside) for text in {job.partition for job in waiting}}
-    return Owners(idle, harvested, others, reserved, unusable, sum(reached[job.partition] for job in waiting))
+    pending = sum(reached[job.partition] for job in waiting)
+    return GpuUse(idle, harvested, other_users, reserved, unusable, pending)
 
 
 def _reaches(partitions: Iterable[Partition], text: str, inside: frozenset[str]) -> bool:
@@ -383,24 +386,24 @@ def _reaches(partitions: Iterable[Partition], text: str, inside: frozenset[str])
 
 
 class StartBenefits:
-    """Of one decision. `measure` once, when the room is known and nothing of it is taken."""
+    """Of one decision. Call `measure` once, when the free capacity is known and nothing of it is taken."""
 
     def __init__(self, demand: Sequence[Demand], limits: Limits, now: float) -> None:
         self._idle, self._now = (
             limits.idle or Idle({}, {}, 0.0),
             now,
-        )  # of which nothing is known there is no gate
+        )  # without data on idle GPUs every start is worth it
         self._demand = [want for want in demand if want.benefit is not None]
         self._start_benefits: dict[tuple[int, str], StartBenefit | None] = {}
         self._young: dict[int, dict[str, int]] = {}
         self._classes: dict[str, str] = {}
 
-    def measure(self, room: FreeCapacity) -> None:
+    def measure(self, free: FreeCapacity) -> None:
         """How many GPUs of each node are too young for each run, those left out that are set aside anyway."""
         for want in self._demand:
             found = self._young[want.run_id] = {}
-            for name, space in room.resources.items():
-                node = room.nodes[name]
+            for name, space in free.resources.items():
+                node = free.nodes[name]
                 start_benefit = self._start_benefit(want, node)
                 if start_benefit is None or start_benefit.age_s <= 0 or not space.gpus:
                     continue
@@ -424,12 +427,12 @@ class StartBenefits:
 
     @property
     def weigh(self) -> bool:
-        """Whether there may be a gate at all: a run says what an engine is worth to it, and enough is known of idle GPUs."""
+        """Whether anything can be checked: a run says what an engine is worth to it, and enough is known of idle GPUs."""
         return bool(self._demand and self._idle.curves)
 
     def too_soon(self, want: Demand, node: Node, gpus: int, at: float) -> str:
         """Why `gpus` GPUs of this node are not worth a start to who may begin there at that time (Unix s); "" where they are, or nobody
-        can tell. A node that is taken counts as well: who waits for it starts the moment that others leave."""
+        can tell. A node that is taken counts as well: a job that waits for it starts when other users' jobs leave."""
         start_benefit = self._start_benefit(want, node) if want.benefit is not None else None
         if start_benefit is None or start_benefit.age_s <= 0:
             return ""

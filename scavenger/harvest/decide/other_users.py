@@ -1,14 +1,14 @@
-"""What others' pending jobs could take. Pure.
+"""What other users' pending jobs could take. Pure.
 
     ClusterView --census--> Wait, ...  those that more GPUs would start, in the order in which we care for them
     Wait        --claim-->  idle GPUs that are not idle for us (and `yielding`: engines of ours that leave for it)
 
 A job *could start* if our engines were gone, on nodes of its own partitions. One that waits for something else, a dependency, a hold, or
 more GPUs than could be free, leaves idle GPUs idle: we may use them until it can start. What is needed now comes before what the
-scheduler expects later, so that a longer courtesy window only adds to what a shorter one claims.
+scheduler expects later, so that a longer look-ahead window only adds to what a shorter one claims.
 
 Owns these rules. Each is asked against what the nodes could give at first, never against what an earlier one left: one more waiting job
-then never makes more room for us. Knows nothing of demand, and no clock.
+then never leaves more for us. Knows nothing of demand, and no clock.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Wait:
 
 
 class Waits:
-    """Jobs by rank, by order within it, as Waits in order, each made when it is asked for: most of a long queue is never looked at.
+    """Jobs by rank, by order within it, as Waits in order, each made when it is asked for: most of a long queue is never read.
 
     The order within a rank is one integer a job: tens of thousands of tuples would be as many things for Python's collector.
     """
@@ -135,7 +135,7 @@ class NodeResources:
 class QueueScan:
     """One pass over the queue. `ours`: our listed jobs. `held`: GPUs and CPUs of ours by node. `freed`: those of jobs that complete.
 
-    `plans`: by node when backfill expects the first of others' waiting jobs there (Unix s). Until then it starts what ends before alone.
+    `plans`: by node when backfill expects the first of other users' pending jobs there (Unix s). Until then only what ends before starts.
     """
 
     ours: dict[int, Job] = field(default_factory=dict)
@@ -284,7 +284,7 @@ def _ranks(
         if needs_at > until:
             continue
         if not could:
-            needs_at = job.start_time  # the backfill plan: others end by then
+            needs_at = job.start_time  # the backfill plan: other jobs end by then
             if not now < needs_at <= planned_until:
                 continue
         rank = ranks.get((needs_at, less_tier))

@@ -1,26 +1,25 @@
-"""Jobs that wait in the queue until we say where they begin, so that others' small jobs do not break up nodes that are idle whole. Pure.
+"""Jobs that wait in the queue until we say where they begin, so that other users' small jobs do not break up idle nodes. Pure.
 
-Where a job of others needs one GPU and every idle one is harvested, Slurm takes an engine away: of preemptible jobs of the same tier and
+Where another user's job needs one GPU and every idle one is harvested, Slurm takes an engine away: of preemptible jobs of the same tier and
 number of nodes the one that was submitted first (`slurm_find_preemptable_jobs` sorts by those alone, and equal ones keep the order of the
-job list: measured with 22.05). Without us the small job would have gone to the fullest node that has room. If the oldest job happens to be
+job list: measured with 22.05). Without us the small job would have gone to the fullest node where it fits. If the oldest job happens to be
 an engine on a node that is otherwise idle, the small job goes there, stays for hours, and whoever waits for whole nodes waits for it.
 
-So the oldest jobs belong on nodes that others use too. A job's age cannot be changed, and which node will have a gap is not known when it
-is submitted: hence jobs with a start time far away, released to a node with a gap (`scontrol update`) when there is one, while nodes that
-are idle whole get fresh ones. A preempted job keeps its age, so those released go round among such nodes.
+So the oldest jobs belong on nodes that other users use too. A job's age cannot be changed, and which node will have a gap is not known when
+it is submitted. Hence standby jobs: their start time is far away, and one is released (`scontrol update`) when a node has a gap. Nodes that
+are idle whole get fresh jobs. A preempted job keeps its age, so those released go round among such nodes.
 
-Owns how many there are, and which is released. Knows nothing of room.
+Owns how many there are, and which is released. Knows nothing of free capacity.
 
 Which of our waiting jobs keep their place in the queue. Pure.
 
-    waits for a node that will not come soon, and there may be room elsewhere   moves: cancelled once a fresh one can start now
-    waits for a node that Slurm keeps for others who come before its limit ends   the same: a shorter one may start there
-    would start on GPUs that are not worth a start (`start_benefits`)                    leaves anyway: Slurm
-    starts it the moment that others leave
-    else                                                                        stays, and what it will take is set aside
+    waits for a node that will not come soon, and may fit elsewhere             moves: cancelled once a fresh one can start now
+    waits for a node that Slurm keeps for a job that comes before its limit ends   the same: a shorter one may start there
+    would start on GPUs that are not worth a start (`start_benefits`)             leaves anyway: Slurm starts it when they come free
+    else                                                                          stays, and what it will take is set aside
 
-A preempted job comes back to the place that it had. That saves a look and a submission where its node is soon free for long, and wastes a
-start where it is free for a moment only: which of the two, the gate knows, and a job that waits is weighed as a fresh one is.
+A preempted job comes back to the place that it had. That saves a poll and a submission where its node is soon free for long, and wastes a
+start where it is free for a moment only. The start-benefit check tells the two apart, for a waiting job as for a fresh one.
 
 Owns these rules. Knows nothing of what is submitted instead.
 """
@@ -52,10 +51,8 @@ class Move:
     job: OurJob
     why: str
     anyway: bool = False
-    ready: bool = False  # nothing but room is waited for: it could start elsewhere as it is
-    standby_s: float = (
-        0.0  # what replaces it ends so long before others are expected, as far as it is worth a start then
-    )
+    ready: bool = False  # it waits for free capacity only: it could start elsewhere as it is
+    standby_s: float = 0.0  # what replaces it ends so long before other users' jobs are expected, as far as it is worth a start then
 
 
 def not_beneficial_to(
@@ -112,7 +109,7 @@ def _too_soon(
 
 def wait_or_move(
     counted: QueueScan,
-    room: FreeCapacity,
+    free: FreeCapacity,
     serving: Sequence[OurJob],
     ours: Sequence[OurJob],
     not_beneficial: Sequence[Move],
@@ -135,7 +132,7 @@ def wait_or_move(
                 found.append(Move(job, f"it may begin in {begins_s:.0f} s"))
             continue
         pinned = waits_for(job, limits)
-        if pinned and not room.fits(pinned, job.gpus):
+        if pinned and not free.fits(pinned, job.gpus):
             if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
                 found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
             continue
@@ -143,11 +140,11 @@ def wait_or_move(
             movable
             and begins_s <= 0
             and now - job.since >= limits.placement.fresh_after_s
-            and (late := _too_long(listed, pinned, room, now))
+            and (late := _too_long(listed, pinned, free, now))
         ):
             found.append(Move(job, late, standby_s=EARLIER * (now - job.since)))
             continue
-        room.keep(pinned, job.gpus)
+        free.keep(pinned, job.gpus)
         if (
             limits.placement.pin
             and movable
@@ -155,22 +152,23 @@ def wait_or_move(
             and now - job.since >= STUCK * limits.placement.fresh_after_s
         ):
             found.append(Move(job, _stuck(job, listed, pinned, now)))
-            room.resources.pop(pinned, None)  # Slurm knows why; another node is taken, or none
+            free.resources.pop(pinned, None)  # Slurm knows why; another node is taken, or none
     return found
 
 
-def _too_long(listed: Job | None, pinned: str, room: FreeCapacity, now: float) -> str:
-    """Why Slurm does not start it on a node with room; "" where its time limit is none."""
-    until = room.until.get(pinned, float("inf"))
+def _too_long(listed: Job | None, pinned: str, free: FreeCapacity, now: float) -> str:
+    """Why Slurm does not start it on a node where it fits; "" where its time limit is none."""
+    until = free.until.get(pinned, float("inf"))
     if listed is None or now + listed.time_limit_s <= until:
         return ""
-    return f"its limit is {listed.time_limit_s / 60:.0f} min, and {pinned} is kept for others who are expected in {(until - now) / 60:.0f}"
+    limit_min, until_min = listed.time_limit_s / 60, (until - now) / 60
+    return f"its limit is {limit_min:.0f} min, and {pinned} is kept for other users' jobs that are expected in {until_min:.0f}"
 
 
 def _stuck(job: OurJob, listed: Job | None, pinned: str, now: float) -> str:
     said = f" ({listed.reason})" if listed is not None and listed.reason else ""
     where = (
-        f"{pinned} has room, and"
+        f"{pinned} has free capacity, and"
         if pinned
         else "it waits for a node that a daemon before this one chose, and"
     )
@@ -187,7 +185,7 @@ def _movable(job: OurJob) -> bool:
 
 
 def _begins_in(listed: Job | None, now: float) -> float:
-    """In how many seconds Slurm lets it begin; 0 where nothing but room is waited for.
+    """In how many seconds Slurm lets it begin; 0 where it waits for free capacity only.
 
     Slurm says by its own clock that a job is to begin later; ours may be minutes behind, and then every fresh job would look like it.
     """
@@ -249,7 +247,7 @@ def more(
             want.run,
             limits.partition,
             want.gpus_per_engine,
-            f"run {want.run}: to be released where others leave a gap",
+            f"run {want.run}: to be released where other users leave a gap",
             code=Code.SPARE,
             engine=want.engine,
             cpus=share[0],

@@ -88,8 +88,8 @@ def drains_for_other_users(
             if limits.yielding.by_qos
             else Code.SAME_TIER_JOB
         )
-        told = _told(wait, code, now)
-        found += [(job, code, told) for job in leaving]
+        reason = _reason(wait, code, now)
+        found += [(job, code, reason) for job in leaving]
     return found
 
 
@@ -107,7 +107,7 @@ def could_start(counted: QueueScan, capacity: NodeCapacity, limits: Limits) -> t
 
 
 def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
-    """Whether engines leave for it at this look: what begins before the next one; a peer at once; else whom Slurm did not help.
+    """Whether engines leave for it at this poll: what begins before the next one; a peer at once; else whom Slurm did not help.
 
     Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.
     """
@@ -116,7 +116,7 @@ def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now:
     return peer or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
 
 
-def _told(wait: Wait, code: Code, now: float) -> str:
+def _reason(wait: Wait, code: Code, now: float) -> str:
     what = f"job {wait.job_id} of {wait.user} would start here on {wait.n_nodes} x {wait.gpus_per_node} GPUs"
     if wait.needs_at:
         return f"{what}, and is expected in {wait.needs_at - now:.0f} s"

@@ -1,6 +1,6 @@
 """Performs what was decided: jobs are drained, cancelled, released and submitted, in that order, each with its decision in the ledger.
 
-    DrainAllocated        the router is told; nothing of it is Slurm's
+    DrainAllocated        an event to the router; Slurm hears nothing of it
     CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
     Release               a standby job begins; one that Slurm does not let us steer is cancelled
     Submit                intent durable -> key file -> key allowed -> sbatch -> submitted
@@ -26,8 +26,12 @@ nor why anything was decided; whether a decision still holds it asks.
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +59,53 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import Identity, IntentRevoked, RouterEvent
+from scavenger.router.core.events import Identity, IntentRevoked, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
 
 
-class WorkerKeys:
-    """`register` and `unregister` tell the daemon's key ring."""
+@dataclass(frozen=True, slots=True)
+class LedgerWrites:
+    """How the harvester writes to the ledger. `commit` returns when its records are durable, `write` when they are queued.
 
-    def __init__(
-        self, state_dir: Path, register: Callable[[str, Identity], None], unregister: Callable[[str], None]
-    ) -> None:
-        self._state_dir, self._register, self._unregister = state_dir, register, unregister
+    Both raise `Fenced` when another daemon has taken the ledger.
+    """
+
+    commit: Callable[[Sequence[rec.Record]], Awaitable[None]]
+    write: Callable[[Sequence[rec.Record]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLink:
+    """What the harvester asks of the router, and what it reports to it and to its key ring.
+
+    `leases`: for each connected worker, by intent: how many samples it generates, and since when it has none (Unix s). `lives`: the
+    engines of our jobs that have registered. `register` lets in the worker with this public key, `unregister` no longer.
+    """
+
+    post: Callable[[RouterEvent], None]
+    demand: Callable[[], Sequence[Demand]]
+    leases: Callable[[], Mapping[str, tuple[int, float]]]
+    register: Callable[[str, Identity], None]
+    unregister: Callable[[str], None]
+    lives: Callable[[], Sequence[WorkerLife]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Time and chance. `clock`: Unix s; `monotonic`: s; `draw`: uniform in [0, 1); `token`: 16 hex digits that name a new intent."""
+
+    clock: Callable[[], float]
+    monotonic: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
+    token: Callable[[], str] = lambda: secrets.token_hex(8)
+
+
+class WorkerKeys:
+    """The key files under `state_dir`, and what the daemon's key ring has of them."""
+
+    def __init__(self, state_dir: Path, router: RouterLink) -> None:
+        self._state_dir, self._register, self._unregister = state_dir, router.register, router.unregister
         self._public: dict[str, str] = {}  # intent -> public key that we let in
 
     def write(self, pair: keys.KeyPair) -> None:
@@ -104,16 +143,17 @@ class WorkerKeys:
 
 
 class Durable:
-    """`commit` returns when its records are durable, `write` at once; both raise when this daemon may write no more (`Fenced`)."""
+    """A commit that is waited for at most `patience_s`, which is asked for at each."""
 
     def __init__(
-        self,
-        commit: Callable[[Sequence[rec.Record]], Awaitable[None]],
-        write: Callable[[Sequence[rec.Record]], object],
-        patience_s: Callable[[], float],
-        clock: Callable[[], float],
+        self, ledger: LedgerWrites, patience_s: Callable[[], float], clock: Callable[[], float]
     ) -> None:
-        self._commit, self._write, self._patience_s, self._clock = commit, write, patience_s, clock
+        self._commit, self._write, self._patience_s, self._clock = (
+            ledger.commit,
+            ledger.write,
+            patience_s,
+            clock,
+        )
         self.stalled = False
 
     async def within(self, records: Sequence[rec.Record]) -> bool:
@@ -146,7 +186,7 @@ def decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Deci
         Submit: "submit",
         Release: "release",
         CancelPending: "cancel_pending",
-        DrainAllocated: "give_back",
+        DrainAllocated: "drain",
         Cancel: "cancel",
     }
     return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
@@ -160,7 +200,7 @@ RUN_NAME = re.compile(RUN_NAME_PATTERN)
 
 
 class Performer:
-    """`write` returns at once; `post` hands the router an event; `absorb` passes on what the tracker concluded; `token` names intents."""
+    """Carries out decisions. `absorb` passes on what the tracker concluded; `patience_s`: how long a commit is waited for."""
 
     def __init__(
         self,
@@ -170,20 +210,20 @@ class Performer:
         uid: str,
         tracker: Tracker,
         worker_keys: WorkerKeys,
-        durable: Durable,
+        ledger: LedgerWrites,
+        router: RouterLink,
+        sources: Sources,
         *,
-        write: Callable[[Sequence[rec.Record]], object],
-        post: Callable[[RouterEvent], None],
         absorb: Callable[[Output], None],
-        clock: Callable[[], float],
-        token: Callable[[], str],
+        patience_s: Callable[[], float],
     ) -> None:
         self._cluster, self._thread, self._uid = cluster, thread, uid
-        self._tracker, self._keys, self._durable = tracker, worker_keys, durable
-        self._write, self._post, self._absorb = write, post, absorb
-        self._clock, self._token = clock, token
+        self._tracker, self._keys = tracker, worker_keys
+        self._durable = Durable(ledger, patience_s, sources.clock)
+        self._write, self._post, self._absorb = ledger.write, router.post, absorb
+        self._clock, self._token = sources.clock, sources.token
         self._last_reason = ""  # why nothing was done, as last recorded
-        self.steers = True  # whether Slurm releases a waiting job of ours when told: without that there are no standby jobs
+        self.steers = True  # whether Slurm lets us release a standby job: without that there are none
         self.obey(config)
 
     def obey(self, config: DaemonConfig) -> None:
@@ -205,7 +245,9 @@ class Performer:
         """Do all of it, unless it is `overtaken` between two commands. Raises `ClusterError` when Slurm does not answer, or refuses a
         cancellation: what is left is decided afresh."""
         asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
-        inputs = as_json({"decision": decision.reason, "demand": asked, "gates": decision.start_benefits})
+        inputs = as_json(
+            {"decision": decision.reason, "demand": asked, "start_benefits": decision.start_benefits}
+        )
         if not decision.actions:
             if decision.reason != self._last_reason:
                 self._write(
@@ -257,7 +299,7 @@ class Performer:
             return
         why = "it carries this ledger's id and an intent that the ledger does not have open"
         events = [
-            rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock())
+            rec.Event("orphaned_job_cancelled", 0, f"job {job_id}", why, "{}", self._clock())
             for job_id in job_ids
         ]
         if await self._durable.within(events):  # else they may be a successor's, of whom we cannot know

@@ -26,7 +26,7 @@ from scavenger.router.core.events import WorkerLife
 
 #: Slurm counts whole seconds, and our clock is another one: so far apart a life that accounting tells of is still the bounded one.
 CLOCKS_S = 5.0
-#: Accounting calls a life over when its processes were told to go: KillWait before its GPUs are free.
+#: Accounting calls a life over when its processes got TERM: KillWait before its GPUs are free.
 KILL_S = 60.0
 #: Accounting is asked for an allocation this often at most; slurmdbd hears of an end within seconds.
 MOST_ASKED = 20

@@ -2,7 +2,7 @@
 
 Boundary: the times of allocations; pure.
 
-A *hold* is one incarnation that holds GPUs. Slurm says less than it knows: an incarnation may begin and end between two looks, its restart
+A *hold* is one incarnation that holds GPUs. Slurm says less than it knows: an incarnation may begin and end between two polls, its restart
 count may grow before its GPUs are free, and a requeue does not say whose wish it was. Each growth of the restart count is one hold that
 ended, seen or not; its times are Slurm's where it tells them, else what `allocation_bounds` says.
 
@@ -24,7 +24,7 @@ from scavenger.ledger import records as rec
 
 #: An engine that failed sooner than this after its start "died at once".
 SHORT_LIFE_S = 60.0
-#: Lives that one look can tell of after the fact. Slurm itself holds a job that it put back a few times; a malformed count is no flood.
+#: Lives that one poll can tell of after the fact. Slurm itself holds a job that it put back a few times; a malformed count is no flood.
 MOST_MISSED = 100
 
 
@@ -64,7 +64,7 @@ class Allocations:
         ):
             self._release(
                 draft, one, self._take(draft, one, job), job, lost
-            )  # it began and ended between two looks
+            )  # it began and ended between two polls
         if observed is ObservedState.WAITS:
             one.free_at = max(one.free_at, draft.seen_at)
         elif observed is ObservedState.HOLDS:
@@ -118,7 +118,7 @@ class Allocations:
         return allocation
 
     def _missed(self, draft: Draft, one: Tracked, job: Job, lost: set[str]) -> None:
-        """Lives that began and ended between two looks: each growth of the restart count was one. Slurm tells of the last one's end."""
+        """Lives that began and ended between two polls: each growth of the restart count was one. Slurm tells of the last one's end."""
         first = max(one.last_allocation + 1, job.restart_count - MOST_MISSED)
         for incarnation in range(first, job.restart_count):
             put_back_at = between(job.submit_time, one.free_at, draft.now) if job.submit_time > 0 else 0.0
@@ -138,7 +138,7 @@ class Allocations:
         within: tuple[float, float],
         ended_at: float,
     ) -> None:
-        """Record a life of which no look told. `within`: when it can have been; `ended_at`: its end as Slurm says it, 0: it does not."""
+        """Record a life that no poll showed. `within`: when it can have been; `ended_at`: its end as Slurm says it, 0: it does not."""
         low, high = within
         worker = one.workers.get(incarnation)
         life = alive(worker, low, ended_at or high)
@@ -212,15 +212,15 @@ class Allocations:
         )
         low = max(one.held_at, allocation.started_at)
         over = observed_jobs.observed_state_of(job) in (ObservedState.FINISHED, ObservedState.RETURNS)
-        told = (
+        reported_at = (
             job.end_time
             if same and over
             else job.submit_time
             if same or job.restart_count == allocation.restart_count + 1
             else 0.0
         )
-        if told > 0:
-            ended_at = between(told, low, max(low, draft.now))
+        if reported_at > 0:
+            ended_at = between(reported_at, low, max(low, draft.now))
             draft.records.append(rec.AllocationEnded(one.intent_id, allocation.restart_count, why, ended_at))
         else:  # it came back and went again since: the queue tells of its last life only
             high = max(

@@ -35,7 +35,7 @@ class Tracked:
     held: str = ""
     allocation: Allocation | None = None
     last_allocation: int = -1  # the restart count of the newest hold in the ledger: each is recorded once
-    told: int = -1  # the newest incarnation of which the router knows that it is over
+    reported: int = -1  # the newest incarnation of which the router knows that it is over
     since: float = 0.0  # when it entered its stage
     held_at: float = 0.0  # the last moment at which it was seen to run
     unseen_since: float | None = None
@@ -77,6 +77,6 @@ class Draft:
 
     def over(self, one: Tracked, incarnation: int, why: str, crashed: bool) -> None:
         """Tell the router, once, that this incarnation and all before it are over."""
-        if incarnation > one.told:
-            one.told = incarnation
+        if incarnation > one.reported:
+            one.reported = incarnation
             self.gone.append(JobGone(one.intent_id, incarnation, f"the scheduler says: {why}", crashed))

@@ -1,4 +1,4 @@
-"""What one look at the queue says about one job of ours, as tables. Pure.
+"""What one poll of the queue says about one job of ours, as tables. Pure.
 
 Slurm's states are not ends: PREEMPTED and NODE_FAIL jobs come back under the same id, COMPLETING ones still hold GPUs, one that is not
 listed may be listed again. `observed_state_of` reads a job's state, `NEXT` says what it means for an intent
@@ -57,7 +57,7 @@ _ABSENT_FROM = {
     Stage.OVER: Stage.OVER,  # a finished job that is no longer listed is still finished
 }
 
-#: (stage, sight) -> stage. Any living stage can follow any other between two looks; nothing follows ENDED.
+#: (stage, sight) -> stage. Any living stage can follow any other between two polls; nothing follows ENDED.
 NEXT: dict[tuple[Stage, ObservedState], Stage] = {
     **{(stage, observed): target for stage in _ABSENT_FROM for observed, target in _STAGE_OF.items()},
     **{(stage, ObservedState.ABSENT): target for stage, target in _ABSENT_FROM.items()},

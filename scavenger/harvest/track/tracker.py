@@ -1,7 +1,7 @@
 """What has become of each job that we intended, from one observation after the other. Pure.
 
     intend -> submitted | submit_unknown | submit_refused          what we did
-    observe(view)  -> Output(records, gone, strangers, ended)      what the queue shows; see `sights` for the tables
+    observe(view)  -> Output(records, gone, orphaned_jobs, ended)  what the queue shows; see `observed_jobs` for the tables
     revoke                                                         what we asked to leave
 
 No single observation is trusted: a job that is not listed, or is listed as finished, is closed only when it was so for `absent_s` and at
@@ -40,7 +40,7 @@ from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone, WorkerLife
 
-#: A job that has waited in the queue for longer than this may wait for hours: it is no reason to look often.
+#: A job that has waited in the queue for longer than this may wait for hours: it is no reason to poll often.
 EXPECTED_S = 180.0
 _LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "unknown"})
 
@@ -89,7 +89,7 @@ class Tracker:
         )
 
     def released(self, intent_id: str, node: str, now: float) -> None:
-        """Slurm was told that this waiting job begins on `node`."""
+        """Slurm took our release: this standby job begins on `node`."""
         one = self.intents[intent_id]
         one.standby, one.pinned, one.since = False, node, now
 
@@ -157,9 +157,9 @@ class Tracker:
                 for life in state.lives
             }
             if state.allocation_open:
-                # Of the time between our predecessor's last look and our first one Slurm tells, or the job's engine.
-                one.allocation = Allocation(state.last_allocation, state.node, state.held_since)
-                one.held_at = max(state.held_since, state.polled_at)
+                # Of the time between our predecessor's last poll and our first one Slurm tells, or the job's engine.
+                one.allocation = Allocation(state.last_allocation, state.node, state.allocated_since)
+                one.held_at = max(state.allocated_since, state.polled_at)
                 one.worked = (
                     True  # unknown; and if it leaves now, then perhaps because our predecessor asked it to
                 )
@@ -353,7 +353,7 @@ class Tracker:
         return sum(seen >= at for seen in self._allocations.preempted)
 
     def expecting(self, now: float) -> bool:
-        """Whether something is about to happen that is worth a quick look: just submitted, just preempted, asked to leave."""
+        """Whether something is about to happen that is worth an early poll: just submitted, just preempted, asked to leave."""
         quiet = {Stage.ALLOCATED, Stage.WAITING}
         return any(
             one.stage not in quiet
@@ -379,7 +379,7 @@ class Tracker:
         )
 
     def heard(self, lives: Iterable[WorkerLife]) -> None:
-        """What the router knows of our jobs' engines, those that left since the last look as well: each shows that its job held GPUs."""
+        """What the router knows of our jobs' engines, those that left since the last poll as well: each shows that its job held GPUs."""
         for life in lives:
             one = self.intents.get(life.intent_id)
             if one is not None and (

@@ -387,7 +387,7 @@ def _job(row: Mapping[str, Any], lives: Sequence[r.EngineLife]) -> r.JobState:
         restart_count=row["restart_count"],
         node=row["allocation_node"] or row["node"],
         allocation_open=bool(row["allocation_open"]),
-        held_since=row["held_since"] or 0.0,
+        allocated_since=row["allocated_since"] or 0.0,
         last_allocation=row["last_allocation"],
         free_since=max(row["allocation_ended_at"], row["waited_at"] or 0.0),
         lives=tuple(lives),

@@ -82,7 +82,7 @@ class JobState(msgspec.Struct, frozen=True):
     restart_count: int
     node: str
     allocation_open: bool
-    held_since: float = 0.0  # Unix s; 0 = it has no allocation
+    allocated_since: float = 0.0  # Unix s; 0 = it has no allocation
     last_allocation: int = -1
     free_since: float = 0.0
     lives: tuple[EngineLife, ...] = ()
