@@ -18,8 +18,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger import toml
+from scavenger.ledger import identity, store
 from scavenger.ledger import schema as t
-from scavenger.ledger import store
 from scavenger.protocol import keys, messages
 
 CHUNK = 32
@@ -248,6 +248,7 @@ def daemon(folder: Path, url: str) -> Iterator[tuple[float, int]]:
     state = folder / "state"
     keys.init_state(state, "bench")
     (state / "rendezvous.json").unlink(missing_ok=True)
+    (state / identity.FILE).unlink(missing_ok=True)  # one state directory for one ledger after another
     config = folder / "scavenger.toml"
     config.write_text(
         toml.dumps(

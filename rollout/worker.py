@@ -1,11 +1,11 @@
-"""The preemptible worker: performs what `session` decides, on a real socket, a real engine and a real clock.
+r"""The preemptible worker: performs what `session` decides, on a real socket, a real engine and a real clock. Decides nothing itself.
 
-Owns the event loop's tasks: the socket's receiver, one task that calls the engine in order, one that takes its tokens, one that
-pulls weights. Decides nothing itself. The loop never blocks: computing happens in the engine's own thread.
+    Received   from the socket  \                                       / Send            to the socket
+    Generated  from the engine   >  inbox -> Session.handle -> _perform <  Add, Abort, ... to the engine, in order (`_drive_engine`)
+    Loaded, Slept, ...: done    /                                       \ LoadWeights     to a task that fetches weights (`_pull`)
 
-`Link` is the socket to the daemon, made anew at each connect from the rendezvous file, which may name another host by then: one DEALER
-under CURVE, its receiver and its monitor. `spawn` starts a task that cannot fail in silence: nobody awaits it, so the log and a handler
-get whatever ends it.
+`Worker` owns the event loop's tasks. The loop never blocks: computing happens in the engine's own thread. `Link` is the socket to the
+daemon, made anew at each connect from the rendezvous file, which may name another host by then.
 
 Boundary: the process that performs what the session decides; IO.
 """
@@ -75,11 +75,15 @@ from scavenger.weights.pace import NodePace
 
 _log = structlog.get_logger(__name__)
 
+#: How long messages may take to leave when the worker ends.
+LINGER_MS = 100
+_ZAP_REFUSED = 400  # https://rfc.zeromq.org/spec/27: 300 = try again later, 400 = refused
+
 
 def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]) -> asyncio.Task[None]:
-    """Run beside the others. `on_error` gets the reason if it raises, whatever it raises; not if it is cancelled.
+    """Start a task that nobody awaits. If it raises, whatever it raises, `on_error` gets the reason; not if it is cancelled.
 
-    The reason goes to the ledger, so it is free of what an engine may have quoted; that is in the log.
+    The reason goes to the ledger, so it holds nothing that an engine quoted; the log has that.
     """
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -97,12 +101,8 @@ def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]
     return task
 
 
-_log = structlog.get_logger(__name__)
-_ZAP_REFUSED = 400  # https://rfc.zeromq.org/spec/27: 300 = try again later, 400 = refused
-
-
 class Link:
-    """One connection after another; `post` gets what arrives."""
+    """One connection after another: a DEALER under CURVE, its receiver and its monitor. `post` gets what arrives, as events."""
 
     def __init__(self, state_dir: Path, keypair: KeyPair, post: Callable[[Event], None]) -> None:
         self._state_dir = state_dir
@@ -136,7 +136,7 @@ class Link:
             return str(probe.getsockname()[0])
 
     def send(self, message: messages.WorkerMessage) -> None:
-        """Queue a message. Nothing is lost by a dropped connection that the session does not send again."""
+        """Queue a message. A dropped connection may lose it; the session sends again what matters."""
         if self._socket is not None:
             self._socket.send(messages.encode(message))
 
@@ -149,12 +149,12 @@ class Link:
         socket = self._context.socket(zmq.DEALER)
         secure(socket, server_key, self._keypair)
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        # Unbounded here, bounded by the session: what it may keep, and heartbeats that stop at the third unanswered one.
+        # Unbounded here; the session bounds the tokens that it keeps, and its heartbeats stop at the third unanswered one.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        # Before the connection: a refusal that nobody watches for is not told again.
+        # Before the connection: a monitor that is made later misses the refusal.
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         try:
             socket.connect(endpoint)
@@ -166,7 +166,7 @@ class Link:
         return socket, monitor
 
     def _broken(self, socket: zmq.asyncio.Socket, reason: str) -> None:
-        # A connection that was dropped meanwhile needs no other in its place.
+        # A connection that was dropped meanwhile is not replaced.
         if socket is self._socket:
             self._post(Unreachable(reason))
 
@@ -197,10 +197,6 @@ class Link:
                 return
             if event["value"] == _ZAP_REFUSED:
                 self._post(KeyRefused("the daemon does not accept this worker's key"))
-
-
-_log = structlog.get_logger(__name__)
-LINGER_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +262,7 @@ class Worker:
         self._main = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
-        # The import takes longer than the connection: both at once. Its errors are met again, and told, at Build.
+        # The import takes longer than the connection: both at once. Its errors appear again at Build, which reports them.
         preload = loop.run_in_executor(None, self._preload)
         self._tasks.append(self._spawn(self._drive_engine(), EngineDied))
         self._perform(Connect(0.0))
@@ -339,7 +335,7 @@ class Worker:
     # ------------------------------------------------------------ engine
 
     async def _drive_engine(self) -> None:
-        """Call the engine, one thing after another, in the order in which the session asked. An error here is the engine's death."""
+        """Call the engine, one command after another, in the session's order. An error here means that the engine died."""
         while True:
             command = await self._commands.get()
             if isinstance(command, Build):
@@ -361,7 +357,7 @@ class Worker:
                 self._inbox.put_nowait(
                     Woken(command.order, self._clock() - began, await self._engine.bytes_held())
                 )
-            del command  # while it waits for the next, it keeps no version's memory that the store let go of
+            del command  # else it would keep a version's memory while it waits for the next command
 
     async def _build(self, spec: messages.EngineSpec) -> None:
         began = self._clock()
@@ -403,13 +399,13 @@ class Worker:
         self._inbox.put_nowait(Serves(serving))
 
     def _cannot_serve(self, fault: WeightsError) -> None:
-        """From the thread that served: other engines would go on asking this process, which is a fault of ours and no preemption."""
+        """Called in the thread that serves. The worker ends as failed, because other engines would go on asking this process."""
         _log.error("worker.cannot_serve", reason=fault.log_text)
         assert self._main is not None  # nothing is served before
         self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineDied(describe(fault)))
 
     def _near_daemon(self) -> str:
-        """The address of this host that the daemon's host can reach: other workers can, too."""
+        """The address of this host that the daemon's host can reach, and so other workers too."""
         return self._link.own_address()
 
     async def _pull(self, weights: messages.UseWeights) -> None:
@@ -430,9 +426,8 @@ class Worker:
             merged = await _put_in(engine, pulled)
         except EngineError as error:
             failed = LoadFailed(version, describe(error), isinstance(error, WeightsDiffer), refused=True)
-            if (
-                failed.differs
-            ):  # before it is said, so that the next try finds nothing here that is not as published
+            # Before the failure is reported, so that the next try finds only weights that are as published.
+            if failed.differs:
                 await self._store.recheck(
                     {pulled.manifest.root, *([pulled.base[0].root] if pulled.base is not None else [])}
                 )
@@ -454,9 +449,9 @@ class Worker:
 
 
 async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:
-    """Returns the digest of what sits in the engine where its trainer states one, which it is then.
+    """Load the version. Returns the digest of the engine's weights where the trainer states one (the two are equal), else b"".
 
-    Raises `EngineError`, of which `WeightsDiffer` says that it is not.
+    Raises `EngineError`; `WeightsDiffer` where the digests differ.
     """
     manifest = pulled.manifest
     if not manifest.merged:

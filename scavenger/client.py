@@ -9,14 +9,14 @@
                 ...
         run.commit(1, manifest.version, outcomes, metrics)
 
-Synchronous, torch-free, for one thread. A second thread, with a socket of its own, only says that this process lives while the first
-one computes (`keepalive`). Every call blocks until the daemon has made it durable and rides out a daemon that is restarted (the
-rendezvous file is read again) or waits for its disk; every call may be repeated, so no answer is ever guessed. Knows nothing of how
-samples are generated.
+Synchronous, without torch, for use from one thread. A second thread tells the daemon that the process lives while the first one computes
+(`protocol.heartbeat`). A call returns when the daemon has made it durable. While the daemon restarts or waits for its disk, the call reads
+the rendezvous file again, reconnects and is repeated: repeating a call is safe. Knows nothing of how samples are generated.
 
-`Connection` is the socket below it, to the daemon that the state directory's rendezvous file names. `ClientTimeout` says for how long a
-silent daemon is listened to before the client connects anew. Only whole messages are heard, and over a slow link one group may take
-long: a client that gave up after the same silence each time would have the group sent again each time, and never get it.
+    Client          a connection that opens runs
+    Run             one attempt of a run: all that a trainer does
+    Connection      the socket, to the daemon that the state directory's rendezvous file names
+    ClientTimeout   after how much silence the client connects anew
 
 Boundary: the public interface for trainers, ours and those of others.
 """
@@ -48,51 +48,65 @@ from scavenger.protocol.heartbeat import HeartbeatThread
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
-#: The patience to begin with, which is the least: the daemon answers a ping at once.
-SILENT_S = 4.0
-#: It doubles with each connection that is given up for silence, up to this.
-MOST_SILENT_S = 64.0
-#: A call that is not answered while other messages come: its reply was lost.
+log = structlog.get_logger()
+
+#: The client's timeout at first, and at least: a daemon answers a ping at once.
+MIN_TIMEOUT_S = 4.0
+#: The timeout doubles with each connection that is given up for silence, up to this.
+MAX_TIMEOUT_S = 64.0
+#: A reply that has not come after this time, while other messages do, was lost.
 LOST_REPLY_S = 20.0
+#: How often `Run.poll` pings.
+PING_S = 1.0
+#: How often the log says that a daemon answers and does not commit.
+STALLED_LOG_S = 60.0
+#: All samples are complete at the daemon, and yet groups are missing here: attach again after this time.
+MISSING_S = 3.0
+#: What a call takes beside its groups.
+_ENVELOPE_BYTES = 4096
 
 
 class ClientTimeout:
-    """Of one client, over all its connections."""
+    """After how much silence a client gives its connection up; one for all connections of the client.
+
+    It grows, because only whole messages are heard and one group may take long over a slow link. A client that gave up after the same
+    silence each time would have the group sent again each time, and never get it.
+    """
 
     def __init__(self, now: float) -> None:
-        self.limit = SILENT_S
+        self.limit = MIN_TIMEOUT_S
         self.heard_at = self._asked_at = self._connected_at = now
 
     def connected(self, now: float) -> None:
         self.heard_at = self._connected_at = now
 
     def asked(self, now: float) -> None:
-        """Something was said that is to be answered: silence before it means nothing."""
+        """A call was sent: silence is counted from here, not from before it."""
         self._asked_at = now
 
     def heard(self, now: float, *, group: bool) -> None:
-        """Back by halves while messages come, and never below twice what one was waited for.
+        """A message came: the timeout is halved, to no less than twice the silence before the message.
 
-        What comes right after connecting proves nothing: the answer to an Attach is short, and the group behind it may be long.
+        Not right after connecting: the reply to an Attach is short, and the group behind it may be long.
         """
         if group or now - self._connected_at > self.limit:
-            self.limit = min(max(SILENT_S, 2 * self.silence(now), self.limit / 2), MOST_SILENT_S)
+            self.limit = min(max(MIN_TIMEOUT_S, 2 * self.silence(now), self.limit / 2), MAX_TIMEOUT_S)
         self.heard_at = now
 
     def silence(self, now: float) -> float:
         return now - max(self.heard_at, self._asked_at)
 
     def is_lost(self, now: float, sent_at: float) -> bool:
-        """Whether the reply to what was sent then is taken for lost, though other messages come."""
+        """Whether the reply to a call sent at `sent_at` counts as lost, though other messages come."""
         return now - sent_at > max(LOST_REPLY_S, 2 * self.limit)
 
     def gave_up(self) -> None:
         """A connection was given up for silence."""
-        self.limit = min(2 * self.limit, MOST_SILENT_S)
+        self.limit = min(2 * self.limit, MAX_TIMEOUT_S)
 
 
 class Connection:
-    """See the module. `connect_timeout_s`: how long a daemon may be away."""
+    """A DEALER socket to the daemon, under CURVE. `connect_timeout_s`: how long a daemon may be away."""
 
     def __init__(self, state_dir: Path, key: keys.KeyPair, connect_timeout_s: float = 600.0) -> None:
         self._state_dir = state_dir
@@ -137,23 +151,23 @@ class Connection:
             self._refusals = None
 
     def reconnect(self) -> None:
-        """A fresh socket to whatever daemon the rendezvous file names now."""
+        """Make a new socket to the daemon that the rendezvous file names now. Raises `DaemonUnavailable`, `AuthError`."""
         rendezvous = keys.read_rendezvous(self._state_dir)
         self._drop(linger_ms=0)
         self._socket = self._made(rendezvous)
-        # Before the connection: a refusal that nobody watches for is not told again.
+        # Before the connection: a monitor that is made later misses the refusal.
         self._refusals = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._socket.connect(rendezvous.endpoint)
         self.generation, self._rendezvous = rendezvous.generation, rendezvous
         self.timeout.connected(time.monotonic())
 
     def is_silent(self) -> bool:
-        """Whether to give this connection up: nothing came for as long as it may take, or the daemon is another one by now."""
+        """Whether to give this connection up: the timeout is over, or another daemon has announced itself."""
         silent = self.timeout.silence(time.monotonic())
-        return silent > self.timeout.limit or (silent > SILENT_S and self._is_elsewhere())
+        return silent > self.timeout.limit or (silent > MIN_TIMEOUT_S and self._is_elsewhere())
 
     def is_refused(self) -> bool:
-        """Whether the daemon would not have this key when the present connection was made: no answer comes over it."""
+        """Whether the daemon refused this key when the present connection was made: then no reply comes over it."""
         return self._refusals is not None and bool(self._refusals.poll(0))
 
     def _is_elsewhere(self) -> bool:
@@ -163,7 +177,7 @@ class Connection:
             return True
 
     def _open(self) -> zmq.Socket[bytes]:
-        """One more, for another thread."""
+        """One more socket, for another thread."""
         rendezvous = keys.read_rendezvous(self._state_dir)
         socket = self._made(rendezvous)
         socket.connect(rendezvous.endpoint)
@@ -177,11 +191,11 @@ class Connection:
         return socket
 
     def send(self, run: str, attempt: int, body: messages.CallBody) -> int:
-        """Send one call and return its id. Never waits: where nobody takes it, the silence that follows tells."""
+        """Send one call and return its id. Never waits: a call that cannot leave ends in the client's timeout."""
         assert self._socket is not None
         call = messages.Call(self._next_id, run, attempt, body)
         self._next_id += 1
-        with contextlib.suppress(zmq.Again):  # a refused key has no way out of here any more
+        with contextlib.suppress(zmq.Again):  # after a refused key the socket takes nothing more
             self._socket.send(messages.encode(call), zmq.NOBLOCK)
         self.timeout.asked(time.monotonic())
         return call.id
@@ -194,15 +208,6 @@ class Connection:
         message = messages.decode_to_trainer(self._socket.recv())
         self.timeout.heard(time.monotonic(), group=isinstance(message, messages.GroupDone))
         return message
-
-
-log = structlog.get_logger()
-
-PING_S = 1.0
-#: How often it is said that a daemon answers and does not commit.
-STALLED_LOG_S = 60.0
-#: All samples are said to be complete, yet groups are missing here: attach again after this long.
-MISSING_S = 3.0
 
 
 class Client(Connection):
@@ -264,10 +269,6 @@ class Client(Connection):
         return opening
 
 
-#: A call's own fields, beside its groups.
-_ENVELOPE_BYTES = 4096
-
-
 def _calls_of(groups: Sequence[messages.GroupSpec]) -> list[tuple[messages.GroupSpec, ...]]:
     """A submission in parts that one call may hold, by samples and by bytes; none is one empty part.
 
@@ -303,12 +304,10 @@ class Run:
         self.versions: tuple[tuple[int, int, bytes], ...] = ()
         self.fleet = messages.Fleet(0, 0, 0, 0, 0)
         self._arrived: list[messages.GroupDone] = []
-        self._known: dict[
-            int, tuple[str, int]
-        ] = {}  # group id -> (purpose, step), of groups received and not committed
-        self._submitted: dict[
-            int, tuple[str, int]
-        ] = {}  # the same of groups that were promised and have not arrived
+        #: Group id -> (purpose, step), of groups received and not committed.
+        self._known: dict[int, tuple[str, int]] = {}
+        #: The same of groups submitted and not received.
+        self._submitted: dict[int, tuple[str, int]] = {}
         self._reserved: messages.SetReserved | None = None
         self.reserved_order = 0  # number of what was last said by `set_reserved`
         self._trained: messages.Trained | None = None
@@ -390,7 +389,7 @@ class Run:
         self.call(messages.EndReserved(tuple(names), messages.words(reason)))
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        """Whole groups of the step that are trained so far, their tokens and what they took: told with the next ping."""
+        """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`."""
         self._trained = messages.Trained(step, groups, tokens, seconds)
 
     def commit(
@@ -445,7 +444,7 @@ class Run:
                 self._take(message)
             silent = self._client.is_silent()
             if silent:
-                self._lose_patience()
+                self._timed_out()
             if (
                 silent
                 or self._client.timeout.is_lost(time.monotonic(), sent_at)
@@ -455,7 +454,7 @@ class Run:
                 call_id = self._client.send(self.name, self.attempt, body)
                 sent_at = time.monotonic()
 
-    def _lose_patience(self) -> None:
+    def _timed_out(self) -> None:
         timeout = self._client.timeout
         silent = timeout.silence(time.monotonic())
         timeout.gave_up()
@@ -542,7 +541,7 @@ class Run:
 
     def _warn(self, cause: str) -> None:
         now = time.monotonic()
-        if now - self._alive.answered_at > 2 * SILENT_S:
+        if now - self._alive.answered_at > 2 * MIN_TIMEOUT_S:
             log.warning("daemon away", run=self.name, cause=cause)
         elif now - self._warned_at > STALLED_LOG_S:
             self._warned_at = now
@@ -562,7 +561,7 @@ class Run:
             while True:
                 message = self._client.receive(0.2)
                 if self._client.is_silent():
-                    self._lose_patience()
+                    self._timed_out()
                     return False
                 if self._client.timeout.is_lost(time.monotonic(), sent_at):
                     return False

@@ -69,7 +69,7 @@ PURE = (
     "scavenger/policy/**/*.py",
     "scavenger/ledger/redaction.py",
     "scavenger/ledger/retention.py",
-    "scavenger/ledger/records/*.py",
+    "scavenger/ledger/records.py",
     "scavenger/router/core/*.py",
     "scavenger/harvest/decide/*.py",
     "scavenger/harvest/track/*.py",

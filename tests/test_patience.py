@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.client import MOST_SILENT_S, SILENT_S, ClientTimeout
+from scavenger.client import MAX_TIMEOUT_S, MIN_TIMEOUT_S, ClientTimeout
 
 
 def reconnected(patience: ClientTimeout, now: float) -> float:
@@ -25,20 +25,20 @@ def test_a_message_of_any_length_within_the_bound_comes_in_the_end() -> None:
         assert tries <= 5
         patience.heard(now + length, group=True)
         assert patience.limit >= length, "the next group is as long"
-    assert patience.limit == MOST_SILENT_S
+    assert patience.limit == MAX_TIMEOUT_S
 
 
 def test_patience_ends_with_the_slow_link() -> None:
     patience = ClientTimeout(0.0)
     for at in range(5):
         reconnected(patience, 100.0 * at)
-    assert patience.limit == MOST_SILENT_S
+    assert patience.limit == MAX_TIMEOUT_S
     now = 500.0
     for _ in range(5):
         patience.asked(now)
         patience.heard(now + 0.01, group=False)
         now += 1.0
-    assert patience.limit == SILENT_S
+    assert patience.limit == MIN_TIMEOUT_S
 
 
 def test_silence_counts_from_the_question() -> None:
@@ -47,7 +47,7 @@ def test_silence_counts_from_the_question() -> None:
     patience.asked(60.0)
     assert patience.silence(61.0) == 1.0
     patience.heard(61.0, group=True)
-    assert patience.limit == SILENT_S
+    assert patience.limit == MIN_TIMEOUT_S
 
 
 def test_a_reply_is_lost_when_other_messages_come_for_long_and_longer_on_a_slow_link() -> None:

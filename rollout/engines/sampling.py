@@ -1,6 +1,7 @@
 """How a token is drawn: the sample's own random numbers, the sampling distribution, the inverse CDF.
 
 Owns the definition of a draw. Pure: nothing here depends on time, on the batch or on a generator's state.
+
 Boundary: the definition of a draw; pure.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from scavenger.protocol.messages import SampleKey, Sampling
 
-_PERSON = b"scavenger-draw-1"  # names this construction; another one must use another name
+_DRAW_PERSON = b"scavenger-draw-1"  # names this construction; another one must use another name
 
 
 class Draws:
@@ -29,7 +30,7 @@ class Draws:
         # Length-prefixed text and fixed-width integers: two different keys never encode to the same bytes.
         fields = struct.pack(">qqqq", seed, key.step, key.prompt, key.index)
         self._prefix = blake2b(
-            struct.pack(">I", len(purpose)) + purpose + fields, digest_size=8, person=_PERSON
+            struct.pack(">I", len(purpose)) + purpose + fields, digest_size=8, person=_DRAW_PERSON
         )
 
     def uniform(self, position: int) -> float:

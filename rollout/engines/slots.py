@@ -2,6 +2,7 @@
 
 Owns the cache tensors and the mapping of a forward pass onto them. Knows neither requests nor sampling. Rows 0..n-1 are always
 the running requests, so that a decode step works on a view and copies nothing.
+
 Boundary: the KV cache's memory; it knows no request.
 """
 

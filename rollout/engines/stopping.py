@@ -2,6 +2,7 @@
 
 Owns an engine around another one, and the matcher. Only answers of runs with `sampling.stop` are looked at; the tokenizer is read from
 the path in the engine's spec when the first of them comes. Knows no daemon.
+
 Boundary: an engine around any engine, and a pure matcher.
 """
 

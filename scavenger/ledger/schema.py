@@ -2,7 +2,8 @@
 
 Owns names, types and indexes. `migrations/` must add up to exactly this (a test holds it). Conventions:
 
-- Every integer is 64 bits wide, every time is Unix seconds as a double, every payload is a packed little-endian array (`wire`).
+- Every integer is 64 bits wide, every time is Unix seconds as a double, every payload is a packed
+  little-endian array (`protocol.messages.codec`).
 - Ids come from the core, except the `id` of append-only tables, which the database counts.
 - There are no foreign keys. The writer batches rows by kind, so a parent may follow its child within a transaction, and a run's
   contents may be purged while its accounting stays. `ledger check` proves the references instead.

@@ -1,7 +1,10 @@
-"""How the daemon, its workers and its trainers talk: messages, CURVE keys, connections.
+"""How the daemon, its workers and its trainers talk: messages, CURVE keys, and each side's part of the conversation.
 
-`messages` is the vocabulary with its codec and bounds; `keys` the CURVE keys and the rendezvous file; `connection` and
-`heartbeat` a client's socket; `worker` the worker's side of the conversation as a sans-IO state machine; `train_step` the
-state machine of one training step, which the trainer and the simulator drive. Knows no router, no trainer and no engine.
-Read `messages/__init__.py` first.
+    messages     every message, its bounds and its encoding
+    keys         CURVE keys and the rendezvous file
+    heartbeat    the trainer's pings, from a thread (`scavenger/client.py` has the rest of the trainer's side)
+    worker       the worker's side, a sans-IO state machine
+    train_step   the state machine of one training step, which the trainer and the simulator drive
+
+Knows no router, no trainer and no engine. Read `messages/__init__.py` first.
 """

@@ -1,7 +1,7 @@
-"""Says that a trainer's process lives while its one thread computes: a thread with a socket of its own that pings every second.
+"""The trainer's heartbeat: a thread with a socket of its own that pings the daemon every second while the main thread computes.
 
-Owns that socket and that thread. Knows when the daemon last answered, and nothing of groups or steps. A daemon that answers here and
-not there is one that cannot commit: its replies wait for the ledger, its pongs do not.
+Knows when the daemon last answered, and nothing of groups or steps. A daemon that answers these pings and no call cannot commit: replies to
+calls wait for the ledger, pongs do not.
 
 Boundary: a thread with a socket of its own.
 """
@@ -21,15 +21,16 @@ from scavenger.protocol import messages
 
 log = structlog.get_logger()
 
-PING_S = 1.0
-#: Silence after which the rendezvous file is read again.
-SILENT_S = 4.0
+HEARTBEAT_S = 1.0
+#: Silence after which the thread reads the rendezvous file again and makes a new socket.
+RECONNECT_AFTER_S = 4.0
 
 
 class HeartbeatThread(threading.Thread):
     """Pings for a run until `stop`. `open_socket()`: a fresh DEALER to the present daemon, for this thread alone.
 
-    Until `attempt` is set the run is being opened: then any reply shows a daemon. Later only a pong does, and a newer attempt ends this.
+    Until `attempt` is set the run is being opened, and any reply shows that the daemon lives. Later only a pong does. The thread ends when
+    the daemon has granted a newer attempt.
     """
 
     def __init__(self, open_socket: Callable[[], zmq.Socket[bytes]], run: str) -> None:
@@ -53,7 +54,7 @@ class HeartbeatThread(threading.Thread):
         try:
             while not self._halt.is_set():
                 self._ping()
-                self._halt.wait(PING_S)
+                self._halt.wait(HEARTBEAT_S)
                 self._hear()
         finally:
             if self._socket is not None:
@@ -61,7 +62,7 @@ class HeartbeatThread(threading.Thread):
 
     def _ping(self) -> None:
         now = time.monotonic()
-        if self._socket is None or now - max(self.answered_at, self._tried_at) > SILENT_S:
+        if self._socket is None or now - max(self.answered_at, self._tried_at) > RECONNECT_AFTER_S:
             self._tried_at = now
             self._reconnect()
         if self._socket is not None:
@@ -69,7 +70,7 @@ class HeartbeatThread(threading.Thread):
             ping = messages.Call(
                 attempt, self._run_name, attempt, messages.Ping(aside=True)
             )  # the reply's id says what it is about
-            with contextlib.suppress(zmq.Again):  # nobody takes them: one more would say nothing new
+            with contextlib.suppress(zmq.Again):  # the queue is full of pings already
                 self._socket.send(messages.encode(ping), zmq.NOBLOCK)
 
     def _reconnect(self) -> None:

@@ -222,12 +222,6 @@ def owner_keys(state_dir: Path) -> dict[str, list[OwnerKey]]:
     return {path.stem: _owner_keys(path) for path in sorted((state_dir / "keys" / "owners").glob("*.pub"))}
 
 
-def owner_names(state_dir: Path) -> dict[str, str]:
-    """The key that an owner's runs are recorded under -> the name that the owner was enrolled under."""
-    files = sorted((state_dir / "keys" / "owners").glob("*.pub"))
-    return {_owner_keys(path)[-1].public: path.stem for path in files}
-
-
 def enroll(state_dir: Path, name: str, public: str) -> Path:
     """Allow `public` to own runs under `name`, and no other key. Returns the file; removing it revokes the permission."""
     path = _owner_path(state_dir, name)

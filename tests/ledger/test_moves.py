@@ -174,13 +174,13 @@ def test_what_other_samples_do_does_not_wait_for_a_fold(sqlite_url: str) -> None
         r.GroupCreated(2, 1, "train", 1, 1, 0, 1, b"", 2, 900, "{}", "{}", 1.0),
         r.Event("x", 0, "", "", "{}", 1.0),
     ]
-    assert log.plan(others, 1.5) == transaction.Plan((), others, ())
+    assert log.plan(others, 1.5) == transaction.MovePlan((), others, ())
     assert log.plan(others, 2.5).fold, "not for ever"
     assert log.plan([], 1.1).fold, "nobody writes"
     few = moved(1, 2.0, samples=transaction.FEWEST_MOVES - 1)
-    assert MoveLog().plan(few, 1.0) == transaction.Plan((), few, ()), "a fold costs a transaction"
+    assert MoveLog().plan(few, 1.0) == transaction.MovePlan((), few, ()), "a fold costs a transaction"
     mixed = [chunk(7, 1, 0), *moved(1, 2.0)]
-    assert MoveLog().plan(mixed, 1.0) == transaction.Plan((), mixed, ()), (
+    assert MoveLog().plan(mixed, 1.0) == transaction.MovePlan((), mixed, ()), (
         "the order within the transaction matters"
     )
 
@@ -330,7 +330,7 @@ def batches_of(url: str, monkeypatch: pytest.MonkeyPatch, *, go: bool) -> tuple[
         batch: int,
         records: Sequence[r.Record],
         now: float,
-        plan: transaction.Plan,
+        plan: transaction.MovePlan,
     ) -> bool:
         sizes.append(len(records))
         return commit_batch(connection, generation, batch, records, now, plan)

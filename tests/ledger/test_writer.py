@@ -20,7 +20,7 @@ from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.write import batches, transaction
 from scavenger.ledger.write.statements import KINDS
-from scavenger.ledger.write.transaction import Generation, Plan
+from scavenger.ledger.write.transaction import Generation, MovePlan
 from scavenger.ledger.write.writer import Writer
 from tests.ledger.examples import WAIT_S, event, everything, subjects, witness, written
 
@@ -89,7 +89,7 @@ def held_commits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
         batch: int,
         records: list[r.Record],
         now: float,
-        plan: Plan,
+        plan: MovePlan,
     ) -> bool:
         sizes.append(len(records))
         entered.set()
@@ -242,7 +242,7 @@ def test_a_commit_whose_answer_was_lost_is_not_repeated(url: str, monkeypatch: p
         batch: int,
         records: list[r.Record],
         now: float,
-        plan: Plan,
+        plan: MovePlan,
     ) -> bool:
         done = commit(connection, generation, batch, records, now, plan)
         calls.append(done)

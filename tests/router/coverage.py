@@ -36,7 +36,7 @@ WITHIN_ONE_EVENT: dict[str, tuple[str, ...]] = {
 IMPOSSIBLE = {
     ("queued", "finish"): "no code takes it: a chunk is accepted under a lease only",
     ("joined", "joined"): "one Welcome answers one hello; a second is a stray",
-    ("greeting", "greeting"): "a new connection comes after CONNECTING only",
+    ("registering", "registering"): "a new connection comes after CONNECTING only",
 }
 _SAMPLES = tuple(f"sample {s}" for s in ("queued", "leased", "unconfirmed", "complete"))  # demanded
 _ENDED = "sample ended"  # the core forgets an ended sample as soon as its group has ended

@@ -29,9 +29,9 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "PING_S", 0.1)
-    monkeypatch.setattr(heartbeat, "SILENT_S", 0.5)
-    monkeypatch.setattr(clients, "SILENT_S", 0.5)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(heartbeat, "RECONNECT_AFTER_S", 0.5)
+    monkeypatch.setattr(clients, "MIN_TIMEOUT_S", 0.5)
 
 
 # ---------------------------------------------------------------- the core

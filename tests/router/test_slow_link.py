@@ -88,7 +88,7 @@ def scripted(daemon: LiveDaemon) -> Iterator[ScriptedWorker]:
 def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clients, "SILENT_S", 0.4)
+    monkeypatch.setattr(clients, "MIN_TIMEOUT_S", 0.4)
     with LiveDaemon(tmp_path / "state", payload_bytes=2**24) as daemon:
         here = keys.read_rendezvous(daemon.state_dir)
         port = int(here.endpoint.rsplit(":", 1)[1])

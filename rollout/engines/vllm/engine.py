@@ -1,15 +1,9 @@
 """vLLM in the worker's process: its asynchronous engine behind `base.Engine`.
 
-Owns one `AsyncLLM` (whose core is a process of its own), one task a request, and the order of what happens to the weights. Knows no daemon.
-What of vLLM is set and why: `vllm_setup`; what runs in vLLM's own processes: `vllm_worker`. docs/engines.md tells an admin of it.
+Owns one `AsyncLLM` (whose core is a process of its own), one task a request, and the order in which weights are replaced. Knows no daemon.
+`setup` has vLLM's settings and the reason for each, `worker` what runs in vLLM's own processes, docs/engines.md what an admin needs.
 
 vLLM is imported by `build`, in the engine's own thread, which lives as long as the engine.
-
-The seed of one lease, for engines that take a seed a request. Pure.
-
-An engine's own generator starts over with each request, so a seed named by the sample alone would draw a moved sample's tokens from the
-numbers that its first ones were drawn from; and without a seed every engine draws the same ones. A lease's seed is therefore a hash of the
-run's seed, the sample's key and how many tokens were accepted before: no two leases share a stream, whichever engines serve them.
 """
 
 from __future__ import annotations
@@ -40,11 +34,19 @@ from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describ
 from scavenger.protocol.messages import EngineSpec, SampleKey
 from scavenger.protocol.worker.events import Delta, Request
 
-_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
+NAME = "vllm"
+CALL_S = 300.0  # what one call to all ranks may take
+_SEED_PERSON = b"scavenger-lease1"  # names this construction; another one must use another name
+_log = structlog.get_logger(__name__)
 
 
 def lease_seed(seed: int, key: SampleKey, accepted: int) -> int:
-    """In [0, 2^63 - 1): what `torch.Generator.manual_seed` and every engine that we know take."""
+    """The seed of one lease, in [0, 2^63 - 1), as `torch.Generator.manual_seed` takes it. `accepted`: tokens accepted before. Pure.
+
+    vLLM's generator starts over with each request. With one seed per sample, a moved sample's next tokens would be drawn from the numbers
+    of its first ones; without a seed, every engine would draw the same. So the seed is a hash of the run's seed, the sample's key and
+    `accepted`, and no two leases share a stream.
+    """
     purpose = key.purpose.encode()
     # Length-prefixed text and fixed-width integers: two different keys never encode to the same bytes.
     data = (
@@ -52,12 +54,7 @@ def lease_seed(seed: int, key: SampleKey, accepted: int) -> int:
         + purpose
         + struct.pack(">qqqqq", seed, key.step, key.prompt, key.index, accepted)
     )
-    return int.from_bytes(blake2b(data, digest_size=8, person=_PERSON).digest(), "big") % (2**63 - 1)
-
-
-NAME = "vllm"
-CALL_S = 300.0  # what one call to all ranks may take
-_log = structlog.get_logger(__name__)
+    return int.from_bytes(blake2b(data, digest_size=8, person=_SEED_PERSON).digest(), "big") % (2**63 - 1)
 
 
 async def build(spec: EngineSpec, host: Host) -> VllmEngine:

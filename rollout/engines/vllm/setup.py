@@ -1,11 +1,8 @@
-"""Tensors of this process where its children can read them: a file that has no name and no place on any disk.
+"""What a vLLM engine needs before it starts: arguments from the run's engine spec, environment, private folder, and weights in memory.
 
-Owns the file and its layout. It is gone when its last user is, however that ends. Knows no torch and no engine.
+Owns which of vLLM's settings we set, and why. Starts nothing: `engine` does, and imports vLLM after `prepare_environment`. The arguments
+are pure. `MemoryFile` hands weights to vLLM's processes.
 
-How a vLLM engine is started: its arguments from the run's engine spec, its environment, its private folder.
-
-Owns what of vLLM's many settings we set, and why. Must not start anything: `vllm` does. The arguments are pure; vLLM itself is imported
-by the caller, after `prepare_environment`.
 Boundary: vLLM's settings; pure but for its private folder.
 """
 
@@ -132,7 +129,10 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 
 
 class MemoryFile:
-    """A copy of tensors. `path` opens it in any process of the same user while this object lives; nobody can change it any more."""
+    """A sealed copy of tensors in an anonymous memory file, which is on no disk and gone with its last user.
+
+    `path` opens it in any process of the same user while this object lives. `table`: name, dtype, shape, offset, nbytes of each tensor.
+    """
 
     def __init__(self, views: Sequence[Weight]) -> None:
         self.table: list[tuple[str, str, list[int], int, int]] = []

@@ -2,6 +2,7 @@
 
 Runs in vLLM's processes, one object a tensor-parallel rank, called by name through `collective_rpc`. Owns nothing that outlives a call but
 the hooks. Must not know the daemon, the network or a file: weights come in a memory file of the worker process, verified by it.
+
 Boundary: code that runs inside vLLM's own processes.
 """
 

@@ -1,4 +1,10 @@
-"""The ledger's only writer: records in, one fenced transaction out.
+"""The ledger's only writer: records in, one fenced transaction out. Read top-down:
 
-Read `writer.py` first (the thread and its group commit), then `transaction.py` (the fence) and `statements.py` (record to SQL).
+writer        the thread: many submissions, one transaction, one acknowledgement
+transaction   who may write (generations), and moves that are logged first
+batches       a transaction's records as batches of one kind; chunks
+statements    each kind's SQL, over one record
+batch_sql     the same SQL over many records at once
+compaction    chunks of final samples, joined or dropped
+wal           SQLite's write-ahead log
 """

@@ -1,7 +1,7 @@
 """A transaction's records as batches of one kind, and the SQL that writes each. In the caller's transaction; knows no generation.
 
 `arrange` turns the records into few batches, because a statement run with many parameter rows costs a fraction of many statements. A
-record may join an earlier batch of its kind unless a batch in between must come first, which the sets of each kind say (`statements`).
+record joins an earlier batch of its kind unless a batch in between must come first (the three sets of each kind: `statements`).
 
     records --arrange--> batches of one kind --> few records: the kind's statements, row by row
                                                  many:        the same statements over many rows at once (`batch_sql`)
@@ -64,7 +64,7 @@ def arrange(records: Iterable[Record]) -> list[Batch]:
     before: type[Record] | None = None
     for record in records:
         kind = type(record)
-        if kind is before:  # nothing has come between: the common case, and it must cost nothing
+        if kind is before:  # the common case, which must cost nothing
             batches[last[kind]][1].append(record)
             continue
         before = kind

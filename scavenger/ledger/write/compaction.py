@@ -26,7 +26,7 @@ _PLACE = (_c.sample_id, _c.id, _c.epoch, _c.start_len, _c.n_tokens, _c.version, 
 def reduce_contents(connection: sa.Connection, records: Sequence[ContentsReduced]) -> None:
     """Carry out each record, unless its run was granted another attempt since. Samples that are not final are left alone."""
     for record in records:
-        # The lock that a purge takes too: on PostgreSQL one of the two would else put back what the other took.
+        # The lock that a purge takes too: without it, on PostgreSQL, one of the two could put back what the other removed.
         mine = sa.select(runs.c.attempt).where(runs.c.run_id == record.run_id).with_for_update()
         attempt = connection.execute(mine).scalar()
         if attempt == record.attempt:
@@ -67,7 +67,7 @@ def _reduce(connection: sa.Connection, record: ContentsReduced) -> None:
 
 
 def _wanted(connection: sa.Connection, record: ContentsReduced) -> dict[int, int]:
-    """The record's samples that may be reduced still, with their lengths."""
+    """The record's samples that may still be reduced, with their lengths."""
     query = sa.select(_s.sample_id, _s.accepted_len, _s.contents).where(
         _s.sample_id.in_(record.sample_ids), _s.run_id == record.run_id, _s.state.in_(FINAL_STATES)
     )

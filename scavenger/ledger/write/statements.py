@@ -1,19 +1,15 @@
-"""How each record becomes SQL: a table from record kind to statements. Pure: builds statements and
-parameters, runs none.
+"""How each record becomes SQL: `KINDS`, a table from record kind to statements. Pure: builds statements and parameters, runs none.
 
-`arrange` turns a transaction's records into few batches, each of one kind, because a statement run with many
-parameter rows costs a fraction of many statements. A record may join an earlier batch of its kind unless a
-batch in between must come first; which must is said by three sets of each kind:
+Three sets of each kind say which records of another kind must be written before its own (`batches.arrange` keeps to them):
 
     creates   rows it inserts. They are new, so an insert may always move ahead.
     uses      rows that must exist. It stays behind every kind that creates such rows.
     sets      columns whose last writer wins (or that depend on each other). Two kinds that share one keep their order.
 
-Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are in no set: their updates
-commute.
+Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are in no set: their updates commute.
 
-A statement is written once, over one parameter row; a parameter is called as the record's field, after `p_`.
-`SampleFinished` has one:
+A statement is written once, over one parameter row. A parameter has the name of the record's field, after `p_`. `SampleFinished` has one
+statement:
 
     UPDATE samples
     SET state='complete', finish=:p_finish,
@@ -22,8 +18,7 @@ A statement is written once, over one parameter row; a parameter is called as th
         finished_at=:p_at
     WHERE samples.sample_id = :p_sample_id
 
-A few records run it row by row; many run the statement over many rows that `batch_sql` makes of it. `tuples`
-makes the parameter rows.
+For a few records it is run row by row; for many, `batch_sql` makes one statement over all rows of it.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ Rows = Callable[[Sequence[Any]], Iterable[Row]]
 
 
 def clean(value: Any) -> Any:
-    """PostgreSQL's text holds every character but NUL, and a peer's reason must not be able to stop the ledger."""
+    """Text without NUL, which PostgreSQL's text cannot hold: another process's text must not be able to stop the ledger."""
     return value.replace("\0", "\ufffd") if isinstance(value, str) else value
 
 
@@ -120,14 +115,14 @@ def _value(column: sa.Column[Any], value: Any) -> Any:
 
 
 def _same(table: Table, names: str) -> dict[str, Any]:
-    """Columns that are called as the record's fields are."""
+    """Columns with the names of the record's fields."""
     return {name: f":{name}" for name in names.split()}
 
 
 def _update(
     table: Table, keys: str, rows: Rows = each, /, *, must_match: bool = True, **columns: Any
 ) -> Statement:
-    """Update the row whose `keys` (columns, called as the fields) match. `columns` as in `_insert`."""
+    """Update the row whose `keys` (columns with the names of fields) match. `columns` as in `_insert`."""
     where = [table.c[key] == _p(key) for key in keys.split()]
     values = _values(table, columns)
     shape = Shape(table, tuple(keys.split()), tuple(values.items()))
@@ -518,8 +513,8 @@ _LEASES = frozenset({r.LeaseGranted, r.LeaseEnded, r.LeaseMoved})
 def weigh(record: Record) -> int:
     """About how many bytes a record takes in memory and in the ledger.
 
-    Raises `LedgerError` for an integer that no database column holds: refused here, where the caller can still be told, it cannot
-    become a record that no retry can ever write.
+    Raises `LedgerError` for an integer that no database column holds. It is refused here, while the caller can still be told: once queued,
+    no retry could ever write it.
     """
     if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
         return _FLAT_BYTES + len(record.tokens) + len(record.logprobs) + len(record.raw_logprobs)

@@ -6,20 +6,20 @@ Every transaction begins by moving `batch` from n to n + 1 on the row of its own
 - takes the write lock first, so that no transaction fails half-way for it;
 - makes a repeated transaction harmless: after a commit whose answer was lost, `batch` is n + 1 already.
 
-A *timeline* is one history of the ledger. A ledger that was restored from a backup goes on in another one: every id and number that
-was given out after the backup is given out again. The new generation is numbered beyond all that were ever announced, and has a
-random `uid`, so a daemon of the other history is fenced here too, should it reach this database. `timeline` goes to workers and
-trainers, who void what the other history gave them.
+A *timeline* is one history of the ledger. A ledger that was restored from a backup goes on in another one, because every id and number
+that was given out after the backup is given out again. The new generation is numbered beyond all that were ever announced, and has a
+random `uid`, so a daemon of the other history that reaches this database is fenced too. `timeline` goes to workers and trainers, who
+discard what the other history gave them.
 
 Moves of many samples at once are logged first, and folded into `leases` and `samples` soon after (`MoveLog`):
 
     LeaseMoved x 10,000 --one row--> move_log --commit: durable, the new engines are told--> fold: 10,000 x (a lease ended, one made, a
                                                                                              sample updated), and the row deleted
 
-A lost fleet's samples stand still until their new leases are durable. To write those takes 30,000 changed rows, the log a single one.
-Between the two, `leases` and `samples` describe the moment before the moves: a report lags by a second, by five while ever more engines
-are lost. Nothing that needs a logged move is written before it is folded, and whoever takes the ledger over folds what it finds first,
-in the transaction that makes it the owner.
+A lost fleet's samples wait until their new leases are durable. In place that takes 30,000 changed rows, in the log a single one. Until
+the fold, `leases` and `samples` describe the moment before the moves: a report lags by a second, or by five while more and more engines
+are lost. No record that needs a logged move is written before it is folded, and a new owner of the ledger folds what it finds in the
+transaction that makes it the owner.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _FIRST = sa.select(_g.timeline).order_by(_g.generation).limit(1)
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """The newest generation that the rendezvous file tells of; the default says that there was none.
+    """The newest generation that the rendezvous file names; the default: none.
 
-    `unfinished`: the restore that was not seen to its end, as `note` (a file of `restoring`) tells it; "" when none is known.
+    `unfinished`: the restore that was begun and not completed, as in `note` (a file of `restoring`); "" when none is known.
     """
 
     generation: int = 0
@@ -127,7 +127,7 @@ def grant_generation(
 
 
 def release(engine: sa.Engine, generation: Generation, now: float) -> bool:
-    """End the generation of a daemon that was told to stop and wrote all it had: nobody needs to wait for its silence. False: it was over.
+    """End the generation of a daemon that stops with everything written, so that its successor need not wait. False: it was over already.
 
     What the driver raises passes through; then the generation ends when its heartbeat is old.
     """
@@ -195,7 +195,7 @@ def commit_batch(
     batch: int,
     records: Sequence[Record],
     now: float,
-    plan: Plan | None = None,
+    plan: MovePlan | None = None,
 ) -> bool:
     """Write `records` as transaction number `batch` (from 1 on) of `generation`; returns once they are durable.
 
@@ -206,7 +206,7 @@ def commit_batch(
     with connection.begin():
         fresh = _advance(connection, generation, batch, now)
         if fresh:
-            plan = plan or Plan((), records, ())
+            plan = plan or MovePlan((), records, ())
             if plan.fold:
                 fold_moves(connection, plan.fold)
             write_records(connection, plan.records)
@@ -248,13 +248,15 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
 
 # ---------------------------------------------------------------- moves of many samples at once
 
-#: Fewer moves than these are written as they are: a fold costs a transaction.
+#: Fewer moves than these are written in place: a fold costs a transaction.
 FEWEST_MOVES = 4
-#: Logged moves are folded after this time (s) while others write, after `QUIET_S` (s) when nobody does, when there are `MOST_MOVES` of
-#: them, and after `MOST_LAG_S` (s) whatever is written: engines may be lost for a long time.
+#: Logged moves are folded by the first transaction that logs no moves after this time (s),
 MOST_AGE_S = 1.0
+#: when no record has come for this time (s),
 QUIET_S = 0.05
+#: and in any case after this time (s), because engines may be lost for a long time,
 MOST_LAG_S = 5.0
+#: or when there are more than this.
 MOST_MOVES = 100_000
 
 Moves = tuple[LeaseMoved, ...]
@@ -269,8 +271,8 @@ _TOUCHING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a transaction does of moves: `fold` these logged ones first, then write `records`, then log these moves."""
+class MovePlan:
+    """What one transaction does: fold these batches of logged moves, then write `records`, then log the moves `log`."""
 
     fold: tuple[Moves, ...]
     records: Sequence[Record]
@@ -278,19 +280,18 @@ class Plan:
 
 
 class MoveLog:
-    """The moves that are logged and not folded. `plan` changes nothing; `done` follows the commit of what was planned."""
+    """The moves that are logged and not folded. `plan` decides and changes nothing; call `done` when the plan is committed."""
 
     def __init__(self) -> None:
-        self._batches: tuple[
-            Moves, ...
-        ] = ()  # in the order in which they were logged: a later one may move the same samples on
+        #: In the order in which they were logged: a later one may move the same samples again.
+        self._batches: tuple[Moves, ...] = ()
         self._samples: set[int] = set()
         self._since = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self._batches))
 
-    def plan(self, records: Sequence[Record], now: float) -> Plan:
+    def plan(self, records: Sequence[Record], now: float) -> MovePlan:
         """What to do with the next transaction's records; with none, everything is folded."""
         moves = tuple(record for record in records if type(record) is LeaseMoved)
         samples = {move.sample_id for move in moves}
@@ -298,7 +299,9 @@ class MoveLog:
         rest = [record for record in records if type(record) is not LeaseMoved] if log else records
         if log and _concerns(rest, samples):
             log, rest = False, records
-        return Plan(self._batches if self._due(rest, now, logging=log) else (), rest, moves if log else ())
+        return MovePlan(
+            self._batches if self._due(rest, now, logging=log) else (), rest, moves if log else ()
+        )
 
     def _due(self, rest: Sequence[Record], now: float, *, logging: bool) -> bool:
         """Whether what was logged is folded before `rest` is written."""
@@ -309,7 +312,7 @@ class MoveLog:
             return True
         return not logging and (not rest or age_s > MOST_AGE_S)
 
-    def done(self, plan: Plan, now: float) -> None:
+    def done(self, plan: MovePlan, now: float) -> None:
         kept = () if plan.fold else self._batches
         if not kept:
             self._since = now

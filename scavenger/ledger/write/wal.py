@@ -1,11 +1,11 @@
-"""SQLite's write-ahead log: when it is written back, how large it is, what is tried when it stays large. PostgreSQL looks after its own.
+"""SQLite's write-ahead log (WAL): when it is written back, how large it is, what is tried when it stays large. Not for PostgreSQL.
 
-Left alone, SQLite writes the log back within the commit that made it long, and all that this commit made durable waits for that: tens of
-MB and two syncs. So the writer's connection does not, and the watch does it once the commit was acknowledged. It never gets past the
-oldest reader that is still in a transaction: one that stays open makes the log grow with every commit. Readers of ours have a deadline;
-somebody's `sqlite3` may not. Nor does it get to the log's end at one instant while short readers overlap, and then the log is never begun
-anew: so a log that is too large is written back with a little patience, during which new readers wait for nothing and the old ones end.
-Owns the bound and the attempts to bring the log back below it, and how long the writer may wait for one.
+By default SQLite writes the log back within the commit that made it long, and everybody who waits for that commit waits for tens of MB and
+two syncs. So the writer's connection never does it, and `WalWatch` does it once the commit was acknowledged.
+
+Writing back stops at the oldest reader that is still in a transaction, so a reader that stays open makes the log grow with every commit.
+Our own readers have a deadline; a person's `sqlite3` may not. While short readers overlap, writing back never reaches the log's end, and
+SQLite starts the file anew only from there. So a log that is too large is written back with a short wait, in which the old readers end.
 
 Boundary: one database's files; PostgreSQL has none of this.
 """
@@ -20,33 +20,36 @@ import structlog
 
 log = structlog.get_logger()
 
-#: About so much is written between two checkpoints; a log of a few tens of MB costs little to read and to write back.
+#: Bytes of records between two checkpoints; a log of a few tens of MB costs little to read and to write back.
 CHECKPOINT_BYTES = 32 * 1024 * 1024
-#: A log beyond this is said, and tried to be written back whole after every `RETRY_S` of commits.
-MOST_BYTES = 256 * 1024 * 1024
+#: A log beyond this is too large: a warning says so, and every `RETRY_S` a commit is followed by an attempt to write it back whole.
+MAX_WAL_BYTES = 256 * 1024 * 1024
 RETRY_S = 1.0
-#: How often a log that stays large is said again.
-SAY_S = 60.0
-#: The writer waits so long for readers to end, once in `RETRY_S` and only while the log is too large: a reader of ours takes less.
+#: How often the warning about a log that stays large is repeated.
+WARN_EVERY_S = 60.0
+#: How long such an attempt waits for readers to end: a reader of ours takes less.
 TIMEOUT_MS = 200
 
 
 class WalWatch:
-    """Called by the writer after its commits. The figures may be read from any thread: the log's size, and how often a log that was
-    too large could be written back whole, or could not because somebody was reading."""
+    """Called by the writer after its commits.
+
+    May be read from any thread: `nbytes`, the log's size; `written_back` and `blocked`, how often a log that was too large could be written
+    back whole, and how often a reader prevented it.
+    """
 
     def __init__(
         self,
         engine: sa.Engine,
         path: Path | None,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_WAL_BYTES,
         checkpoint_bytes: int = CHECKPOINT_BYTES,
     ) -> None:
         self._engine = engine
         self._file = path.with_name(path.name + "-wal") if path is not None else None
         self._most_bytes, self._checkpoint_bytes = most_bytes, checkpoint_bytes
         self._written = 0  # bytes of records since the log was written back last
-        self._tried_at = self._said_at = float("-inf")
+        self._tried_at = self._warned_at = float("-inf")
         self.nbytes = self.written_back = self.blocked = 0
 
     def take_over(self, connection: sa.Connection) -> None:
@@ -70,8 +73,8 @@ class WalWatch:
             self._write_back("TRUNCATE")
             self._measure()
         large = self.nbytes > self._most_bytes
-        if large and now - self._said_at >= SAY_S:
-            self._said_at = now
+        if large and now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
             log.warning(
                 "ledger's log is large",
                 nbytes=self.nbytes,
@@ -79,7 +82,7 @@ class WalWatch:
                 remedy="end the readers: fuser on the ledger names them",
             )
         elif was_large and not large:
-            self._said_at = float("-inf")
+            self._warned_at = float("-inf")
             log.info("ledger's log is small again", nbytes=self.nbytes)
 
     def _measure(self) -> None:

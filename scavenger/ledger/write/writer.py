@@ -3,10 +3,10 @@
     submit(ticket, records) -> queue -> one transaction -> on_commit(ticket)
 
 Owns the queue, the thread, retries and the writer's state; `transaction` owns what a transaction is, `faults` what an error means.
-While a transaction runs, submissions gather for the next: that is the group commit, and it needs no timer, but for the samples of engines
-that are lost together (`go`). Nothing is dropped and nothing is acknowledged before its commit: when the database cannot take a
-transaction, the same one is tried again with growing pauses until it can, and `backlog_bytes` tells the daemon to slow down. Callbacks
-run in the writer's thread (`on_state` in that of `start` and `close` too) and must neither block nor call back into the writer.
+While a transaction runs, submissions gather for the next: that is the group commit. It needs no timer, except where engines are lost
+together (`go`). Nothing is dropped, and nothing is acknowledged before its commit: a transaction that the database cannot take is tried
+again, with growing pauses, until it can, and `backlog_bytes` tells the daemon to slow down. Callbacks run in the writer's thread
+(`on_state` in that of `start` and `close` too) and must neither block nor call back into the writer.
 
 Boundary: the thread; what it runs in a transaction is `transaction`.
 """
@@ -40,7 +40,7 @@ from scavenger.ledger.write.transaction import (
     grant_generation,
     open_connection,
 )
-from scavenger.ledger.write.wal import CHECKPOINT_BYTES, MOST_BYTES, WalWatch
+from scavenger.ledger.write.wal import CHECKPOINT_BYTES, MAX_WAL_BYTES, WalWatch
 
 __all__ = ["Backoff", "Writer", "WriterState"]
 
@@ -94,7 +94,7 @@ class Writer:
         backoff: Backoff = Backoff(),
         max_batch_bytes: int = MAX_BATCH_BYTES,
         announced: Announced = NO_WRITER,
-        most_wal_bytes: int = MOST_BYTES,
+        most_wal_bytes: int = MAX_WAL_BYTES,
         checkpoint_bytes: int = CHECKPOINT_BYTES,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
@@ -140,8 +140,7 @@ class Writer:
         return self._generation
 
     def submit(self, ticket: int, records: Sequence[Record]) -> None:
-        """Queue `records` to become durable together; never waits for a disk. Tickets must grow. What becomes of the list
-        `records` afterwards changes nothing.
+        """Queue `records` to become durable together; never waits for a disk. Tickets must grow. The list is copied.
 
         Raises `Fenced` or `LedgerError` once the writer has stopped, and `LedgerError` for a record that no database can hold.
         """
@@ -162,7 +161,7 @@ class Writer:
             self._changed.notify_all()
 
     def go(self) -> None:
-        """What belongs together was submitted: nothing more is worth waiting for."""
+        """Everything that belongs together was submitted: do not wait for more moves."""
         with self._changed:
             self._complete = self._last_ticket
             self._changed.notify_all()
@@ -175,7 +174,7 @@ class Writer:
 
     @property
     def backlog_bytes(self) -> int:
-        """About the memory that they take."""
+        """About how many bytes of memory the backlog takes."""
         with self._changed:
             return self._backlog_bytes
 
@@ -207,7 +206,7 @@ class Writer:
 
     @property
     def granted(self) -> Generation:
-        """The same with its uid and its history."""
+        """The generation granted by `start`, with its uid and its history."""
         return self._generation
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:
@@ -256,7 +255,7 @@ class Writer:
     def _next(self) -> list[_Submission] | None:
         """Wait for work: all that is queued, up to a transaction's size. It stays in the queue until it is durable. None: stop.
 
-        No work, but a transaction: logged moves that nothing came for are folded.
+        An empty list asks for a transaction that only folds logged moves.
         """
         with self._changed:
             while not self._queue and not self._closing:
@@ -275,10 +274,10 @@ class Writer:
             return work
 
     def _gather(self) -> None:
-        """Engines are lost together: after the moves of one, wait for those of the others, until `go`; with the lock held.
+        """Engines are lost together: after the moves of one, wait for those of the others until `go`, `GATHER_S` at most. Holds the lock.
 
-        A commit beside a busy event loop costs both several times what it does alone, so one for all brings the last samples to new
-        engines sooner.
+        A commit beside a busy event loop costs both several times what it costs alone. One commit for all moves brings the last samples to
+        new engines sooner.
         """
         if self._queue and _moves_samples(self._queue[-1].records):
             self._changed.wait_for(lambda: self._closing or self._complete >= self._last_ticket, GATHER_S)
@@ -354,7 +353,7 @@ class Writer:
 
 
 def _moves_samples(records: Sequence[Record]) -> bool:
-    """Whether a submission tells of a lost engine's samples: they come first in it."""
+    """Whether a submission moves a lost engine's samples: those records come first in it."""
     return bool(records) and type(records[0]) is LeaseMoved
 
 

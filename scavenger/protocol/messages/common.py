@@ -12,7 +12,7 @@ import msgspec
 #: The one protocol: a peer of another number is refused, and told to run the daemon's release.
 PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-#: Samples of one group, and of one SubmitGroups: the daemon makes them in one go, and meanwhile serves nobody else.
+#: Samples of one group, and of one SubmitGroups. The daemon makes them in one go, and serves no other process meanwhile.
 MAX_GROUP_SAMPLES = 4096
 MAX_CALL_SAMPLES = 16384
 #: Stop texts of one sample: they travel with each lease.
@@ -37,24 +37,16 @@ Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Memory = Literal["awake", "falling-asleep", "asleep", "waking"]
 #: Which of its job's reserved engines a worker is.
 Slot = Annotated[str, msgspec.Meta(max_length=256)]
-#: As many of them as a message names.
+#: Reserved engines that one message names at most.
 MAX_SLOTS = 4096
 Slots = Annotated[tuple[Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
-
-
-def reserved_name(slot: str, session: str) -> str:
-    """What the daemon, the trainer and its launcher call one process of a reserved engine: its slot and the start of its session.
-
-    Two processes of one slot differ, so that the word of the one is never taken for the other's.
-    """
-    return f"{slot[:240]}.{session[:12]}"
 
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MAX_TEXT = 4096
 BoundedText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
-#: Bounds keep NaN out too: no comparison with it is true.
+#: The bounds keep NaN out too, because no comparison with NaN is true.
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -92,10 +84,11 @@ class EngineSpec(Part, frozen=True):
 
 
 class WeightSource(Part, frozen=True):
-    """Where the bytes of a version lie. `token` opens exactly this version to whoever proves to know it.
+    """Where the bytes of a version lie. `token` opens exactly this version to a reader that proves to know it.
 
     `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both
-    see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. Not `complete`: it says what it has.
+    see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. `complete`: False while the holder has only
+    a part of the version, and tells readers which.
     """
 
     endpoint: BoundedText
@@ -121,6 +114,14 @@ class HelloAgain(Message, frozen=True):
     """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
 
     reason: str
+
+
+def reserved_name(slot: str, session: str) -> str:
+    """What the daemon, the trainer and its launcher call one process of a reserved engine: its slot and the start of its session.
+
+    Two processes of one slot have different names, so that a message of one is never taken for the other's.
+    """
+    return f"{slot[:240]}.{session[:12]}"
 
 
 def words(text: str) -> str:

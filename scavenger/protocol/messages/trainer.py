@@ -101,9 +101,9 @@ class SetReserved(Message, frozen=True):
 
 
 class EndReserved(Message, frozen=True):
-    """These processes of reserved engines are gone, and with them their memory: they ended, or the trainer, whose they
+    """These processes of reserved engines are gone, and hold no memory. They ended, or the trainer, which owns them, ended them.
 
-    are, ended them, for this reason. Their samples move with every token that was accepted.
+    Their samples move with every token that was accepted.
     """
 
     engines: Slots  # names (`reserved_name`)
@@ -153,7 +153,7 @@ class CloseRun(Message, frozen=True):
 
 
 class Trained(Part, frozen=True):
-    """Whole groups of `step` that went through the trainer: their tokens (prompts included), and the seconds that it computed for them."""
+    """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took."""
 
     step: int
     groups: Count
@@ -162,10 +162,9 @@ class Trained(Part, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Keep-alive of a trainer; answered by Pong, and by Fleet when it changed. One whose connection is not attached is told so.
+    """Keep-alive of a trainer. The reply is Pong, and Fleet follows when it changed; on a connection that is not attached it is Denied.
 
-    `aside`: from a second connection, which only says that the process lives, and is never attached. `trained`: how far the step under
-    way is trained, None = nothing of it yet.
+    `aside`: from the heartbeat's own connection, which is never attached. `trained`: the present step's progress, None = none yet.
     """
 
     aside: bool = False

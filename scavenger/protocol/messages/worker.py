@@ -44,7 +44,7 @@ class Lease(Part, frozen=True):
 
 
 class Held(Part, frozen=True):
-    """What a worker says of a lease that it holds: `length` counts every token it has of the sample, accepted ones included."""
+    """A lease that the worker holds. `length` counts every token that it has of the sample, accepted ones included."""
 
     sample_id: int
     epoch: int
@@ -91,7 +91,7 @@ class WorkerHello(Message, frozen=True):
     loaded_version: int = -1
     held: tuple[Held, ...] = ()
     slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
-    leaving: bool = False  # it greets only to say goodbye: no lease, please
+    leaving: bool = False  # it joins only to say goodbye, and takes no lease
     loaded_root: bytes = (
         b""  # root hash of `loaded_version`, which is believed only if it is the ledger's too
     )
@@ -152,7 +152,8 @@ class WeightsLoaded(Message, frozen=True):
 class WeightsFailed(Message, frozen=True):
     """A version could not be completed or verified; the old one (or none) is in place.
 
-    `refused`: every byte came and was verified, and the engine does not serve them: they are not its model's, or came out otherwise in it.
+    `refused`: every byte came and was verified, and the engine does not serve them. They are not its model's, or the engine holds other
+    values than it was given.
     """
 
     version: int
@@ -177,18 +178,19 @@ class SampleFailed(Message, frozen=True):
 
 
 class Yielded(Message, frozen=True):
-    """These leases are given back: all that was generated of them (`length`) was flushed before this message, nothing more will be.
+    """These leases are given back. All their tokens (`length`) were flushed before this message, and no more will be generated.
 
-    The worker keeps their tokens until it is told, by a Revoke, that they are durable.
+    The worker keeps their tokens until a Revoke tells it that they are durable.
     """
 
     leases: tuple[Held, ...]
 
 
 class Asleep(Message, frozen=True):
-    """The order to sleep of this number is carried out: everything generated was flushed before this message, no lease is held any more,
+    """The order to sleep of this number is carried out.
 
-    and the engine gave its memory back. `bytes_held`: what it holds of its GPUs' memory yet.
+    Everything generated was flushed before this message, the worker holds no lease, and the engine gave its memory back. `bytes_held`: what
+    the engine still holds of its GPUs' memory.
     """
 
     order: Count
@@ -196,7 +198,7 @@ class Asleep(Message, frozen=True):
 
 
 class Awake(Message, frozen=True):
-    """The order to wake of this number is carried out: the engine has its memory again, `bytes_held` of it, and its weights."""
+    """The order to wake of this number is carried out: the engine has its weights and its memory again, `bytes_held` bytes."""
 
     order: Count
     bytes_held: Nbytes
@@ -287,16 +289,16 @@ class Ack(Message, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """Flush, stop generating, give the GPU's memory back, answer Asleep with this number. Numbers of one worker's orders grow; a repeat has
+    """Flush, stop generating, give the GPU's memory back, answer Asleep with this number.
 
-    the same one, and is answered again.
+    The numbers of a worker's orders grow. A repeated order has the same number, and is answered again.
     """
 
     order: Count
 
 
 class Wake(Message, frozen=True):
-    """Take the GPU's memory again, answer Awake with this number, which is of the same row as those of Sleep."""
+    """Take the GPU's memory again, answer Awake with this number. Sleep and Wake are numbered together."""
 
     order: Count
 

@@ -1,11 +1,11 @@
-"""What happens to a worker's session, what it asks of its driver and its engine, and the bounds it keeps. Data only.
+"""The vocabulary of a worker's session: events in, actions out, an engine's requests and tokens, limits, exit codes. Data only.
 
 Exit codes of the worker's process, which the job script acts on:
 
     0   drained        the daemon let it go: the job ends
-    69  no daemon      none answered, or took it, for `orphan_s`: the job ends rather than hold a GPU for nobody
+    69  no daemon      none answered, or accepted it, for `orphan_s`: the job ends rather than hold an idle GPU
     70  engine failed  the engine died, could not be built, or cannot serve weights: the job ends, the daemon counts it against the node
-    72  cannot start   what it needs is not as it must be where it runs, as a key file on a file system that is not mounted: the job ends,
+    72  cannot start   what it needs is missing or wrong on this node, as a key file on a file system that is not mounted: the job ends,
                        the daemon counts it against the node
     75  preempted      SIGTERM: the job script requeues its own job
     78  refused        the daemon refused key, run or protocol, or the job was submitted for another release: trying again would not
@@ -20,14 +20,24 @@ from enum import Enum
 from scavenger.protocol import messages
 from scavenger.protocol.messages import SampleKey, Sampling
 
+EXIT_DRAINED = 0
+EXIT_NO_DAEMON = 69
+EXIT_ENGINE_FAILED = 70
+EXIT_CANNOT_START = 72
+EXIT_PREEMPTED = 75
+EXIT_REFUSED = 78
+
+
+# ---------------------------------------------------------------- between session and engine
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One lease's work: go on after `prompt + accepted` until a stop token or until `max_new_tokens` more were sampled.
 
     `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
-    ("reference") draws the token at position p (0 = first answer token, whichever lease produced it) from (seed, key, p) alone; one
-    that only takes a seed a request ("vllm") is given one for (seed, key, number of accepted tokens): `seeds.lease_seed`.
+    ("reference") draws the token at position p (0 = first answer token, whichever lease produced it) from (seed, key, p) alone. An engine
+    that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens).
     """
 
     handle: int
@@ -58,27 +68,24 @@ class Delta:
     error: str | None = None
 
 
-EXIT_DRAINED = 0
-EXIT_NO_DAEMON = 69
-EXIT_ENGINE_FAILED = 70
-EXIT_CANNOT_START = 72
-EXIT_PREEMPTED = 75
-EXIT_REFUSED = 78
+# ---------------------------------------------------------------- the session
 
 
 class WorkerPhase(Enum):
     """How far the present connection has come."""
 
     CONNECTING = "connecting"
-    REGISTERING = "greeting"
+    REGISTERING = "registering"
     JOINED = "joined"
     GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, for its hello. `jitter` in [0, 1) spreads reconnects of a fleet; `slot` names a reserved engine's place
-    in its training job, and is empty for a harvested one."""
+    """Who this worker is, for its hello.
+
+    `jitter` in [0, 1) spreads reconnects of a fleet. `slot` names a reserved engine's place in its training job; "" for a harvested one.
+    """
 
     kind: str
     run: str
@@ -99,18 +106,17 @@ class WorkerLimits:
     """Bounds of a session.
 
     `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
-    `orphan_s` bounds both a daemon's absence and being turned away with the promise of a later welcome.
-    `notice_s` is what a goodbye after SIGTERM may take. Where Slurm gives no grace, slurmd looks 0.17, 0.67 and 1.67 s after its signal
-    whether a job's processes are gone: one whose daemon is slow to answer is to be gone at the second look. What it said is on its way.
+    `refusals` of the key, in a row, end the worker; fewer do not, because the daemon may still be reading its list of keys.
+    `orphan_s` bounds the time without a daemon, and the time during which one refuses the worker with `retry`.
+    `notice_s` bounds a goodbye after SIGTERM. Where Slurm gives no grace, slurmd checks 0.17, 0.67 and 1.67 s after its signal whether a
+    job's processes are gone. A worker whose daemon is slow to answer is gone by the second check, and its last messages are on their way.
     """
 
     hello_s: float = 2.0
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
     missed_heartbeats: int = 3
-    refusals: int = (
-        3  # of the key, in a row, before the worker believes them: a daemon may still be reading its list
-    )
+    refusals: int = 3
     orphan_s: float = 900.0
     notice_s: float = 0.45
     drain_s: float = 5.0
@@ -133,7 +139,7 @@ class WorkerTick(Event):
 
 @dataclass(frozen=True, slots=True)
 class Connected(Event):
-    """There is a new socket; nothing was said on it."""
+    """There is a new socket, and no message was sent on it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,7 @@ class Loaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class Built(Event):
-    """The engine is there, without weights; what it says of itself (`EngineInfo`)."""
+    """The engine was built, without weights. Fields as in `EngineInfo`."""
 
     cache_tokens: int
     best_batch: int
@@ -193,7 +199,7 @@ class Built(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
-    """`refused`: all bytes came, and the engine does not serve them; `differs`: because what sits in it is not what was published."""
+    """`refused`: all bytes came, and the engine does not serve them. `differs`: because it holds other weights than were published."""
 
     version: int
     reason: str
@@ -203,14 +209,14 @@ class LoadFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Serves(Event):
-    """What this worker gives out of a version changed."""
+    """This worker began or ended to serve a version to others, or a part of one."""
 
     serving: messages.Serving
 
 
 @dataclass(frozen=True, slots=True)
 class Slept(Event):
-    """The engine gave its memory back, as `SleepEngine` of this order asked. `bytes_held`: what it holds yet."""
+    """The engine gave its memory back, as `SleepEngine` of this order asked. `bytes_held`: what it still holds."""
 
     order: int
     bytes_held: int
@@ -218,7 +224,7 @@ class Slept(Event):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Event):
-    """The engine has its memory, `bytes_held` of it, and its weights again, after so many seconds, as `WakeEngine` of this order asked."""
+    """The engine has its weights and its memory again, as `WakeEngine` of this order asked. `seconds`: what that took."""
 
     order: int
     seconds: float

@@ -1,15 +1,16 @@
 """The worker's side of the conversation with the daemon: a sans-IO state machine. Theory of operation:
 
-    CONNECTING --Connected--> GREETING --Welcome--> JOINED          any of the three --Leave--> GONE
-         ^                       |  ^                  |
-         +------- no answer -----+  +---HelloAgain-----+ (or 3 heartbeats unanswered: CONNECTING)
+    CONNECTING --Connected--> REGISTERING --Welcome--> JOINED      each of the three --EndWorker--> GONE
+        ^ ^                    |        ^              |  |
+        | +-- hello unanswered +        +- HelloAgain -+  |
+        +---------------- 3 heartbeats unanswered --------+
 
 `handle(event, now)` takes one event and returns the actions that the driver performs, in order. The connection may be lost at any
-moment and so may any message: the engine goes on meanwhile (up to `max_unacked` tokens), every token is kept until the daemon says
-that it is durable, and after each Welcome everything above the durable length is sent again (`work`).
+moment and so may any message. Meanwhile the engine goes on, up to `max_unacked` tokens. Every token is kept until the daemon says that
+it is durable, and after each Welcome everything above the durable length is sent again (`work`).
 
-Leaving is an intent beside the phase: it flushes, says Goodbye and goes when that is acked or its deadline has passed.
-Owns the phases, what is awaited and until when. Knows no socket, thread or clock; `now` is monotonic seconds.
+A worker that leaves stays in its phase until it is gone: it flushes, sends Goodbye, and ends when that is acknowledged or its deadline
+has passed. Owns the phases and their deadlines. Knows no socket, thread or clock; `now` is monotonic seconds.
 
 Boundary: sans-IO; the rollout worker performs its actions, and so does the simulated one.
 """
@@ -97,7 +98,7 @@ class Session:
         self._unanswered = 0
         self._heartbeat_at = 0.0
 
-    # ------------------------------------------------------------ driver's face
+    # ------------------------------------------------------------ for the driver
 
     def handle(self, event: Event, now: float) -> list[WorkerAction]:
         """Take one event; returns what to do, in order. Does nothing once the session is GONE."""
@@ -173,7 +174,7 @@ class Session:
         return [Send(hello)]
 
     def _greet_again(self, message: messages.HelloAgain, now: float) -> list[WorkerAction]:
-        # Several messages may each have been answered so; one hello answers all.
+        # The daemon answers each message so; one hello is enough for all.
         return (
             [LogNote("hello-again", message.reason), *self._greet(now)]
             if self.phase is WorkerPhase.JOINED
@@ -230,10 +231,10 @@ class Session:
     def _received(self, event: Received, now: float) -> list[WorkerAction]:
         message = event.message
         if not isinstance(message, messages.Rejected):
-            self._heard_at = now  # to be turned away again and again is to hear of no daemon that wants us
+            self._heard_at = now  # a refusal does not count: `orphan_s` bounds refusals too
         self._unanswered = 0
         if self._spec is None and isinstance(message, _ORDERS):
-            # It follows a welcome that came after its hello was given up: there is no engine to order about, and it will be said again.
+            # It follows a Welcome that came too late to be accepted. There is no engine yet, and the daemon will repeat the order.
             return [LogNote("stray-order", type(message).__name__)]
         return _ON_MESSAGE[type(message)](self, message, now)
 
@@ -284,11 +285,11 @@ class Session:
         # That the engine died is worth a reconnect: the samples that it held may have killed it.
         to_say = self.work.leases.unacked() or end.code == EXIT_ENGINE_FAILED
         if self.phase is WorkerPhase.CONNECTING and not to_say:
-            return self._gone(end)  # nobody knows of us, or nothing is left to say
+            return self._gone(end)  # no daemon knows of this worker, or it has all the tokens
         return [*(self._farewell() if self.phase is WorkerPhase.JOINED else []), *abort]
 
     def _load_failed(self, event: LoadFailed, now: float) -> list[WorkerAction]:
-        """The second mismatch in a row is the engine's death, counted against its node: what it held was looked at in between."""
+        """The second mismatch in a row ends the engine, and counts against its node: the weights in memory were checked in between."""
         actions = self.work.load_failed(event, now)
         died = self.work.mismatches >= MAX_MISMATCHES
         return [

@@ -1,7 +1,7 @@
-"""What a worker does for its run: the weights it holds, the leases it serves, whether it sleeps, and what of that it told the daemon.
+"""A worker's state for its run: the weights it holds, the leases it serves, whether it sleeps, and what the daemon knows of that.
 
-Sans-IO, like `session`, which passes on what it receives and says how the conversation stands: `hears` (the daemon listens) and
-`closed` (the worker leaves: nothing new begins). What cannot be sent now follows the next Welcome.
+Sans-IO, like `session`, which passes messages on and keeps two flags: `hears` (the daemon listens) and `closed` (the worker leaves, and
+begins nothing new). What cannot be sent now is sent after the next Welcome.
 
 `LeaseTable` keeps the tokens between the engine and the daemon, until they are durable. Lengths count from the sample's first answer
 token: `durable <= sent <= length`. Tokens below `durable` are forgotten, all others are kept, however often they were sent.
@@ -79,7 +79,7 @@ class WorkerLease:
 
     @property
     def runs(self) -> bool:
-        """The engine is at it."""
+        """Whether the engine works on it."""
         return self.finish is None and not self.yielded
 
     @property
@@ -188,7 +188,7 @@ class LeaseTable:
         return any(held.unacked or not held.runs for held in self._by_sample.values())
 
     def to_yield(self) -> list[WorkerLease]:
-        """Given back, with everything sent but the word that says so. Counts it as said."""
+        """Leases to give back whose tokens are all sent, and the Yielded is not. Counts it as sent."""
         found = [
             held
             for held in self._by_sample.values()
@@ -271,7 +271,7 @@ class Work:
         return self._terms.ledger if self._terms is not None else ""
 
     def resume(self) -> list[WorkerAction]:
-        """What could not be said while the connection was away; everything else is in the hello."""
+        """Send what waited for a connection; the hello has the rest."""
         return [
             *self.flush(),
             *self._settled(),
@@ -279,7 +279,7 @@ class Work:
         ]
 
     def close(self) -> list[WorkerAction]:
-        """The worker leaves: stop what the engine is at. What was made stays until it is durable."""
+        """The worker leaves: stop the engine's requests. Their tokens stay until they are durable."""
         self.closed, self._waiting = True, []
         handles = tuple(held.handle for held in self.leases.all() if held.runs)
         return [Abort(handles)] if handles else []
@@ -341,7 +341,7 @@ class Work:
         for delta in event.deltas:
             held = self.leases.of_handle(delta.handle)
             if held is None or held.yielded or self.closed:
-                continue  # revoked or given back while the engine was at it, or too late for the goodbye
+                continue  # revoked or given back while the engine worked on it, or too late for the goodbye
             if delta.error is not None:
                 actions += self._fail(held, delta.error)
                 continue
@@ -429,7 +429,7 @@ class Work:
         return [Abort(tuple(handles))] if handles else []
 
     def yield_(self, message: messages.Yield, now: float) -> list[WorkerAction]:
-        """Asked to give leases back. One that ended meanwhile ends; one that waits for its version goes as it came."""
+        """Give leases back. One that is complete meanwhile stays complete; one that waits for its version goes back unchanged."""
         asked = set(message.leases)
         waiting = [w for w in self._waiting if (w.sample_id, w.epoch) in asked]
         self._waiting = [w for w in self._waiting if (w.sample_id, w.epoch) not in asked]

@@ -1,0 +1,477 @@
+"""What the ledger keeps: one frozen struct for each kind of fact, and the state that they add up to. Pure.
+
+The core (router machine, harvest tracker) emits records. `ledger.write.writer` writes many of them in one transaction, and reports the
+ticket of the last one committed. A restarted daemon reads a `Snapshot`. No SQL here.
+
+`at` is Unix seconds everywhere. Tokens and logprobs are packed arrays, as in `protocol.messages.codec`. The core gives the ids (the writer
+never invents one), so records can refer to rows of the same transaction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Base of all records; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- runs
+
+
+class RunCreated(Record, frozen=True):
+    run_id: int
+    name: str
+    owner_key: str
+    seed: int
+    config: str
+    engine: str  # EngineSpec as JSON
+    tokenizer: str
+    at: float
+
+
+class AttemptGranted(Record, frozen=True):
+    """`resume_step`: the step of the checkpoint it starts from. The run's config and engine are those of the newest attempt."""
+
+    run_id: int
+    attempt: int
+    host: str
+    job_id: int
+    resume_step: int
+    config: str
+    engine: str
+    at: float
+
+
+class RunEnded(Record, frozen=True):
+    run_id: int
+    state: str  # "finished" | "failed" | "stopped"
+    reason: str
+    at: float
+
+
+class VersionPublished(Record, frozen=True):
+    run_id: int
+    version: int
+    step: int
+    attempt: int
+    root: bytes
+    manifest: bytes
+    nbytes: int
+    at: float
+
+
+class StepCommitted(Record, frozen=True):
+    """An optimizer step (purpose "train") or an evaluation ("eval"). `metrics` is JSON."""
+
+    run_id: int
+    step: int
+    purpose: str
+    attempt: int
+    version: int
+    metrics: str
+    at: float
+
+
+class StepsRewound(Record, frozen=True):
+    """A new attempt starts from the checkpoint of `to_step`: later commits did not survive."""
+
+    run_id: int
+    attempt: int
+    to_step: int
+    at: float
+
+
+class CheckpointRecorded(Record, frozen=True):
+    """`kept`: steps of the checkpoints that the trainer keeps from now on, ascending, as JSON; "": the trainer did not say."""
+
+    run_id: int
+    step: int
+    version: int
+    root: bytes
+    path: str
+    at: float
+    kept: str = ""
+
+
+# ---------------------------------------------------------------- groups and samples
+
+
+class GroupCreated(Record, frozen=True):
+    """A group and its n samples, whose ids are `first_sample_id .. first_sample_id + n - 1` in the order of their index.
+
+    `retry` counts how often this (run, purpose, step, prompt_index) was given up before:
+    0, and one more after each supersession.
+    """
+
+    group_id: int
+    run_id: int
+    purpose: str
+    step: int
+    prompt_index: int
+    retry: int
+    version: int
+    prompt: bytes
+    n: int
+    first_sample_id: int
+    sampling: str  # protocol.messages.Sampling as JSON
+    meta: str
+    at: float
+
+
+class GroupAdopted(Record, frozen=True):
+    """An existing group goes on under a new version with an equal root hash (a replay after a trainer's restart)."""
+
+    group_id: int
+    version: int
+    at: float
+
+
+class LeaseGranted(Record, frozen=True):
+    sample_id: int
+    epoch: int
+    worker_id: int
+    version: int
+    offset: int
+    at: float
+
+
+class LeaseEnded(Record, frozen=True):
+    """`length`: accepted tokens of the sample then. `regenerated`: tokens known to be lost with it (heartbeat length - accepted)."""
+
+    sample_id: int
+    epoch: int
+    reason: str
+    length: int
+    regenerated: int
+    at: float
+
+
+class LeaseMoved(Record, frozen=True):
+    """A lease's end and, in the same event, the grant of the next one: `epoch` ended with `length` tokens, `epoch + 1` goes on from there.
+
+    `worker_id`: the worker that has it now. One record in place of `LeaseEnded` and `LeaseGranted`, because all samples of a lost fleet
+    move at once.
+    """
+
+    sample_id: int
+    epoch: int
+    reason: str
+    length: int
+    regenerated: int
+    worker_id: int
+    version: int
+    at: float
+
+
+class ChunkAccepted(Record, frozen=True):
+    sample_id: int
+    epoch: int
+    offset: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    version: int
+    worker_id: int
+    at: float
+
+
+class SampleFinished(Record, frozen=True):
+    """The sample's last token was accepted. `finish`: "stop" | "length"."""
+
+    sample_id: int
+    finish: str
+    length: int
+    at: float
+
+
+class SampleEnded(Record, frozen=True):
+    """A final or replayable end. `state`: consumed | filtered | masked | evaluated | surplus | superseded | poisoned.
+
+    `step` and `attempt` are those of the commit (0 where none was). A later record for the same sample replaces the earlier one.
+    """
+
+    sample_id: int
+    state: str
+    reason: str
+    step: int
+    attempt: int
+    reward: float | None
+    advantage: float | None
+    at: float
+    reward_version: str = ""  # of the function that gave the reward
+
+
+class SampleReopened(Record, frozen=True):
+    """A consumed sample is offered again to a later attempt (I3); its reward stays."""
+
+    sample_id: int
+    attempt: int
+    at: float
+
+
+class ContentsReduced(Record, frozen=True):
+    """Final samples' chunks become one row a lease: `to` "compacted" with their payload, "dropped" without.
+
+    `attempt`: the run's newest when this was planned. A later one may resume from where these samples are wanted: then nothing is done.
+    """
+
+    run_id: int
+    attempt: int
+    sample_ids: tuple[int, ...]
+    to: str
+    at: float
+
+
+class GroupDelivered(Record, frozen=True):
+    group_id: int
+    attempt: int
+    at: float
+
+
+# ---------------------------------------------------------------- workers, jobs, cluster
+
+
+class WorkerJoined(Record, frozen=True):
+    """`slot`: what the trainer knows a reserved engine by; "" for harvested ones and for one that names none."""
+
+    worker_id: int
+    run_id: int
+    kind: str
+    intent_id: str  # "" for reserved workers
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    engine: str
+    at: float
+    slot: str = ""
+
+
+class WorkerLeft(Record, frozen=True):
+    """`notice`: it said goodbye before it went. `salvaged`: accepted tokens of its unfinished samples; `regenerated`: tokens lost."""
+
+    worker_id: int
+    reason: str
+    notice: bool
+    samples: int
+    salvaged: int
+    regenerated: int
+    at: float
+
+
+class JobIntended(Record, frozen=True):
+    """Written before the submission, so that no job of ours is ever unknown. `pinned`: the one node that it is for; "": Slurm chooses."""
+
+    intent_id: str
+    run_id: int
+    partition: str
+    gpus: int
+    worker_key: str
+    at: float
+    pinned: str = ""
+
+
+class JobSubmitted(Record, frozen=True):
+    intent_id: str
+    job_id: int
+    at: float
+
+
+class JobObserved(Record, frozen=True):
+    """The job's state changed since the last observation. `flags` are joined by ','."""
+
+    intent_id: str
+    job_id: int
+    state: str
+    flags: str
+    reason: str
+    node: str
+    restart_count: int
+    at: float
+
+
+class JobEnded(Record, frozen=True):
+    intent_id: str
+    state: str
+    reason: str
+    at: float
+
+
+class AllocationStarted(Record, frozen=True):
+    """A harvested job got its GPUs; `(intent_id, restart_count)` names the allocation."""
+
+    intent_id: str
+    restart_count: int
+    job_id: int
+    node: str
+    gpus: int
+    at: float
+
+
+class AllocationEnded(Record, frozen=True):
+    intent_id: str
+    restart_count: int
+    reason: str  # preempted | cancelled | completed | failed | node_fail | timeout | requeued | unknown
+    at: float
+
+
+class AllocationCorrected(Record, frozen=True):
+    """Slurm's accounting has the times of an allocation that no poll saw.
+
+    `started_at`, `ended_at`: Slurm's; `at`: when it replied.
+    """
+
+    intent_id: str
+    restart_count: int
+    node: str
+    gpus: int
+    started_at: float
+    ended_at: float
+    reason: str
+    at: float
+
+
+class ClusterPolled(Record, frozen=True):
+    """GPUs by owner at one poll of the cluster. `gpus_reserved`: on nodes outside the harvest partition."""
+
+    gpus_idle: int
+    gpus_harvested: int
+    gpus_other_users: int
+    gpus_reserved: int
+    gpus_unusable: int
+    jobs_pending_other_users: int
+    at: float
+
+
+class Decision(Record, frozen=True):
+    """One decision of a policy with its reason; `inputs` is JSON.
+
+    `code`: the reason in a word, for reports (a `Code` of the harvester or of the router).
+    """
+
+    policy: str
+    action: str
+    subject: str
+    reason: str
+    inputs: str
+    at: float
+    code: str = ""
+
+
+class Event(Record, frozen=True):
+    """Anything else worth keeping: a refused chunk, an unreachable scheduler, a quarantined node. `detail` is JSON."""
+
+    kind: str
+    run_id: int
+    subject: str
+    reason: str
+    detail: str
+    at: float
+
+
+class Heartbeat(Record, frozen=True):
+    """Nothing happened, and the daemon is alive. It has no row of its own: its transaction updates the generation's `committed_at`."""
+
+    at: float
+
+
+# ---------------------------------------------------------------- what a restarted daemon reads
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """A run as the ledger has it. Only the newest versions, and those that their adapters are merged with, come with their manifest."""
+
+    created: RunCreated
+    attempt: int
+    resume_step: int
+    last_step: int
+    engine: str
+    config: str
+    versions: tuple[VersionPublished, ...]
+    checkpoints: tuple[CheckpointRecorded, ...]
+    ended: bool = False
+    job_id: int = 0  # Slurm's, of the newest attempt's trainer
+
+
+class SampleState(msgspec.Struct, frozen=True):
+    """A sample of a group that may still be delivered. `length` counts its accepted tokens; the tokens are read when they are needed.
+
+    `state`: "open" (not complete), "complete", or an end that a replay may reopen. `lease`: the open lease's (epoch, worker_id, version).
+    `epoch`: the highest ever granted.
+    """
+
+    sample_id: int
+    index: int
+    state: str
+    epoch: int
+    moves: int
+    length: int
+    finish: str
+    reward: float | None
+    lease: tuple[int, int, int] | None
+    ended_step: int = 0
+    ended_attempt: int = 0
+    reason: str = ""  # why it ended
+    reward_version: str = ""
+
+
+class GroupState(msgspec.Struct, frozen=True):
+    created: GroupCreated
+    version: int
+    samples: tuple[SampleState, ...]
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """A worker that joined and is not known to have left."""
+
+    joined: WorkerJoined
+
+
+class EngineLife(msgspec.Struct, frozen=True):
+    """One life of a job by its engine: registered, and known to have been there until `seen_at` (Unix s)."""
+
+    incarnation: int
+    node: str
+    joined_at: float
+    seen_at: float
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """A job intent that has not ended.
+
+    `job_id` 0: intended, not known to be submitted. `last_allocation`: the restart count of its newest allocation, -1 where it has none.
+    `free_since`: the last moment (Unix s) at which it is known to have had no GPU. `lives`: engines of lives that have no allocation, or
+    have one that is open.
+    """
+
+    intended: JobIntended
+    job_id: int
+    last_state: str
+    restart_count: int
+    node: str
+    allocation_open: bool
+    allocated_since: float = 0.0  # Unix s; 0 = it has no allocation
+    last_allocation: int = -1
+    free_since: float = 0.0
+    lives: tuple[EngineLife, ...] = ()
+    polled_at: float = 0.0  # Unix s, the last poll of the whole cluster, at which an open allocation was one
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything a restarted daemon needs. `next_*` are greater than every id in use.
+
+    `groups`: those of unfinished runs that are open, complete but not final, or consumed by steps later than the oldest kept checkpoint's.
+    `retries`: (run_id, purpose, step, prompt_index, retry) of the newest group given up.
+    """
+
+    next_run_id: int
+    next_group_id: int
+    next_sample_id: int
+    next_worker_id: int
+    runs: tuple[RunState, ...]
+    groups: tuple[GroupState, ...]
+    workers: tuple[WorkerState, ...]
+    jobs: tuple[JobState, ...]
+    retries: tuple[tuple[int, str, int, int, int], ...] = ()
