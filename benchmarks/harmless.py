@@ -11,7 +11,7 @@ same ones in each arm, by `--seed`), their GPUs scaled to its nodes, their start
             not below 1 s, and its RPC budget is multiplied by it
     peers   the daemon, and every `--is_same_tier-every`-th job of others is in the harvest partition itself: Slurm never preempts us for it
     peers0  the same jobs in the same partitions, and nobody harvests
-    courtesy  the daemon, looking ahead for as long as GraceTime is, and no less than `--courtesy`; meant for `--grace 60`, where a job that
+    ahead     the daemon, looking ahead for as long as GraceTime is, and no less than `--window`; meant for `--grace 60`, where a job that
             Slurm must preempt us for could wait for a minute (the goal: p99 grows by 5 s at most)
     beside  no trace: a job of somebody else that works for CPU and disk, with and without an engine on its node (`harmless_neighbour`)
 
@@ -68,7 +68,7 @@ from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import IntentRevoked
 
 HOUR_S = 3600.0
-HARVESTED = ("daemon", "peers", "courtesy")  # the arms in which the daemon's harvester plays
+HARVESTED = ("daemon", "peers", "ahead")  # the arms in which the daemon's harvester plays
 TRACE_NODES, TRACE_GPUS = 107, 8
 WORKER_LINE = re.compile(r"^worker=\(.*\)$", re.MULTILINE)
 ENGINE = """\
@@ -262,7 +262,7 @@ def harvester(
     state: Path,
     sink: RecordSink,
     options: argparse.Namespace,
-    courtesy_s: float,
+    window_s: float,
     demand: list[Demand],
     script: str = ENGINE,
 ) -> tuple[Harvester, Counted]:
@@ -288,7 +288,7 @@ def harvester(
             max_pending=options.pending,
             job_template=template,
             time_limit_s=4 * HOUR_S,
-            other_users_window_s=courtesy_s,
+            other_users_window_s=window_s,
             same_tier_yield_s=options.peer_yield,
             fresh_after_s=max(3.0, 30.0 / options.compress),
             drain_before_s=1.0,
@@ -398,7 +398,7 @@ def beside(options: argparse.Namespace) -> list[str]:
         folder = Path(name)
         sink, demand = RecordSink(folder / "state"), [Demand(1, "bench", 1, 1, "one engine")]
         script = harmless_neighbour.engine_script(folder, options.copies)
-        made, _ = harvester(sandbox, folder / "state", sink, one, options.courtesy, demand, script)
+        made, _ = harvester(sandbox, folder / "state", sink, one, options.window, demand, script)
         return asyncio.run(harmless_neighbour.replay(sandbox.env, folder, made, demand, sink.of, options))
 
 
@@ -425,7 +425,7 @@ async def _run(
     if arm == "floor":
         task = asyncio.create_task(floor(sandbox, folder, options.queued, harvest_qos(options), stop))
     elif arm in HARVESTED:
-        ahead_s = max(options.courtesy, grace_s) if arm == "courtesy" else options.courtesy
+        ahead_s = max(options.window, grace_s) if arm == "ahead" else options.window
         made, cluster = harvester(sandbox, folder / "state", sink, options, ahead_s, [everything(options)])
         asked = cluster.asked
         task = asyncio.create_task(made.run(stop))
@@ -540,7 +540,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--gpus", type=int, default=8, help="a node")
     parser.add_argument("--cold-start", type=float, default=115.0, help="of an engine, s before compression")
-    parser.add_argument("--courtesy", type=float, default=2.0, help="other_users_window_s")
+    parser.add_argument("--window", type=float, default=2.0, help="other_users_window_s")
     parser.add_argument("--peer-yield", type=float, default=5.0, help="same_tier_yield_s")
     parser.add_argument("--peer-every", type=int, default=3)
     parser.add_argument("--pending", type=int, default=32, help="max_pending")

@@ -78,9 +78,9 @@ def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
     assert settings["RestartPreventExitStatus"] == "2 4", (
         "a refused configuration or a fenced daemon is not started again"
     )
-    assert {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"} == set(settings["RestrictAddressFamilies"].split()), (
-        "munge, slurmctld, workers"
-    )
+    assert {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"} == set(
+        settings["RestrictAddressFamilies"].split()
+    ), "munge, slurmctld, workers"
 
 
 # ---------------------------------------------------------------- what the filter lets through

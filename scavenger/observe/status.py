@@ -122,9 +122,7 @@ class Status(msgspec.Struct, frozen=True):
     database: str = "sqlite"  # or "postgresql"
     metrics: str = ""  # host:port where Prometheus finds them, "" = nowhere
     logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
-    hidden: str = (
-        ""  # why others' jobs cannot be seen: courtesy is off; "" = they can be, or nothing is harvested
-    )
+    hidden: str = ""  # why other users' jobs cannot be seen: no GPU is given up for them; "" = they can be, or nothing is harvested
     blind: bool = False  # and nothing is harvested for that, because some of them could not preempt us
     open_files: int = 0  # of the process, connections among them; 0 = not known
     open_files_limit: int = 0
@@ -204,7 +202,7 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
     if s.hidden:
         follows = BLIND if s.blind else CANNOT_SEE_JOBS
         said.append(
-            f"courtesy  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy"
+            f"yielding  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy"
         )
     if s.ended_connections or (s.open_files_limit and s.open_files >= HIGH * s.open_files_limit):
         scarce = (

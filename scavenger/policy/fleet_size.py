@@ -165,7 +165,7 @@ class Benefit:
     """What an engine of a run is worth by its own forecast. `saving`: of a step's time, as a share, on average over the engines that
     the run asks for (each of which pays for itself by the lives of engines); None: it is on trial.
 
-    `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from greeting to its first weights; `price` as in `worth`.
+    `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from registration to its first weights; `price` as in `worth`.
     """
 
     saving: float | None

@@ -298,7 +298,7 @@ def site_uid(state_dir: Path, server_public: str) -> str:
     if len(uid) != 8 or not set(uid) <= set("0123456789abcdef"):
         raise AuthError(
             f"{path} does not hold eight hex digits",
-            "restore the file, or remove it: present jobs are then strangers",
+            "restore the file, or remove it: present jobs are then cancelled as orphaned",
         )
     return uid
 

@@ -284,7 +284,7 @@ def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sole_user", "consequence"), [(True, "only when Slurm preempts them"), (False, "nothing is harvested")]
 )
-def test_a_daemon_that_may_not_see_others_jobs_says_that_courtesy_is_off(
+def test_a_daemon_that_may_not_see_others_jobs_says_that_it_yields_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sole_user: bool, consequence: str
 ) -> None:
     state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
@@ -315,12 +315,12 @@ def test_a_daemon_that_may_not_see_others_jobs_says_that_courtesy_is_off(
     (line,) = [
         line
         for line in status.lines(msgspec.structs.replace(last, state="SERVING"), last.at, True)
-        if line.startswith("courtesy")
+        if line.startswith("yielding")
     ]
     assert "OFF: PrivateData hides jobs" in line
     assert consequence in line
-    assert "courtesy  was OFF" in CliRunner().invoke(app, ["status", "--config", str(config)]).output
-    assert not any("courtesy" in line for line in status.lines(SEEN, SEEN.at, True)), (
+    assert "yielding  was OFF" in CliRunner().invoke(app, ["status", "--config", str(config)]).output
+    assert not any("yielding" in line for line in status.lines(SEEN, SEEN.at, True)), (
         "it is said only where it is so"
     )
 

@@ -290,7 +290,7 @@ def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: boo
 
 
 def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
-    """Reconcile what a greeting worker holds with what it may hold.
+    """Reconcile what a worker that registers holds with what it may hold.
 
     Nothing, if it was leased in another history of the ledger; nothing that it generates with weights that nobody published (I8).
     """

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 REFUSALS_LOGGED = 100
 #: Keys whose nonsense and budgets are remembered: those that were heard of last.
 MAX_KEYS = 4096
-#: Rows that a peer's greetings, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
+#: Rows that a peer's registrations, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
 PEER_BURST, PEER_EVERY_S = 1000, 30.0
-#: Greetings of all reserved engines of one owner, in slots that they name themselves, between two steps that any of its runs commits.
+#: Registrations of all reserved engines of one owner, in slots that they name themselves, between two steps that any of its runs commits.
 OWNER_BURST = 100 * PEER_BURST
 #: Rows of one kind that a run writes at once, and the seconds for each in the long run.
 BURST, EVERY_S = 8, 5.0

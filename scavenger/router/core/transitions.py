@@ -133,7 +133,7 @@ class Memory(StrEnum):
 
 
 class MemoryStep(StrEnum):
-    """Orders to a worker, what it acknowledges, and what a greeting says that an earlier daemon had ordered."""
+    """Orders to a worker, what it acknowledges, and what a registration says that an earlier daemon had ordered."""
 
     SLEEP = "sleep"
     SLEPT = "asleep"
@@ -156,7 +156,7 @@ MEMORY_TRANSITIONS: dict[tuple[Memory, MemoryStep], Memory] = {
     (Memory.AWAKE, MemoryStep.FOUND_ASLEEP): Memory.ASLEEP,
     (Memory.AWAKE, MemoryStep.FOUND_WAKING): Memory.WAKING,
 }
-#: What a greeting says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
+#: What a registration says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
 MEMORY_FOUND: dict[Memory, MemoryStep] = {
     Memory.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
     Memory.ASLEEP: MemoryStep.FOUND_ASLEEP,

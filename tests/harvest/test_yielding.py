@@ -155,7 +155,7 @@ def test_each_limit_stops_submissions_and_says_so(limits: dict[str, Any], room: 
     assert decision.reason
 
 
-def test_courtesy_that_is_off_is_said_in_every_decision() -> None:
+def test_that_nobody_is_yielded_to_is_said_in_every_decision() -> None:
     decision = decide(
         view(NOW), want(1), [], limits_with(LIMITS, hidden="PrivateData hides jobs: 3 GPUs"), NOW
     )
@@ -612,7 +612,7 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
 @given(
     taken_st, others_st, fleet_st, st.floats(0, 300), st.floats(0, 300), st.integers(0, 4), st.integers(1, 2)
 )
-def test_more_courtesy_never_takes_more(
+def test_a_longer_window_for_other_users_never_takes_more(
     taken: tuple[int, ...],
     others: list[Any],
     fleet: list[OurJob],
