@@ -69,7 +69,7 @@ class Site:
                 self.leases.setdefault(action.conn, []).extend(action.message.leases)
 
     def commit(self) -> None:
-        while self.router.core.unsettled:
+        while self.router.core.uncommitted:
             self.handle(Committed(self.ticket))
 
     def call(self, body: CallBody) -> None:

@@ -70,7 +70,7 @@ class Site:
                 self.handle(HistoryRead(action.run_id, action.attempt, ()))
 
     def commit(self) -> None:
-        while self.router.core.unsettled:
+        while self.router.core.uncommitted:
             self.handle(Committed(self.ticket))
 
     def call(self, body: CallBody) -> None:

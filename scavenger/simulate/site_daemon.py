@@ -71,7 +71,7 @@ class SimDaemon:
             return
         self._busy = True
         try:
-            while self._events or self.router.core.unsettled:
+            while self._events or self.router.core.uncommitted:
                 self._handle(self._events.popleft() if self._events else Committed(self._ticket))
         finally:
             self._busy = False

@@ -34,7 +34,7 @@ from scavenger.protocol.worker.events import (
     WorkerPhase,
     WorkerTick,
 )
-from scavenger.protocol.worker.session import LEGAL, IllegalTransition, Session
+from scavenger.protocol.worker.session import PHASE_TRANSITIONS, IllegalTransition, Session
 from tests.rollout.talk import LIMITS, ME, SPEC, WELCOME, Talk, chunks, lease, of, sent
 
 
@@ -385,7 +385,7 @@ def test_a_reserved_engine_names_its_slot_in_every_hello() -> None:
 
 
 def test_the_table_of_phases_is_kept() -> None:
-    assert set(LEGAL) == set(WorkerPhase)
+    assert set(PHASE_TRANSITIONS) == set(WorkerPhase)
     t = Talk()
     with pytest.raises(IllegalTransition):
         t.session._enter(WorkerPhase.JOINED)

@@ -156,7 +156,7 @@ class Watch:
                     f"sample {sample.id}: {last} became {now} (I1)"
                 )
                 lengths[sample.id] = now
-        if isinstance(event, Committed) and not core.unsettled:
+        if isinstance(event, Committed) and not core.uncommitted:
             self._all_known(core)
             rows = self.truth.ledger.samples
             for sample in core.samples.values():

@@ -11,8 +11,7 @@ import pytest
 
 from scavenger.ledger import records as rec
 from scavenger.protocol.messages import Ack, Chunk, CommitStep, Held, Lease
-from scavenger.router.core import registration, restore, runs, steps, worker_commands
-from scavenger.router.core import samples as sm
+from scavenger.router.core import registration, restore, runs, samples, steps, worker_commands
 from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.tables import Core
@@ -23,14 +22,14 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _changed_fault(patch: pytest.MonkeyPatch, **what: Callable[[Any], Any]) -> None:
-    fault = sm.chunk_fault
+    fault = samples.chunk_fault
 
     def blind(chunk: Any, sample: Any, worker: Any) -> Any:
         if sample is not None and sample.status is SampleStatus.LEASED:
             chunk = msgspec.structs.replace(chunk, **{name: of(sample) for name, of in what.items()})
         return fault(chunk, sample, worker)
 
-    patch.setattr(sm, "chunk_fault", blind)
+    patch.setattr(samples, "chunk_fault", blind)
 
 
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -42,7 +41,7 @@ def other_version_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def anybody_accepted(patch: pytest.MonkeyPatch) -> None:
-    fault = sm.chunk_fault
+    fault = samples.chunk_fault
 
     def blind(chunk: Any, sample: Any, worker: Any) -> Any:
         return (
@@ -51,29 +50,29 @@ def anybody_accepted(patch: pytest.MonkeyPatch) -> None:
             else fault(chunk, sample, worker)
         )
 
-    patch.setattr(sm, "chunk_fault", blind)
+    patch.setattr(samples, "chunk_fault", blind)
 
 
 def budget_of_each_lease(patch: pytest.MonkeyPatch) -> None:
     """The budget is checked against what this lease generated alone."""
-    fault = sm.chunk_fault
+    fault = samples.chunk_fault
 
     def generous(chunk: Any, sample: Any, worker: Any) -> Any:
         found = fault(chunk, sample, worker)
         return None if found is not None and "budget" in found.reason else found
 
-    patch.setattr(sm, "chunk_fault", generous)
+    patch.setattr(samples, "chunk_fault", generous)
 
 
 def budget_renewed_by_a_move(patch: pytest.MonkeyPatch) -> None:
-    grant = sm._grant
+    grant = samples._grant
 
     def renewing(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
         lease, accepted = grant(core, sample, worker)
         more = msgspec.structs.replace(lease.sampling, max_tokens=lease.sampling.max_tokens + accepted)
         return msgspec.structs.replace(lease, sampling=more), accepted
 
-    patch.setattr(sm, "_grant", renewing)
+    patch.setattr(samples, "_grant", renewing)
 
 
 def sent_before_durable(patch: pytest.MonkeyPatch) -> None:
@@ -81,27 +80,27 @@ def sent_before_durable(patch: pytest.MonkeyPatch) -> None:
 
 
 def delivered_before_durable(patch: pytest.MonkeyPatch) -> None:
-    finish = sm.finish
+    finish = samples.finish
 
     def eager(core: Core, sample: Any, reason: str) -> None:
         finish(core, sample, reason)
         for one in sample.group.samples:
             one.durable = one.accepted
         send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
-        sm.deliver_if_done(core, sample.group)
+        samples.deliver_if_done(core, sample.group)
         core.send_durable = send  # type: ignore[method-assign]
 
-    patch.setattr(sm, "finish", eager)
+    patch.setattr(samples, "finish", eager)
 
 
 def acked_before_durable(patch: pytest.MonkeyPatch) -> None:
-    append = sm._append
+    append = samples._append
 
     def hasty(core: Core, worker: Any, sample: Any, chunk: Any) -> None:
         append(core, worker, sample, chunk)
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.accepted),)))
 
-    patch.setattr(sm, "_append", hasty)
+    patch.setattr(samples, "_append", hasty)
 
 
 def consumed_twice(patch: pytest.MonkeyPatch) -> None:
@@ -115,22 +114,22 @@ def consumed_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_on_release(patch: pytest.MonkeyPatch) -> None:
-    release = sm.release
+    release = samples.release
 
     def careless(core: Core, sample: Any, reason: str, **how: Any) -> None:
         release(core, sample, reason, **how)
         sample.group.run.queue.discard(sample)
 
-    patch.setattr(sm, "release", careless)
+    patch.setattr(samples, "release", careless)
 
 
 def tokens_forgotten_by_a_move(patch: pytest.MonkeyPatch) -> None:
-    grant = sm._grant
+    grant = samples._grant
 
     def amnesiac(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
         return grant(core, sample, worker)[0], 0
 
-    patch.setattr(sm, "_grant", amnesiac)
+    patch.setattr(samples, "_grant", amnesiac)
 
 
 def version_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +164,7 @@ def prompt_skipped_after_a_failure(patch: pytest.MonkeyPatch) -> None:
         sample.failed_nodes |= {node}
         return True
 
-    patch.setattr(sm, "charge", impatient)
+    patch.setattr(samples, "charge", impatient)
 
 
 def old_attempt_commits(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +244,7 @@ def read_back_joined_without_looking(patch: pytest.MonkeyPatch) -> None:
 
 
 def delivered_in_half(patch: pytest.MonkeyPatch) -> None:
-    deliver = sm.deliver_if_done
+    deliver = samples.deliver_if_done
 
     def shortened(core: Core, group: Any) -> None:
         send = core.send_filled
@@ -253,7 +252,7 @@ def delivered_in_half(patch: pytest.MonkeyPatch) -> None:
         deliver(core, group)
         core.send_filled = send  # type: ignore[method-assign]
 
-    patch.setattr(sm, "deliver_if_done", shortened)
+    patch.setattr(samples, "deliver_if_done", shortened)
 
 
 def asleep_once_told(patch: pytest.MonkeyPatch) -> None:

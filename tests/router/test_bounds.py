@@ -171,10 +171,10 @@ def test_what_is_remembered_of_keys_is_bounded_and_the_newest_are_kept(
     monkeypatch.setattr(core_module, "MAX_KEYS", 8)
     core = started().router.core
     for n in range(100):
-        core.logs_refusal(f"key{n}")
-        core.affords(f"key{n}")
+        core.count_refusal(f"key{n}")
+        core.charge_row(f"key{n}")
     assert list(core.nonsense) == [f"key{n}" for n in range(92, 100)]
     assert len(core._budgets) == 8
-    core.logs_refusal("key92")
-    core.logs_refusal("new")
+    core.count_refusal("key92")
+    core.count_refusal("new")
     assert "key92" in core.nonsense, "who goes on is not forgotten for it"

@@ -21,7 +21,7 @@ from scavenger.protocol.messages import (
     pack_logprobs,
     pack_tokens,
 )
-from scavenger.router.core import samples as sm
+from scavenger.router.core import samples
 from scavenger.router.core.events import Fill, TrainerCalled, WorkerSent
 from scavenger.router.core.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill_group, fill_leases
 from scavenger.router.edge import pipeline
@@ -222,11 +222,11 @@ def test_a_message_for_samples_that_were_forgotten_is_dropped() -> None:
     bench.auto = False
     call = Call(99, "r", 1, Attach("r", (), (1,)))
     bench.router.handle(TrainerCalled(5, OWNER, call), bench.now)
-    bench.router.core.settle(10**9)
+    bench.router.core.committed(10**9)
     found = [a for a in bench.router.core.finish_event() if isinstance(a, Fill)]
     assert [a.lengths for a in found] == [(8,)]
     assert pipeline.lacking_message(bench.router.core, bench.store, found[0]) == {1: 8}
-    sm.supersede(bench.router.core, bench.router.core.groups[1], "another attempt")
+    samples.supersede(bench.router.core, bench.router.core.groups[1], "another attempt")
     assert pipeline.lacking_message(bench.router.core, bench.store, found[0]) == {}
     assert pipeline.filled(bench.store, found[0]) is None
 
@@ -242,7 +242,7 @@ def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
     moved = Fill(W2, Assign((lease, other)), (5, 5))
     core, store = bench.router.core, bench.store
     assert pipeline.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
-    sm.supersede(core, core.groups[1], "another attempt")
+    samples.supersede(core, core.groups[1], "another attempt")
     assert pipeline.lacking_message(core, store, moved) == {other.sample_id: 5}, (
         "what was forgotten is not read"
     )

@@ -59,13 +59,28 @@ from scavenger.protocol.worker.work import Work
 
 #: Versions in a row of which the engine held other weights than were published; then it counts as dead.
 MAX_MISMATCHES = 2
-LEGAL: dict[WorkerPhase, frozenset[WorkerPhase]] = {
-    WorkerPhase.CONNECTING: frozenset({WorkerPhase.CONNECTING, WorkerPhase.REGISTERING, WorkerPhase.GONE}),
+#: Which phases may follow, and on what.
+PHASE_TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
+    WorkerPhase.CONNECTING: frozenset(
+        {
+            WorkerPhase.CONNECTING,  # Unreachable, KeyRefused: another try after a pause
+            WorkerPhase.REGISTERING,  # Connected: the hello is sent
+            WorkerPhase.GONE,  # EndWorker
+        }
+    ),
     WorkerPhase.REGISTERING: frozenset(
-        {WorkerPhase.REGISTERING, WorkerPhase.JOINED, WorkerPhase.CONNECTING, WorkerPhase.GONE}
+        {
+            WorkerPhase.JOINED,  # Welcome
+            WorkerPhase.CONNECTING,  # the hello was not answered, Rejected for now, Unreachable, KeyRefused
+            WorkerPhase.GONE,  # EndWorker
+        }
     ),
     WorkerPhase.JOINED: frozenset(
-        {WorkerPhase.REGISTERING, WorkerPhase.CONNECTING, WorkerPhase.JOINED, WorkerPhase.GONE}
+        {
+            WorkerPhase.REGISTERING,  # HelloAgain: the daemon does not know this connection
+            WorkerPhase.CONNECTING,  # three heartbeats unanswered, Rejected for now, Unreachable, KeyRefused
+            WorkerPhase.GONE,  # EndWorker
+        }
     ),
     WorkerPhase.GONE: frozenset(),
 }
@@ -76,12 +91,14 @@ class IllegalTransition(ScavengerError):
 
 
 class Session:
-    """One worker process's session. See the module's theory of operation."""
+    """One worker process's session. The driver connects first (as for `Connect(0)`), sets `progress` before each `handle`, and lets the
+    engine generate only while `may_generate` says so.
+    """
 
     def __init__(self, identity: Identity, limits: WorkerLimits, now: float) -> None:
         self.phase = WorkerPhase.CONNECTING
         self.work = Work(limits.message_tokens, now)
-        self.progress = 0
+        self.progress = 0  # decode iterations of the engine, for heartbeats
         self._identity = identity
         self._limits = limits
         self._welcome: messages.Welcome | None = None
@@ -131,7 +148,7 @@ class Session:
         return self.phase is WorkerPhase.GONE
 
     def _enter(self, phase: WorkerPhase) -> None:
-        if phase not in LEGAL[self.phase]:
+        if phase not in PHASE_TRANSITIONS[self.phase]:
             raise IllegalTransition(f"the session cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
         self.work.hears = phase is WorkerPhase.JOINED
@@ -143,7 +160,8 @@ class Session:
         return [LogNote("unreachable", event.reason), *self._reconnect(now)]
 
     def _greet(self, now: float) -> list[WorkerAction]:
-        self._enter(WorkerPhase.REGISTERING)
+        if self.phase is not WorkerPhase.REGISTERING:  # else the hello goes over yet another new socket
+            self._enter(WorkerPhase.REGISTERING)
         self._reply_by = now + self._limits.hello_s
         me = self._identity
         hello = messages.WorkerHello(

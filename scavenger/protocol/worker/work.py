@@ -83,7 +83,7 @@ class WorkerLease:
         return self.finish is None and not self.yielded
 
     @property
-    def settled(self) -> bool:
+    def finished_and_durable(self) -> bool:
         """Nothing is left to do: it is complete and durable. A finish is durable with the token that it came with."""
         return (
             self.finish is not None and not self._tokens and (self.length > self.base or self._finish_acked)
@@ -183,11 +183,11 @@ class LeaseTable:
         """Tokens kept because they are not durable yet."""
         return sum(held.unacked for held in self._by_sample.values())
 
-    def unsettled(self) -> bool:
+    def ack_owed(self) -> bool:
         """Whether the daemon owes an ack."""
         return any(held.unacked or not held.runs for held in self._by_sample.values())
 
-    def to_yield(self) -> list[WorkerLease]:
+    def take_yields(self) -> list[WorkerLease]:
         """Leases to give back whose tokens are all sent, and the Yielded is not. Counts it as sent."""
         found = [
             held
@@ -231,7 +231,9 @@ class Work:
         self.memory: messages.Memory = "awake"  # of its GPUs: what the engine does with it
         self.memory_order = 0  # number of the last order to sleep or wake that came
         self.bytes_held = 0  # as the engine said last
-        self._engine_order = 0  # of those, the last that the engine was given
+        self._engine_order = (
+            0  # of the last Sleep or Wake that the engine was given; its older answers are ignored
+        )
         self._terms: messages.Welcome | None = None
         self._message_tokens = message_tokens
         self._acked_at = now
@@ -274,7 +276,7 @@ class Work:
         """Send what waited for a connection; the hello has the rest."""
         return [
             *self.flush(),
-            *self._settled(),
+            *self._acknowledge_memory_order(),
             *(action for serving in self._serving.values() for action in self._say_serving(serving)),
         ]
 
@@ -288,7 +290,7 @@ class Work:
         """The heartbeat, after all that is unsent; everything is unsent again when no ack came for `unacked_s`."""
         rate = self._rate_tokens / max(now - self._rate_since, 1e-9)
         self._rate_tokens, self._rate_since = 0, now
-        if self.leases.unsettled() and now - self._acked_at >= unacked_s:
+        if self.leases.ack_owed() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
         memory = (self.memory, self.memory_order, self.bytes_held)
@@ -318,7 +320,7 @@ class Work:
         actions: list[WorkerAction] = []
         while chunks := self.leases.chunks(self._message_tokens):
             actions.append(Send(messages.Chunks(tuple(chunks))))
-        back = self.leases.to_yield()
+        back = self.leases.take_yields()
         if back:
             actions.append(Send(messages.Yielded(tuple(held.held() for held in back))))
         return actions
@@ -336,7 +338,7 @@ class Work:
     def generated(self, event: Generated, now: float) -> list[WorkerAction]:
         actions: list[WorkerAction] = []
         terms = self._terms
-        if not self.leases.unsettled():
+        if not self.leases.ack_owed():
             self._acked_at = now  # nothing was owed until now
         for delta in event.deltas:
             held = self.leases.of_handle(delta.handle)
@@ -360,7 +362,7 @@ class Work:
                 continue
             if held.acked(durable.length):
                 self._acked_at = now
-            if held.settled:
+            if held.finished_and_durable:
                 self.leases.drop(held)
         return []
 
@@ -493,7 +495,7 @@ class Work:
         if event.order != self._engine_order:
             return []  # told to sleep meanwhile: the engine does both in order
         self.memory, self.bytes_held = "awake", event.bytes_held
-        return self._settled()
+        return self._acknowledge_memory_order()
 
     def serves(self, event: Serves, _now: float) -> list[WorkerAction]:
         """Others may pull a version from here, or may not any more."""
@@ -518,19 +520,19 @@ class Work:
 
     def sleep(self, message: messages.Sleep, _now: float) -> list[WorkerAction]:
         if message.order <= self.memory_order:
-            return self._settled()  # a repeat
+            return self._acknowledge_memory_order()  # a repeat
         self.memory_order = message.order
         if self.memory in ("falling-asleep", "asleep"):
-            return self._settled()  # the order to wake in between was lost
+            return self._acknowledge_memory_order()  # the order to wake in between was lost
         self.memory, self._engine_order, self._waiting = "falling-asleep", message.order, []
         return [*self.flush(), *self._forget(self.leases.all()), SleepEngine(message.order)]
 
     def wake(self, message: messages.Wake, _now: float) -> list[WorkerAction]:
         if message.order <= self.memory_order:
-            return self._settled()
+            return self._acknowledge_memory_order()
         self.memory_order = message.order
         if self.memory in ("waking", "awake"):
-            return self._settled()
+            return self._acknowledge_memory_order()
         self.memory, self._engine_order = "waking", message.order
         return [WakeEngine(message.order)]
 
@@ -538,9 +540,9 @@ class Work:
         if event.order != self._engine_order:
             return []  # woken meanwhile: the engine does both in order
         self.memory, self.bytes_held = "asleep", event.bytes_held
-        return self._settled()
+        return self._acknowledge_memory_order()
 
-    def _settled(self) -> list[WorkerAction]:
+    def _acknowledge_memory_order(self) -> list[WorkerAction]:
         """Say that the last order is carried out, if it is: the daemon takes the engine for neither asleep nor awake before."""
         match self.memory:
             case "asleep":

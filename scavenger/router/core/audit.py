@@ -6,8 +6,7 @@ Boundary: invariants recounted; it changes nothing.
 from __future__ import annotations
 
 from scavenger.policy.interface import Standard
-from scavenger.router.core import policy_driver, policy_view, worker_counts
-from scavenger.router.core import samples as sm
+from scavenger.router.core import policy_driver, policy_view, samples, worker_counts
 from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import Memory, SampleStatus, WorkerStatus
@@ -67,8 +66,8 @@ def _check_worker(core: Core, worker: Worker) -> None:
             f"worker {worker.id} is to give back an older lease of sample {sample_id}"
         )
     status, memory = worker.status, worker.memory.state
-    if status is WorkerStatus.SLEEPING or status is WorkerStatus.ASLEEP:
-        expected = Memory.FALLING_ASLEEP if status is WorkerStatus.SLEEPING else Memory.ASLEEP
+    if status is WorkerStatus.FALLING_ASLEEP or status is WorkerStatus.ASLEEP:
+        expected = Memory.FALLING_ASLEEP if status is WorkerStatus.FALLING_ASLEEP else Memory.ASLEEP
         assert memory is expected, f"worker {worker.id} is {status}, and its memory is {memory}"
     elif status is not WorkerStatus.DRAINING and status is not WorkerStatus.AWAY:
         assert memory in (Memory.AWAKE, Memory.WAKING), (
@@ -107,12 +106,12 @@ def _check_run(core: Core, run: Run) -> None:
     )
     if run.cached.serving is not None and not run.due.changed_workers:
         version, serving = run.cached.serving
-        assert serving == [w for w in run.workers.values() if sm.servable(w, version)], (
+        assert serving == [w for w in run.workers.values() if samples.servable(w, version)], (
             f"run {run.id}: who serves version {version}"
         )
     if isinstance(run.policy, Standard):  # others may hold samples back
         assert not policy_driver.placements(core, run), f"run {run.id}: samples could be placed and were not"
-    wanted = sm.target_version(run)
+    wanted = samples.target_version(run)
     for worker in run.workers.values():
         idle = (
             worker.conn is not None

@@ -41,11 +41,11 @@ from scavenger.router.core import (
     registration,
     restore,
     runs,
+    samples,
     worker_commands,
     worker_counts,
     workers,
 )
-from scavenger.router.core import samples as sm
 from scavenger.router.core.events import (
     Committed,
     DemandAsked,
@@ -71,7 +71,7 @@ from scavenger.router.core.tables import Core
 
 
 class Router:
-    """Feed it events in any order; perform the actions it returns, in order."""
+    """The state machine behind one door, `handle`. A core that has just begun is given `LedgerRead` first where there is a ledger."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Router:
             self.core.new_policy = new_policy
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        """Apply one event at `now` (Unix s); returns the actions to perform, in order. `IllegalTransition` is a bug: discard this core."""
         core = self.core
         core.now = now
         match event:
@@ -95,7 +96,7 @@ class Router:
             case Heard(conn=conn):
                 workers.heard(core, conn)
             case Committed(ticket=ticket):
-                sm.confirm_durable(core, core.settle(ticket))
+                samples.confirm_durable(core, core.committed(ticket))
             case HelloReceived(conn=conn, identity=identity, hello=hello):
                 registration.hello(core, conn, identity, hello)
             case TrainerCalled(conn=conn, identity=identity, call=call):
@@ -112,7 +113,7 @@ class Router:
             case TopologyRead(switches=switches):
                 core.switches.update(switches)
             case GarbageReceived(public_key=public_key, cause=cause):
-                if core.logs_refusal(public_key):
+                if core.count_refusal(public_key):
                     core.event("garbage", 0, public_key, cause)
                 else:
                     core.count("garbage")
@@ -124,11 +125,11 @@ class Router:
             case PastRead(facts=facts):
                 policy_driver.learn(core, facts)
                 return core.finish_event()
-        self._settle_fleet(event)
+        self._do_what_is_due(event)
         return core.finish_event()
 
     def _worker_sent(self, conn: int, message: Message, faults: Mapping[int, str] | None) -> None:
-        """A message of a greeted worker. `faults`: what is wrong with a chunk's values, by its place among the chunks."""
+        """A message of a registered worker. `faults`: what is wrong with a chunk's values, by its place among the chunks."""
         core = self.core
         worker = workers.sender(core, conn, message)
         if worker is None:
@@ -136,7 +137,7 @@ class Router:
         match message:
             case Chunks(chunks=chunks):
                 for at, chunk in enumerate(chunks):
-                    sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
+                    samples.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
             case Heartbeat():
                 workers.heartbeat(core, worker, message)
             case Yielded(leases=leases):
@@ -156,18 +157,19 @@ class Router:
             case Goodbye():
                 workers.goodbye(core, conn, worker, message)
 
-    def _settle_fleet(self, event: RouterEvent) -> None:
-        """After every event: idle workers load what is needed, queued samples find a worker, the trainer learns of changes.
+    def _do_what_is_due(self, event: RouterEvent) -> None:
+        """Idle workers load what is needed, queued samples find a worker, the trainer learns of changes.
 
-        A run's `dirty` says that any of this may be due. The many events that move only tokens leave it false, so that a chunk costs the
-        same with one worker as with a thousand; `check` proves that nothing was due where it was false.
+        A run is visited when its `due.fleet` or `due.samples` is set, on each Tick, and after each event that is not in `_QUIET`. Quiet
+        events set `due` themselves where it matters, so that a chunk costs the same with one worker as with a thousand; `audit.check`
+        fails where a run that was not visited had something due.
         """
         timed = isinstance(event, Tick)
-        everything = _may_change_anything(event)
+        any_may_be_due = _may_change_anything(event)
         for run in self.core.runs.values():
-            if run.ended or not (run.due.fleet or run.due.samples or timed or everything):
+            if run.ended or not (run.due.fleet or run.due.samples or timed or any_may_be_due):
                 continue
-            fleet = run.due.fleet or everything
+            fleet = run.due.fleet or any_may_be_due
             if fleet or timed or run.due.changed_workers:
                 run.cached.serving = None
             if fleet or run.due.samples:
@@ -176,13 +178,13 @@ class Router:
                     run.cached.serving = None
             if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)
-            self._ask(run, fleet=fleet, timed=timed)
-            run.due.fleet = run.due.samples = False  # what settling itself changed is settled
+            self._ask_policy(run, fleet=fleet, timed=timed)
+            run.due.fleet = run.due.samples = False  # what this itself changed is done
             self._notify_trainer(run, timed=timed)
 
     def _steer_idle(self, run: Run, *, anyway: bool) -> None:
         """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
-        target = sm.target_version(run)
+        target = samples.target_version(run)
         everyone = anyway or target != run.cached.target
         idle = run.workers.values() if everyone else run.due.idle_workers
         run.cached.target, run.due.idle_workers = target, []
@@ -190,7 +192,7 @@ class Router:
             if not worker.leases and worker.id in run.workers:
                 worker_commands.steer(self.core, worker, target)
 
-    def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
+    def _ask_policy(self, run: Run, *, fleet: bool, timed: bool) -> None:
         """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
         sizes = (
             worker_counts.counted(run)
@@ -200,7 +202,8 @@ class Router:
             else run.cached.sizes
         )
         run.due.recount = False
-        fresh, run.due.ask, run.cached.sizes = run.due.ask or sizes != run.cached.sizes, False, sizes
+        fresh = run.due.ask or sizes != run.cached.sizes
+        run.due.ask, run.cached.sizes = False, sizes
         if fresh or timed:
             policy_driver.rebalance(self.core, run, timed=not fresh)
             policy_driver.window(self.core, run, timed=not fresh)
@@ -243,7 +246,7 @@ class Router:
                 worker.engine.moved_at = min(core.now, worker.engine.moved_at + absent)
             for run in core.runs.values():
                 run.trainer.seen_at = min(core.now, run.trainer.seen_at + absent)
-        if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
+        if core.uncommitted and core.now - core.committed_at > core.limits.suspect_s:
             # The ledger's disk stalls, and engines wait for its acknowledgements: none of them hangs.
             for worker in core.workers.values():
                 worker.engine.moved_at = core.now
@@ -291,12 +294,12 @@ class Router:
 
 #: The frequent events, whose few consequences mark the run themselves.
 _QUIET = frozenset({Committed, Tick, Heard, TopologyRead, GarbageReceived})
-_QUIET_WORDS = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
+_QUIET_MESSAGES = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
 
 
 def _may_change_anything(event: RouterEvent) -> bool:
     if isinstance(event, WorkerSent):
-        return type(event.message) not in _QUIET_WORDS
+        return type(event.message) not in _QUIET_MESSAGES
     if isinstance(event, TrainerCalled):
-        return type(event.call.body) not in _QUIET_WORDS
+        return type(event.call.body) not in _QUIET_MESSAGES
     return type(event) not in _QUIET

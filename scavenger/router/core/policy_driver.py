@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, Move, Placement, Weighs
 from scavenger.protocol.messages import Held, Revoke, Yield
-from scavenger.router.core import decision_log
-from scavenger.router.core import samples as sm
+from scavenger.router.core import decision_log, samples
 from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.state import RouterLimits, Run, Worker, Yielding
 from scavenger.router.core.tables import Core
@@ -74,7 +73,7 @@ def place_queued(core: Core, run: Run) -> None:
     for answer in answers:
         batches.setdefault(answer.worker_id, []).append(answer)
     for worker_id, batch in batches.items():
-        sm.lease(core, core.workers[worker_id], [core.samples[p.sample_id] for p in batch])
+        samples.lease(core, core.workers[worker_id], [core.samples[p.sample_id] for p in batch])
     decision_log.placed(core, run, answers)
 
 
@@ -106,7 +105,7 @@ def _may_move(core: Core, run: Run, move: Move) -> bool:
     ):
         return False
     target = run.workers.get(move.to_worker)
-    if move.to_worker and (target is None or not sm.servable(target, sample.group.version)):
+    if move.to_worker and (target is None or not samples.servable(target, sample.group.version)):
         return False
     return sample.status is SampleStatus.LEASED and sample.worker_id == worker.id and sample.group.run is run
 
@@ -147,7 +146,7 @@ def handed_back(core: Core, worker: Worker, leases: Sequence[Held]) -> None:
         asked = worker.yielding.get(sample.id)
         over.append((sample.id, sample.epoch))
         reason = f"moved: {asked.reason}" if asked is not None else "given back"
-        sm.release(core, sample, reason)
+        samples.release(core, sample, reason)
         if asked is not None:
             give(core, asked.to_worker, sample.id)
     if over:
@@ -161,9 +160,9 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
     run = sample.group.run
     if worker is None or sample.id not in run.queue or run.stopped or run.ended:
         return
-    if sm.servable(worker, sample.group.version) and len(worker.leases) < run.engine.max_batch:
+    if samples.servable(worker, sample.group.version) and len(worker.leases) < run.engine.max_batch:
         run.queue.discard(sample)
-        sm.lease(core, worker, [sample])
+        samples.lease(core, worker, [sample])
 
 
 def window(core: Core, run: Run, *, timed: bool) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
-from scavenger.router.core import samples as sm
+from scavenger.router.core import samples
 from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
@@ -44,7 +44,7 @@ class LiveView:
 
     @cached_property
     def version(self) -> int:
-        return sm.target_version(self._run)
+        return samples.target_version(self._run)
 
     @cached_property
     def step(self) -> StepView:
@@ -114,7 +114,7 @@ class LiveView:
         version = self.version
         run = self._run
         if run.cached.serving is None or run.cached.serving[0] != version:
-            run.cached.serving = version, [w for w in run.workers.values() if sm.servable(w, version)]
+            run.cached.serving = version, [w for w in run.workers.values() if samples.servable(w, version)]
         return [
             w.slots if w.slots is not None and w.slots.max_batch == most else _slots_of(w, most)
             for w in run.cached.serving[1]
@@ -127,7 +127,7 @@ class LiveView:
             node=worker.node,
             gpus=worker.gpus,
             status=worker.status.value,
-            serves=sm.servable(worker, self.version),
+            serves=samples.servable(worker, self.version),
             leases=len(worker.leases),
             max_batch=self.max_batch,
             joined_at=worker.joined_at,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import WorkerJoined
 from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
-from scavenger.router.core import refusals, worker_commands, workers
-from scavenger.router.core import samples as sm
+from scavenger.router.core import refusals, samples, worker_commands, workers
 from scavenger.router.core.events import Identity
 from scavenger.router.core.row_budget import OWNER_BURST
 from scavenger.router.core.state import Run, Worker, WorkerProcess
@@ -85,9 +84,9 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
 def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> bool:
     """Charge a new session, which is two rows, to the job whose key it is; all reserved engines have their owner's: to the run and slot."""
     if hello.kind != "reserved":
-        return core.affords(f"greets {identity.public_key}")
+        return core.charge_row(f"greets {identity.public_key}")
     # A slot is whatever the engine says: their number is bounded by what the owner has in all.
-    return core.affords(f"greets {run.id} {hello.slot}") and core.affords(
+    return core.charge_row(f"greets {run.id} {hello.slot}") and core.charge_row(
         f"greets {run.owner_key}", OWNER_BURST
     )
 
@@ -100,7 +99,7 @@ def advanced(core: Core, run: Run) -> None:
 
 def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
     if not refusal.retry:
-        if core.logs_refusal(identity.public_key):
+        if core.count_refusal(identity.public_key):
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
         else:
             core.count("hello_refused")
@@ -152,8 +151,8 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
         return
     for sample_id in lost.samples:
         sample = core.samples.get(sample_id)
-        if sample is not None and not sample.done and sm.charge(core, sample, lost.node):
-            sm.poison(core, sample, "its reserved engine was started again")
+        if sample is not None and not sample.done and samples.charge(core, sample, lost.node):
+            samples.poison(core, sample, "its reserved engine was started again")
 
 
 def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
@@ -301,7 +300,7 @@ def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
     holds = {(h.sample_id, h.epoch) for h in may}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in holds:
-            sm.release(
+            samples.release(
                 core,
                 sample,
                 other if sample.lease_version == disowned else "the worker does not hold it any more",

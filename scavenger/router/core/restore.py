@@ -12,7 +12,7 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
-from scavenger.router.core import samples as sm
+from scavenger.router.core import samples
 from scavenger.router.core.state import Group, Run, RunSettings, Sample, Version, Worker, WorkerProcess
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStep, WorkerStep
@@ -44,7 +44,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
                 and owner.settings.on_poison == "stop"
                 and not owner.stopped
             ):
-                sm.stop_run(sample, row.reason)
+                samples.stop_run(sample, row.reason)
     for run_id, purpose, step, prompt_index, retry in snapshot.retries:
         if run_id in by_id:
             by_id[run_id].retries[purpose, step, prompt_index] = retry + 1

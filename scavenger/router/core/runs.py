@@ -34,8 +34,7 @@ from scavenger.protocol.messages import (
     SetReserved,
     SubmitGroups,
 )
-from scavenger.router.core import registration, steps, worker_commands, worker_counts, workers
-from scavenger.router.core import samples as sm
+from scavenger.router.core import registration, samples, steps, worker_commands, worker_counts, workers
 from scavenger.router.core.events import Identity
 from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
 from scavenger.router.core.state import Run, RunSettings, TrainerLink, Version
@@ -117,7 +116,7 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
 
 def _fault_of_charging(core: Core, run: Run) -> Denied | None:
     """Charge a row that nothing else bounds: a trainer may ask for it as often as it likes. Work that is committed makes room."""
-    if core.affords(f"calls {run.id}"):
+    if core.charge_row(f"calls {run.id}"):
         return None
     core.count("calls_refused")
     return Denied("invalid", *_TOO_OFTEN)
@@ -168,7 +167,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         # A repeat: its trainer connected again while the ledger is being read.
         run.trainer.opening = (conn, call.id, body)
         return
-    if run is None and not core.affords(f"runs {identity.public_key}"):
+    if run is None and not core.charge_row(f"runs {identity.public_key}"):
         core.count("calls_refused")
         core.send(conn, Reply(call.id, Denied("invalid", *_TOO_MANY)))
         return
@@ -217,7 +216,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
     for group in list(run.by_key.values()):
         if group.purpose == "eval" or group.step <= body.resume_step:
-            sm.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
+            samples.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
         else:
             group.orphaned, group.delivered_to = True, 0
     core.record(
@@ -270,7 +269,7 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
     for group in list(run.by_key.values()):
         group.orphaned = group.id not in have and group.id not in wants
         group.delivered_to = run.attempt if group.id in have else 0
-        sm.deliver_if_done(core, group)
+        samples.deliver_if_done(core, group)
     if run.stopped:
         core.send_durable(conn, RunStopped(run.stopped, run.stop_remedy))
     return Ok()
@@ -381,9 +380,9 @@ def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
     for group in list(run.by_key.values()):
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:
-                sm.abandon(core, sample, "surplus", f"the run {body.state}")
+                samples.abandon(core, sample, "surplus", f"the run {body.state}")
         run.retries[group.key] = group.retry + 1
-        sm.forget(core, group)
+        samples.forget(core, group)
     for worker in list(run.workers.values()):
         worker_commands.drain(core, worker, f"the run {body.state}")
     core.record(rec.RunEnded(run.id, body.state, body.reason, core.now))

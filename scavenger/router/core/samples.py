@@ -309,22 +309,29 @@ def stop_run(sample: Sample, cause: str) -> None:
     run.stop_remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
 
 
-def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
-    """End a sample that nobody will consume; its worker, if any, drops it."""
+def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
+    """End a sample that nobody will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
+    sample.step(SampleStep.ABANDON)
     worker = core.workers.get(sample.worker_id)
     if worker is not None:
         core.send_durable(
             worker.conn, Revoke(((sample.id, sample.epoch),), reason)
         )  # behind the lease's own Assign
-        _end_lease(core, sample, state, 0)
+        _end_lease(core, sample, end, 0)
     sample.group.run.queue.discard(sample)
-    sample.step(SampleStep.ABANDON)
-    attempt = (
-        sample.group.run.attempt if state == "poisoned" else 0
-    )  # it stops this attempt, and none after it
     core.record(
         rec.SampleEnded(
-            sample.id, state, reason, 0, attempt, sample.reward, None, core.now, sample.reward_version
+            sample_id=sample.id,
+            state=end,
+            reason=reason,
+            step=0,
+            attempt=sample.group.run.attempt
+            if end == "poisoned"
+            else 0,  # it stops this attempt, and none after it
+            reward=sample.reward,
+            advantage=None,
+            at=core.now,
+            reward_version=sample.reward_version,
         )
     )
 

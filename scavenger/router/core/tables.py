@@ -45,42 +45,40 @@ class Core:
         self.generation = int(generation)
         self.ledger = ledger  # the history that this ledger is in; a restored backup begins another
         self.restored = (
-            restored  # it did begin with a backup: then a peer that names none may be of the other one
+            restored  # it began with a backup: a peer that names no history may be of the other one
         )
         self.runs: dict[str, Run] = {}
         self.groups: dict[int, Group] = {}
         self.samples: dict[int, Sample] = {}
         self.workers: dict[int, Worker] = {}
         self.by_conn: dict[int, Worker] = {}
-        self.departed: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # connections that said goodbye: the newest of them
-        self.lived: deque[WorkerLife] = deque(
-            maxlen=MAX_LIVED
-        )  # harvested engines that are gone, for who accounts for their GPUs
+        # Connections that said goodbye: the newest of them.
+        self.departed: OrderedDict[int, None] = OrderedDict()
+        # Harvested engines that are gone, for whoever accounts for their GPUs.
+        self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
         self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known
-        self.nonsense: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # public key -> what it sent and nobody could use
-        self._budgets: OrderedDict[str, Budget] = OrderedDict()  # what each peer's rows may still be
+        # Public key -> how often it sent what nobody could use.
+        self.nonsense: OrderedDict[str, int] = OrderedDict()
+        self._budgets: OrderedDict[str, Budget] = OrderedDict()  # how many rows each peer may still cause
         self.now = 0.0
-        self._ticket = self._settled = 0
+
+        self._ticket = self._committed = 0  # the last that was handed out, and the last that is durable
         self._records: list[rec.Record] = []
         self._ends: dict[int, int] = {}  # sample -> where among the records its lease's end is
         self._sends: list[RouterAction] = []
-        self._deferred: OrderedDict[int, list[RouterAction]] = OrderedDict()
-        self._awaiting: OrderedDict[int, list[tuple[Sample, int]]] = (
-            OrderedDict()
-        )  # ticket -> (sample, length)
-        self._lengths: list[tuple[Sample, int]] = []
-        self._granted: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()  # ticket -> (sample, epoch)
-        self._grants: list[tuple[Sample, int]] = []
-        self._waiting: list[RouterAction] = []
+        # What waits for a commit: collected during the event (`_event_*`), filed under its ticket by `finish_event`, released by
+        # `committed`. Lengths are (sample, tokens that become durable), grants (sample, epoch).
+        self._event_actions: list[RouterAction] = []
+        self._event_lengths: list[tuple[Sample, int]] = []
+        self._event_grants: list[tuple[Sample, int]] = []
+        self._actions_by_ticket: OrderedDict[int, list[RouterAction]] = OrderedDict()
+        self._lengths_by_ticket: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()
+        self._grants_by_ticket: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()
 
     # ---- effects of the event being handled
 
@@ -126,23 +124,23 @@ class Core:
     def send_durable(self, conn: int | None, message: Message) -> None:
         """Send when the records of this event are committed: for what promises that they are."""
         if conn is not None:
-            self._waiting.append(Send(conn, message))
+            self._event_actions.append(Send(conn, message))
 
     def send_filled(self, conn: int | None, message: Assign | GroupDone, lengths: tuple[int, ...]) -> None:
         """As `send_durable`, with the first `lengths[i]` tokens of the i-th sample, which are durable by then."""
         if conn is not None:
-            self._waiting.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
+            self._event_actions.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
     def read_history(self, run: Run) -> None:
-        self._waiting.append(ReadHistory(run.id, run.attempt, run.step.resumed_after))
+        self._event_actions.append(ReadHistory(run.id, run.attempt, run.step.resumed_after))
 
     def length_accepted(self, sample: Sample) -> None:
         """The sample's accepted length becomes durable with this event's records."""
-        self._lengths.append((sample, sample.accepted))
+        self._event_lengths.append((sample, sample.accepted))
 
     def lease_granted(self, sample: Sample) -> None:
         """The sample's lease is sent when this event's records are durable; only then can its worker hold it."""
-        self._grants.append((sample, sample.epoch))
+        self._event_grants.append((sample, sample.epoch))
 
     def event(self, kind: str, run_id: int, subject: str, reason: str, **detail: Any) -> None:
         """Count something, and write it to the ledger's events."""
@@ -151,12 +149,12 @@ class Core:
 
     def connection_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
         """An event that a worker can cause as often as it likes: of each kind and key the first ones are written, then fewer and fewer."""
-        if self.logs_refusal(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
+        if self.count_refusal(f"{peer.process.intent_id or peer.run.owner_key} {kind}"):
             self.event(kind, peer.run.id, subject, reason, **detail)
         else:
             self.count(kind)
 
-    def logs_refusal(self, public_key: str) -> bool:
+    def count_refusal(self, public_key: str) -> bool:
         """Count what is refused of a key, and say whether to write it down.
 
         Written are the first 100, then the 200th, 400th, 800th and so on: one key must not fill the ledger.
@@ -166,7 +164,7 @@ class Core:
             self.nonsense.popitem(last=False)
         return is_reported(so_far)
 
-    def affords(self, peer: str, burst: int = 0) -> bool:
+    def charge_row(self, peer: str, burst: int = 0) -> bool:
         """Charge a row that this peer may make as often as it likes. False: it made too many, and is to be refused."""
         most = burst or PEER_BURST
         budget = self._budgets.pop(peer, None) or Budget(most, self.now, burst=most, every_s=PEER_EVERY_S)
@@ -192,41 +190,41 @@ class Core:
             actions.insert(0, Write(self._ticket, tuple(self._records)))
             self._records = []
             self._ends.clear()
-        if self._ticket <= self._settled:  # all that was ever written is durable
-            if self._waiting:
-                actions += self._waiting
-                self._waiting = []
-            self._lengths, self._grants = [], []
+        if self._ticket <= self._committed:  # all that was ever written is durable
+            if self._event_actions:
+                actions += self._event_actions
+                self._event_actions = []
+            self._event_lengths, self._event_grants = [], []
             return actions
-        if self._waiting:
-            self._deferred.setdefault(self._ticket, []).extend(self._waiting)
-            self._waiting = []
-        if self._lengths:
-            self._awaiting.setdefault(self._ticket, []).extend(self._lengths)
-            self._lengths = []
-        if self._grants:
-            self._granted.setdefault(self._ticket, []).extend(self._grants)
-            self._grants = []
+        if self._event_actions:
+            self._actions_by_ticket.setdefault(self._ticket, []).extend(self._event_actions)
+            self._event_actions = []
+        if self._event_lengths:
+            self._lengths_by_ticket.setdefault(self._ticket, []).extend(self._event_lengths)
+            self._event_lengths = []
+        if self._event_grants:
+            self._grants_by_ticket.setdefault(self._ticket, []).extend(self._event_grants)
+            self._event_grants = []
         return actions
 
-    def settle(self, ticket: int) -> list[tuple[Sample, int]]:
+    def committed(self, ticket: int) -> list[tuple[Sample, int]]:
         """Records up to `ticket` are durable: release what waited for them; returns (sample, durable length) pairs."""
-        self._settled = max(self._settled, ticket)
+        self._committed = max(self._committed, ticket)
         self.committed_at = self.now
         lengths: list[tuple[Sample, int]] = []
-        while self._awaiting and next(iter(self._awaiting)) <= ticket:
-            lengths.extend(self._awaiting.popitem(last=False)[1])
-        while self._deferred and next(iter(self._deferred)) <= ticket:
-            self._sends.extend(self._deferred.popitem(last=False)[1])
+        while self._lengths_by_ticket and next(iter(self._lengths_by_ticket)) <= ticket:
+            lengths.extend(self._lengths_by_ticket.popitem(last=False)[1])
+        while self._actions_by_ticket and next(iter(self._actions_by_ticket)) <= ticket:
+            self._sends.extend(self._actions_by_ticket.popitem(last=False)[1])
         workers, now = self.workers, self.now
-        while self._granted and next(iter(self._granted)) <= ticket:
-            for sample, epoch in self._granted.popitem(last=False)[1]:
+        while self._grants_by_ticket and next(iter(self._grants_by_ticket)) <= ticket:
+            for sample, epoch in self._grants_by_ticket.popitem(last=False)[1]:
                 if sample.epoch == epoch:
                     holder = workers.get(sample.worker_id)
                     sample.assigned_at, sample.assigned_after = now, holder.heartbeat.acks if holder else 0
         return lengths
 
     @property
-    def unsettled(self) -> int:
+    def uncommitted(self) -> int:
         """Tickets handed out and not yet committed."""
-        return self._ticket - self._settled
+        return self._ticket - self._committed

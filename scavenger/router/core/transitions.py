@@ -6,6 +6,9 @@ All three state machines of the router are here, and nothing else:
     worker   (WorkerStatus, WorkerStep) -> WorkerStatus    in WORKER_TRANSITIONS
     memory   (Memory, MemoryStep) -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
 
+A worker's status and its memory move together: FALLING_ASLEEP with FALLING_ASLEEP, ASLEEP with ASLEEP, LOADING and READY with AWAKE or
+WAKING; DRAINING and AWAY with any. `audit` checks it after every event of a test.
+
 `Sample.step`, `Worker.step` and `Worker.step_memory` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
 table has none. Pure.
 """
@@ -16,7 +19,10 @@ from enum import StrEnum
 
 
 class IllegalTransition(Exception):
-    """A bug: the core tried a step that no table holds. Names the sample or worker, its state and the step; nothing was changed."""
+    """A bug: the core tried a step that no table holds. Names the sample or worker, its state and the step, and leaves its state.
+
+    What the event did before is not undone: discard this core.
+    """
 
 
 class SampleStatus(StrEnum):
@@ -32,13 +38,13 @@ class SampleStep(StrEnum):
     """What happens to a sample. The `RESTORE_` ones put it where the ledger's row says that it was."""
 
     QUEUE = "queue"
-    LEASE = "lease"
-    RELEASE = "release"
+    LEASE = "lease"  # a worker is to generate it
+    RELEASE = "release"  # its lease is over, it is not: it waits for another worker
     CONFIRM = "confirm"  # its worker came back with the lease
     FINISH = "finish"
-    END = "end"
-    REOPEN = "reopen"
-    ABANDON = "abandon"
+    END = "end"  # a complete sample was used up: consumed, filtered, masked, evaluated or surplus
+    REOPEN = "reopen"  # a later attempt takes its group over: it is complete again
+    ABANDON = "abandon"  # given up before its use: superseded or poisoned
     RESTORE_LEASED = "restore-leased"
     RESTORE_COMPLETE = "restore-complete"
     RESTORE_ENDED = "restore-ended"
@@ -55,8 +61,6 @@ SAMPLE_TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
     (SampleStatus.LEASED, SampleStep.FINISH): SampleStatus.COMPLETE,
     (SampleStatus.UNCONFIRMED, SampleStep.CONFIRM): SampleStatus.LEASED,
     (SampleStatus.UNCONFIRMED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    # Every token was durable, only the flag was lost.
-    (SampleStatus.QUEUED, SampleStep.FINISH): SampleStatus.COMPLETE,
     (SampleStatus.COMPLETE, SampleStep.END): SampleStatus.ENDED,
     (SampleStatus.ENDED, SampleStep.REOPEN): SampleStatus.COMPLETE,
     (SampleStatus.QUEUED, SampleStep.ABANDON): SampleStatus.ENDED,
@@ -64,7 +68,7 @@ SAMPLE_TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
     (SampleStatus.UNCONFIRMED, SampleStep.ABANDON): SampleStatus.ENDED,
     (SampleStatus.COMPLETE, SampleStep.ABANDON): SampleStatus.ENDED,
 }
-#: Samples in these states are not done.
+#: Still to be generated. (NEW exists within one event only.)
 UNFINISHED = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
 
 
@@ -72,7 +76,7 @@ class WorkerStatus(StrEnum):
     NEW = "new"  # made within this event
     LOADING = "loading"  # connected, without the version that its run needs
     READY = "ready"
-    SLEEPING = "sleeping"  # asked to sleep, has not answered
+    FALLING_ASLEEP = "falling-asleep"  # asked to sleep, has not answered
     ASLEEP = "asleep"
     DRAINING = "draining"  # asked to leave
     AWAY = "away"  # restored from the ledger, has not come back yet
@@ -82,9 +86,9 @@ class WorkerStatus(StrEnum):
 class WorkerStep(StrEnum):
     """What happens to a worker."""
 
-    JOIN = "join"
-    RESTORE = "restore"
-    RETURN = "return"
+    JOIN = "join"  # it registered
+    RESTORE = "restore"  # the ledger has it, from before the daemon restarted
+    RETURN = "return"  # and it registered again
     LOAD = "load"  # it needs another version than it has
     SERVE = "serve"  # it has the version that its run needs
     SLEEP = "sleep"
@@ -103,20 +107,20 @@ WORKER_TRANSITIONS: dict[tuple[WorkerStatus, WorkerStep], WorkerStatus] = {
     (WorkerStatus.AWAY, WorkerStep.RETURN): WorkerStatus.LOADING,
     (WorkerStatus.LOADING, WorkerStep.SERVE): WorkerStatus.READY,
     (WorkerStatus.READY, WorkerStep.LOAD): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.SLEEPING,
-    (WorkerStatus.SLEEPING, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.SLEEPING,
+    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.FALLING_ASLEEP,
+    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.FALLING_ASLEEP,
+    (WorkerStatus.FALLING_ASLEEP, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
+    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.FALLING_ASLEEP,
     (WorkerStatus.LOADING, WorkerStep.FOUND_ASLEEP): WorkerStatus.ASLEEP,
     (WorkerStatus.ASLEEP, WorkerStep.WAKE): WorkerStatus.LOADING,
     (WorkerStatus.LOADING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
     (WorkerStatus.READY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.SLEEPING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
+    (WorkerStatus.FALLING_ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
     (WorkerStatus.ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
     (WorkerStatus.AWAY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
     (WorkerStatus.LOADING, WorkerStep.LEAVE): WorkerStatus.GONE,
     (WorkerStatus.READY, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.SLEEPING, WorkerStep.LEAVE): WorkerStatus.GONE,
+    (WorkerStatus.FALLING_ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
     (WorkerStatus.ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
     (WorkerStatus.DRAINING, WorkerStep.LEAVE): WorkerStatus.GONE,
     (WorkerStatus.AWAY, WorkerStep.LEAVE): WorkerStatus.GONE,
@@ -136,9 +140,9 @@ class MemoryStep(StrEnum):
     """Orders to a worker, what it acknowledges, and what a registration says that an earlier daemon had ordered."""
 
     SLEEP = "sleep"
-    SLEPT = "asleep"
+    SLEPT = "slept"
     WAKE = "wake"
-    WOKEN = "awake"
+    WOKEN = "woken"
     FOUND_FALLING_ASLEEP = "found-falling-asleep"
     FOUND_ASLEEP = "found-asleep"
     FOUND_WAKING = "found-waking"

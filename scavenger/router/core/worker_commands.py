@@ -18,8 +18,7 @@ from scavenger.protocol.messages import (
     WeightsFailed,
     WeightsLoaded,
 )
-from scavenger.router.core import refusals
-from scavenger.router.core import samples as sm
+from scavenger.router.core import refusals, samples
 from scavenger.router.core.state import Run, Version, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import Memory, MemoryStep, WorkerStatus, WorkerStep
@@ -157,8 +156,8 @@ def asleep(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
     worker.memory.bytes_held = bytes_held
     worker.step_memory(MemoryStep.SLEPT)
     for sample in list(worker.leases.values()):
-        sm.release(core, sample, "reserved worker sleeps")
-    if worker.status is WorkerStatus.SLEEPING:
+        samples.release(core, sample, "reserved worker sleeps")
+    if worker.status is WorkerStatus.FALLING_ASLEEP:
         worker.step(WorkerStep.SLEPT)
         worker.run.policy.observe(
             Toggled(worker.id, False, core.now - worker.memory.sleep_ordered_at), core.now
@@ -202,7 +201,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
         or worker.leases
     ):
         return
-    wanted = sm.target_version(worker.run) if target is None else target
+    wanted = samples.target_version(worker.run) if target is None else target
     version = worker.run.weights.versions.get(wanted)
     if version is None:
         return

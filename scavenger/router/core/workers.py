@@ -20,8 +20,7 @@ from scavenger.protocol.messages import (
     SampleFailed,
     Yield,
 )
-from scavenger.router.core import samples as sm
-from scavenger.router.core import worker_commands, worker_counts
+from scavenger.router.core import samples, worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
 from scavenger.router.core.state import GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
@@ -129,7 +128,7 @@ def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
     named = {(held.sample_id, held.epoch) for held in beat.held}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in named and _assignment_lost(sample, beat):
-            sm.release(core, sample, "the assignment was lost")
+            samples.release(core, sample, "the assignment was lost")
 
 
 def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -> None:
@@ -182,7 +181,7 @@ def sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
     core.connection_event(
         worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node
     )
-    sm.release(core, sample, message.reason, crashed=True)
+    samples.release(core, sample, message.reason, crashed=True)
 
 
 def gone(
@@ -192,16 +191,16 @@ def gone(
 
     `silent`: nothing proves that its process is gone, so a reserved engine may hold its memory until its trainer says otherwise.
     """
-    samples = list(worker.leases.values())
-    salvaged = sum(s.accepted for s in samples)
+    leased = list(worker.leases.values())
+    salvaged = sum(s.accepted for s in leased)
     regenerated = 0
-    for sample in samples:
-        lost = 0 if flushed else sm.lost_tokens(core, sample)
+    for sample in leased:
+        lost = 0 if flushed else samples.lost_tokens(core, sample)
         regenerated += lost
-        sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
+        samples.release(core, sample, reason, regenerated=lost, crashed=crashed)
     core.record(
         rec.WorkerLeft(
-            worker.id, reason, worker.departure.notice, len(samples), salvaged, regenerated, core.now
+            worker.id, reason, worker.departure.notice, len(leased), salvaged, regenerated, core.now
         )
     )
     preempted = worker.status is not WorkerStatus.DRAINING and not crashed
@@ -214,7 +213,7 @@ def gone(
             core.now - worker.joined_at,
             preempted,
             reason,
-            len(samples),
+            len(leased),
         ),
         core.now,
     )
@@ -322,5 +321,5 @@ def _give_up_stalled(core: Core, worker: Worker) -> None:
     )
     core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
     for sample in held:
-        sm.release(core, sample, reason, regenerated=sm.lost_tokens(core, sample), crashed=True)
+        samples.release(core, sample, reason, regenerated=samples.lost_tokens(core, sample), crashed=True)
     worker_commands.drain(core, worker, reason)
