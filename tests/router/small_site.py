@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass, field
 
 from scavenger.policy import interface as seam
-from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
+from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
+from tests.plain_view import PlainView
 
 BEAT_S = 2.0
 PROMPT = 200

@@ -11,13 +11,14 @@ import pytest
 
 from scavenger.policy import interface as seam
 from scavenger.policy import seed_window as windows
-from scavenger.policy.interface import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
+from scavenger.policy.interface import RouterPolicy, SampleView, Standard, StepView, WorkerView
 from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.placement import MANY_LOST
 from scavenger.policy.predictive.policy import Predictive
 from scavenger.policy.predictive.policy_forecast import PAUSE_S
 from scavenger.policy.predictive.settings import Settings
 from scavenger.simulate import presets
+from tests.plain_view import PlainView
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn
 
