@@ -113,10 +113,15 @@ def simulate_unit(unit: Unit, folder: Path, policies: Sequence[str], alone: Alon
 
 @functools.cache
 def code_of() -> str:
-    """What a unit's result depends on besides the traces: the modules that are played, and the scenario."""
-    code_paths = [
-        path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")
-    ]
+    """What a unit's result depends on besides the traces: the modules that are played, the baselines, and the scenario."""
+    played = (
+        "scavenger/policy",
+        "scavenger/router",
+        "scavenger/harvest",
+        "scavenger/simulate",
+        "benchmarks/baselines",
+    )
+    code_paths = [path for folder in played for path in ROOT.glob(f"{folder}/**/*.py")]
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted([*code_paths, ROOT / "scavenger/protocol/train_step.py", SEGMENTS, Path(__file__)]):
         digest.update(path.read_bytes())

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks import synthetic
 from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
 from benchmarks.many import each, median, ratio, spread
 from scavenger.errors import ConfigError
-from scavenger.simulate import presets, synthetic
+from scavenger.simulate import presets
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet

@@ -15,8 +15,9 @@ import pstats
 import time
 from pathlib import Path
 
+from benchmarks import synthetic
 from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
-from scavenger.simulate import presets, synthetic, traces
+from scavenger.simulate import presets, traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet

@@ -39,7 +39,6 @@ MIXTURES = {name: one for name, one in of_rlboost().items() if name != RLBOOST.n
 #: One controller or effect switched off each; gates: what is idle is taken at once, whatever it is worth.
 _WITHOUT = {
     "its window": Controllers(window=False),
-    "reopening": Controllers(reopen=False),
     "its placement": Controllers(placement=False),
     "limits": Controllers(limits=False),
     "rebalancing": Controllers(rebalance=False),

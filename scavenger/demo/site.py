@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -213,23 +213,6 @@ class Site:
     @property
     def daemon_pid(self) -> int:
         return self.daemon.pid
-
-    @contextlib.contextmanager
-    def second_daemon(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Have another daemon take over the same state, which becomes the site's; gives the first one, and ends it on leaving."""
-        assert self._daemon is not None
-        first = self._daemon
-        try:
-            self.start_daemon("--take-over")
-            yield first
-        finally:
-            self.end_daemon(first)
-
-    def kill_daemon(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        assert self._daemon is not None
-        self._daemon.kill()
-        self.end_daemon(self._daemon)
 
     # ---------------------------------------------------------------- jobs
 

@@ -147,37 +147,6 @@ class RunView(Protocol):
         """Workers that serve, in short."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlainView:
-    """A `RunView` of given parts: for tests, and for who asks a policy about what is not so."""
-
-    name: str = "r"
-    step: StepView = field(default_factory=StepView)
-    samples: Sequence[SampleView] = ()
-    queued: Sequence[SampleView] = ()
-    workers: Sequence[WorkerView] = ()
-    harvest: bool = True
-    max_engines: int = 64
-    max_batch: int = 64
-
-    @property
-    def waits(self) -> int:
-        return len(self.queued)
-
-    @property
-    def came(self) -> object:
-        return frozenset(sample.id for sample in self.queued)
-
-    def is_waiting(self, sample_id: int) -> bool:
-        return any(sample.id == sample_id for sample in self.queued)
-
-    def waiting(self) -> Iterator[QueuedSamples]:
-        return (QueuedSamples(sample.id, sample.avoid) for sample in self.queued)
-
-    def slots(self) -> Sequence[Slots]:
-        return [Slots(w.id, w.leases, w.max_batch, w.node) for w in self.workers if w.serves]
-
-
 # ---------------------------------------------------------------- what may be learned from
 
 

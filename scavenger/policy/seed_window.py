@@ -2,6 +2,9 @@
 
 The window is the end of the open phase with the least predicted step time (`forecast_step`), found over a coarse grid and then by golden
 section between its best point's neighbours. Solved again whenever the fleet or the forecast changed: seconds count from that moment.
+
+A window that has closed stays closed once a sample of the step is done. Should harvested engines all be lost then, the trainer wakes the
+reserved ones (`protocol.train_step`). Opening it again by prediction as well was measured to gain nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +24,8 @@ AT_ONCE = 0.05
 #: While a round waits for the trainer, closing now is preferred where later ends the step sooner by less than this share: what is trained
 #: is done, and answers turn out longer than was thought, so that a later end moves on while the step is under way.
 MIN_BENEFIT = 0.02
-#: Of windows that are alike to this share of the step the latest: a window that is open can still close, one that closed costs a toggle.
+#: Of windows that are alike to this share of the step the latest: a window that is open can still close, one that closed stays so.
 LATER = 0.005
-#: Waking pays only when it saves this share of what is left of the step: predictions are not better than that.
-REOPEN_GAIN = 0.05
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -71,12 +72,14 @@ def _solve_asleep(model: StepModel, stay: float, refinements: int = REFINEMENTS)
     summary = model.situation.summary()
     if not model.situation.samples or not model.situation.reserved.engines:
         return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({summary})")
+    if model.situation.closed:
+        why = f"the window is closed, training on ends the step in {stay:.1f} s ({summary})"
+        return Plan(False, NEVER, stay, why)
     window, best, _ = _search(model, refinements)
-    gain = REOPEN_GAIN if model.situation.begun else 0.0
-    if best < stay * (1 - gain):
-        why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({summary})"
+    if best < stay:
+        why = f"generating for {window:.1f} s ends the step in {best:.1f} s, training from now on in {stay:.1f} s ({summary})"
         return Plan(True, window if window < model.end_s else NEVER, best, why, window)
-    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({summary})"
+    why = f"training from now on ends the step in {stay:.1f} s, generating before in {best:.1f} s at best ({summary})"
     return Plan(False, NEVER, stay, why)
 
 
@@ -86,7 +89,7 @@ def _step_s(situation: Situation, refinements: int = REFINEMENTS) -> float:
     if situation.awake:
         return _search(model, refinements)[1]
     stay = model.asleep_s()
-    if model.least_s(0.0) >= stay * (1 - (REOPEN_GAIN if situation.begun else 0.0)):
+    if situation.closed or model.least_s(0.0) >= stay:
         return stay
     return _solve_asleep(model, stay, refinements).step_s
 

@@ -5,7 +5,7 @@ Theory of operation. Reserved engines live on the training job's own GPUs, so ei
     SEED    reserved engines generate beside the harvested ones
     SLEEP   reserved engines were told to sleep, and nothing is trained until every one of them has acknowledged that its memory is free
     TRAIN   reserved engines sleep; completed groups are trained as they stream in
-    WAKE    harvested capacity is gone with samples outstanding, or it was decided so: reserved engines generate again, on the step's own
+    WAKE    harvested capacity is gone with samples outstanding, or it was decided so: reserved engines generate (again), on the step's own
             version (parameters have not changed) and with the accumulated gradients kept (I11)
     FINISH  every sample has come and every group was trained: scale, clip, step
 
@@ -13,7 +13,8 @@ An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`End
 the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
 
 Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
-share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates.
+share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates. A step may begin with
+what was decided at the last one's end, that the window be closed: a decision to open it therefore counts at any time.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` is the whole of it: the first
 rule of the current phase whose condition holds fires; `react` repeats that until none does.
@@ -309,7 +310,7 @@ def _harvested_gone(step: Step, now: float) -> str | None:
     return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
 
 
-def _reopened(step: Step, now: float) -> str | None:
+def _decided_open(step: Step, now: float) -> str | None:
     if step.plan.reserved and step.outstanding > 0 and step.close is False:
         return f"decided: {step.why}"
     return None
@@ -363,12 +364,12 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.SEED, _nobody_seeds, Phase.TRAIN, None),
     Rule(Phase.SEED, _seed_over, Phase.SLEEP, None),
     Rule(Phase.SLEEP, _harvested_gone, Phase.WAKE, WakeReserved),
-    Rule(Phase.SLEEP, _reopened, Phase.WAKE, WakeReserved),
+    Rule(Phase.SLEEP, _decided_open, Phase.WAKE, WakeReserved),
     Rule(Phase.SLEEP, _awake, Phase.SLEEP, SleepReserved),
     Rule(Phase.SLEEP, _memory_free, Phase.TRAIN, None),
     Rule(Phase.SLEEP, _overdue, Phase.SLEEP, EndReserved),
     Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
-    Rule(Phase.TRAIN, _reopened, Phase.WAKE, WakeReserved),
+    Rule(Phase.TRAIN, _decided_open, Phase.WAKE, WakeReserved),
     Rule(Phase.TRAIN, _memory_taken, Phase.SLEEP, None),
     Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
     Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),

@@ -1,7 +1,7 @@
 """A cluster's idle GPUs over time: a stream of (time, node, idle GPUs change), from whatever source, and the jobs behind it.
 
 Owns the one form that traces, sacct dumps and the synthetic generator are brought into, and checks it. Pure. Knows nothing of files and of
-who uses the GPUs: `traces.py` and `sacct.py` read, `synthetic.py` draws, `fleet_stats.py` measures.
+who uses the GPUs: `traces.py` and `sacct.py` read, `benchmarks/synthetic.py` draws, `fleet_stats.py` measures.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_the_daemon_reports_a_training_job_that_died_also_after_a_restart(
         assert f"job_id={number} " in _log_line(site)
         assert 'reason="ended as FAILED, exit code 3, and its run is open"' in _log_line(site)
         play.wait_for("the status says so", lambda: _states(site) == ["FAILED"], 60)
-        site.kill_daemon()
+        play.kill_daemon(site)
         (site.dir / "daemon.log").write_text("")
         site.start_daemon()
         play.wait_for("the next daemon says so too", lambda: f"job_id={number} " in _log_line(site), 60)

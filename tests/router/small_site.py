@@ -1,7 +1,7 @@
 """A small site in virtual time for policies: real simulated engines (`EngineBatch`), a trainer of whole groups, and one run's views.
 
 Knows the true lengths and hands policies what a daemon would: lengths so far, facts. Everything is decided by the policy given; the window
-too, or `window_s` where it decides none.
+too, or `window_s` where it decides none. As with the live trainer, reserved engines wake when no harvested one is left for a while.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import math
 from dataclasses import dataclass, field
 
 from scavenger.policy import interface as seam
-from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
+from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
+from tests.plain_view import PlainView
 
 BEAT_S = 2.0
 PROMPT = 200
 START_S = 60.0
+WAKE_AFTER_S = 5.0
 
 
 @dataclass
@@ -80,6 +82,7 @@ class SmallSite:
     ) -> None:
         self.policy, self.spec, self.trainer, self.cap, self.max_batch = policy, spec, trainer, cap, max_batch
         self.now, self.step, self.next_id = 0.0, 0, 1
+        self.gone_at = 0.0  # when the last harvested engine was lost
         self.hosts: dict[int, Host] = {}
         for kind in ["reserved"] * reserved + ["harvested"] * harvested:
             self._join(kind)
@@ -122,6 +125,7 @@ class SmallSite:
         while self.trained < len(groups):
             closes = start + window_s if self.awake else math.inf
             timed = [beat, self.busy_until, self.train_from, closes, *(start + t for t, _ in todo[:1])]
+            timed.append(self.gone_at + WAKE_AFTER_S)
             due = min(
                 [t for t in timed if t > self.now] + [host.batch.next_time() for host in self.hosts.values()]
             )
@@ -211,6 +215,7 @@ class SmallSite:
         host = max((h for h in self.hosts.values() if h.kind == "harvested"), key=lambda h: h.id)
         self._empty(host)
         del self.hosts[host.id]
+        self.gone_at = self.now
         self._tell(
             seam.WorkerLost(
                 host.id, host.kind, f"n{host.id}", 1, self.now - host.joined_at, True, "preempted"
@@ -311,6 +316,8 @@ class SmallSite:
         close = answer.close if answer is not None else self.now >= close_at or not any(self.left.values())
         if answer is not None:
             self.reasons.append(answer.reason)
+        if any(self.left.values()) and not any(h.kind == "harvested" for h in self.hosts.values()):
+            close = not self.awake and self.now < self.gone_at + WAKE_AFTER_S
         if close == self.awake and any(h.kind == "reserved" for h in self.hosts.values()):
             self._toggle(not close)
         given: dict[int, list[int]] = {}

@@ -15,10 +15,11 @@ from scavenger.ledger.read import history
 from scavenger.policy import interface as seam
 from scavenger.policy.fallback import PolicyWithFallback, with_fallback
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import PlainView, Standard, StepView
+from scavenger.policy.interface import Standard, StepView
 from scavenger.policy.predictive.policy import Predictive
 from scavenger.protocol import messages
 from scavenger.router.core import runs, steps
+from tests.plain_view import PlainView
 from tests.router.harness import SOURCE, root, started
 
 

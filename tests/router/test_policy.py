@@ -13,7 +13,6 @@ from scavenger.policy.interface import (
     Fact,
     Move,
     Placement,
-    PlainView,
     RunView,
     SampleFinished,
     Standard,
@@ -37,6 +36,7 @@ from scavenger.protocol.messages import (
     Yielded,
 )
 from scavenger.router.core.events import Tick
+from tests.plain_view import PlainView
 from tests.router.harness import Bench, specs
 
 

@@ -13,13 +13,14 @@ from scavenger.policy import migration
 from scavenger.policy import seed_window as windows
 from scavenger.policy.fleet_size import Rules
 from scavenger.policy.forecast.step import Situation
-from scavenger.policy.interface import PlainView, StepView, WorkerView
+from scavenger.policy.interface import StepView, WorkerView
 from scavenger.policy.predictive import view as predictive_view
 from scavenger.policy.predictive.fleet import SIZE_STEPS, TRIAL_S, FleetSizer
 from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.policy import Predictive
 from scavenger.policy.predictive.settings import Settings
 from scavenger.policy.predictive.view import LONG, Picture
+from tests.plain_view import PlainView
 from tests.router.test_predictive import sample, worker
 
 

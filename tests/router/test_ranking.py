@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from scavenger.policy.interface import PlainView, SampleView
+from scavenger.policy.interface import SampleView
 from scavenger.policy.placement import Job, Ranked
 from scavenger.policy.predictive.placement import Ranking
+from tests.plain_view import PlainView
 
 
 def sample(i: int, **more: object) -> SampleView:

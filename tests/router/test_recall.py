@@ -12,7 +12,6 @@ from scavenger.policy.history import Completion, Flush, Life, Load, RunHistory, 
 from scavenger.policy.interface import (
     EngineProgress,
     EnginesAsked,
-    PlainView,
     SampleFinished,
     StepFinished,
     StepSubmitted,
@@ -23,6 +22,7 @@ from scavenger.policy.interface import (
 )
 from scavenger.policy.predictive.policy import Predictive
 from scavenger.policy.warm_start import LEAST_S, facts, rates, teach
+from tests.plain_view import PlainView
 from tests.router.test_predictive import worker
 
 STEP_S = 0.1  # of the engine that is played

@@ -16,7 +16,6 @@ from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import (
     Fact,
     Move,
-    PlainView,
     RouterPolicy,
     SampleFinished,
     SampleView,
@@ -29,6 +28,7 @@ from scavenger.policy.interface import (
     WorkerView,
 )
 from scavenger.simulate.presets import STACK
+from tests.plain_view import PlainView
 
 
 class Hand:

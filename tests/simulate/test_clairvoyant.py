@@ -15,11 +15,12 @@ from benchmarks.baselines.clairvoyant.policy import ExpectedEngine, OracleSchedu
 from benchmarks.baselines.clairvoyant.seats import KnownSample, Order, PlannedEngine
 from benchmarks.baselines.points import Setting
 from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep, bound
-from scavenger.policy.interface import PlainView, SampleView, StepView, WorkerView
+from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.trainer_model import TrainerSpec
+from tests.plain_view import PlainView
 from tests.simulate.one_step import Play
 from tests.simulate.test_oracle import exhaustive, small, windows_of
 from tests.simulate.test_published import Even, step_of

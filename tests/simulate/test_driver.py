@@ -292,6 +292,17 @@ def test_a_fleet_that_vanishes_leaves_the_step_to_the_reserved_engines() -> None
     assert [step.samples for step in out.steps] == [256, 256]
 
 
+def test_a_fleet_that_vanishes_after_the_window_closed_leaves_the_step_to_reserved_engines_that_wake() -> (
+    None
+):
+    calm, gone = (from_deltas("gone", 1e6, {"a": 8}, {"a": 8}, [(at_s, "a", -8)]) for at_s in (1000.0, 130.0))
+    usual, hit = (simulate(replace(UNEVEN, fleet=fleet, steps=2), OURS).steps[1] for fleet in (calm, gone))
+    assert usual.start_s + usual.seed_s < 130.0 < usual.end_s, "closed by then"
+    assert hit.samples == 256
+    assert hit.seed_s > usual.seed_s
+    assert hit.end_s > 130.0 + UNEVEN.wake_after_s
+
+
 def test_a_horizon_ends_the_simulation_between_steps() -> None:
     out = simulate(replace(UNEVEN, steps=0, horizon_s=200.0), EVENLY)
     assert out.seconds == 200.0

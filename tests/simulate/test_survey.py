@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import synthetic
 from scavenger.errors import ConfigError
-from scavenger.simulate import presets, synthetic
+from scavenger.simulate import presets
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.fleet import Fleet, Occupation, from_deltas
 from scavenger.simulate.survey import sources

@@ -7,10 +7,10 @@ import functools
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import EARTH_LIKE, Fragments, SyntheticSite, Teams, generate, idle_quantile
 from scavenger.errors import ConfigError
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.fleet_stats import Statistics, measure
-from scavenger.simulate.synthetic import EARTH_LIKE, Fragments, SyntheticSite, Teams, generate, idle_quantile
 
 HOURS_72 = 72 * 3600.0
 SEEDS = range(8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,23 @@ def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
 
 def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
     return site.submit_training(run_toml, ranks=ranks, env={"PYTHONPATH": str(ROOT), **(env or {})})
+
+
+@contextlib.contextmanager
+def second_daemon(site: Site) -> Iterator[subprocess.Popen[bytes]]:
+    """Have another daemon take over the same state, which becomes the site's; gives the first one, and ends it on leaving."""
+    first = site.daemon
+    try:
+        site.start_daemon("--take-over")
+        yield first
+    finally:
+        site.end_daemon(first)
+
+
+def kill_daemon(site: Site) -> None:
+    """SIGKILL, and wait until it is gone."""
+    site.daemon.kill()
+    site.end_daemon(site.daemon)
 
 
 def job(site: Site, job_id: int) -> Job | None:

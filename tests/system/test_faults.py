@@ -115,7 +115,7 @@ def _wait_until_elsewhere(site: Site, sample: int, epoch: int) -> None:
 
 def _kill_the_daemon(site: Site) -> None:
     """SIGKILL with samples in flight: the workers come back under their leases, and every durable token is still there."""
-    site.kill_daemon()
+    play.kill_daemon(site)
     before = play.ask(site, OPEN_LEASES)
     assert before, "no sample was in flight"
     [[killed_at]] = play.ask(site, "SELECT max(committed_at) FROM generations")
@@ -154,7 +154,7 @@ def _start_a_second_daemon(site: Site) -> None:
     )
     assert refused.returncode == LedgerHeld.exit_code, refused.stderr
     assert f"held by the daemon with pid {site.daemon_pid} on host" in refused.stderr
-    with site.second_daemon() as first:
+    with play.second_daemon(site) as first:
         assert first.wait(30) == Fenced.exit_code
     assert "another daemon owns this ledger now" in _daemon_log(site)
     assert "let only one daemon run on a ledger" in _daemon_log(site)

@@ -286,7 +286,7 @@ def test_every_phase_but_the_last_has_a_rule() -> None:
     assert {rule.phase for rule in RULES} == set(Phase) - {Phase.FINISH}
 
 
-def test_a_decision_closes_and_reopens_the_window_whatever_the_share() -> None:
+def test_a_decision_closes_and_opens_the_window_whatever_the_share() -> None:
     step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
     step, done = play(step, (WindowDecided(False, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0))
     assert (step.phase, done) == (Phase.SEED, []), "held open beyond the share"

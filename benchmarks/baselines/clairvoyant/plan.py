@@ -133,7 +133,7 @@ def plan(situation: Situation, near_s: float | None = None) -> WindowPlan:
 def _asleep(search: _Search) -> WindowPlan:
     situation = search.model.situation
     stay, told = search.model.asleep_s(), situation.summary()
-    worth = stay * (1 - (REOPEN_GAIN if situation.begun else 0.0))
+    worth = stay * (1 - (REOPEN_GAIN if _trainer_has_work(situation) else 0.0))
     if not situation.samples or not situation.reserved.engines:
         return WindowPlan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
     if search.model.least_s(0.0) >= worth:
@@ -163,6 +163,11 @@ def _asleep(search: _Search) -> WindowPlan:
         stay,
         f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best ({told})",
     )
+
+
+def _trainer_has_work(situation: Situation) -> bool:
+    """Whether a sample is done of what is not trained: waking would interrupt that."""
+    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
 
 
 def share_of(situation: Situation, usual: float) -> float:

@@ -83,7 +83,8 @@ class Situation:
 
     `ready_groups`, `ready_tokens`: whole groups that wait for training; `group_tokens`: tokens of each unfinished group's finished samples.
     `busy_s`: what is left of the round under way. `reserved_after_s`: until when reserved engines cannot generate (they load).
-    `limit`: samples that each engine serves at a time; more wait, in the order of `samples`.
+    `limit`: samples that each engine serves at a time; more wait, in the order of `samples`. `closed`: reserved engines train to the
+    step's end. Before any of its samples is done they may still be woken: that interrupts nothing.
     """
 
     reserved: Pool
@@ -99,11 +100,7 @@ class Situation:
     busy_s: float = 0.0
     reserved_after_s: float = 0.0
     limit: float = math.inf
-
-    @property
-    def begun(self) -> bool:
-        """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
-        return self.ready_groups > 0 or any((self.group_tokens or {}).values())
+    closed: bool = False
 
     def summary(self) -> str:
         """For a decision's reason."""

@@ -215,8 +215,6 @@ class Predictive:
         picture, service = policy_forecast.picture(view, now), self._placer.service
         situation = picture.situation(policy_forecast.trained, self._placer.ranking.order, service.by.limit)
         plan, inputs = windows.solve(situation), situation.inputs()
-        if plan.awake and not situation.awake and situation.begun and not self.settings.reopen:
-            plan = replace(plan, awake=False)
         policy_forecast.plan = plan
         why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
         soon_s = policy_forecast.pause_s(SOON_S)

@@ -11,13 +11,11 @@ from scavenger.policy import fleet_size
 class Settings:
     """Which controllers act, and their free parameters. `limits`: fewer samples at a time than fit. `every_s`: between rebalancings.
 
-    `reopen`: the window, within a step.
     `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `offload.Price.margin`. `least_saving`: what
     an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`autoscale.worth`).
     """
 
     window: bool = True
-    reopen: bool = True
     placement: bool = True
     limits: bool = True
     rebalance: bool = True

@@ -39,7 +39,6 @@ class Code(StrEnum):
     MOVED = "moved"
     MERGED = "merged"  # moved so that engines may go: the step's tail
     OPENED = "opened"
-    REOPENED = "reopened"  # within a step in which it had been closed
     CLOSED = "closed"
     ALL_DONE = "all_done"  # closed, since nothing is left to generate
     UNDECIDED = "undecided"  # the trainer's own rule decides
@@ -106,14 +105,10 @@ def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
 
 def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
-    decisions = run.decisions
-    said = decisions.window
-    code = Code.UNDECIDED
-    if said == "close":
-        decisions.closed_in = run.step.newest
-        code = Code.ALL_DONE if all_done else Code.CLOSED
-    elif said == "open":
-        code = Code.REOPENED if decisions.closed_in == run.step.newest else Code.OPENED
+    said = run.decisions.window
+    code = {"open": Code.OPENED, "close": Code.ALL_DONE if all_done else Code.CLOSED}.get(
+        said, Code.UNDECIDED
+    )
     why = run.decisions.window_reason or "nobody decides"
     _write(
         core,

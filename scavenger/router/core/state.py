@@ -391,7 +391,6 @@ class PolicyDecisions:
     ask_window_at: float = 0.0
     rebalanced_at: float = 0.0
     engines: int | None = None  # number of harvested engines, as written last
-    closed_in: tuple[str, int] | None = None  # the (purpose, step) in which the window was closed last
     budgets: dict[str, Budget] = field(default_factory=dict)  # kind of decision -> rows that may be written
 
 
