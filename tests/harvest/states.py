@@ -1,6 +1,6 @@
 """What Slurm can show of one of our jobs, and what follows: `docs/slurm-states.md` as data. Pure.
 
-The table owns nothing that happens: `sights` and `tracker` do it, `policy` decides. Every row is played through them by
+The table owns nothing that happens: `observed_jobs` and `tracker` do it, `decide` decides. Every row is played through them by
 `tests/harvest/test_states.py`, which also holds the page to this table. Change the three together.
 """
 
@@ -14,7 +14,7 @@ from scavenger.harvest.track.observed_jobs import ObservedState
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One row. `allocation`: how the ledger's hold ends, "" while it goes on. `told`: the router learns at
+    """One row. `allocation`: how the ledger's allocation ends, "" while it continues. `told`: the router learns at
     once that this incarnation is over.
 
     `stays`: the intent stays open and its job counts as ours, because it comes, or is, back. `then`: what is done about it.
@@ -37,7 +37,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "counts as pending; held ones are cancelled",
+        "counts it as pending; cancels it if Slurm holds it",
     ),
     State(
         "CONFIGURING",
@@ -46,7 +46,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "its GPUs count as ours from now on",
+        "counts its GPUs as ours from now on",
     ),
     State(
         "RUNNING",
@@ -55,7 +55,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "the engine's own connection says whether it lives",
+        "relies on the engine's own connection to see whether it lives",
     ),
     State(
         "SUSPENDED",
@@ -64,7 +64,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "it keeps its GPUs; its silence moves its samples",
+        "counts its GPUs; migrates its samples once the engine is silent",
     ),
     State(
         "COMPLETING",
@@ -73,25 +73,25 @@ STATES: tuple[State, ...] = (
         "",
         True,
         True,
-        "samples move; its GPUs are counted until they are free, and nothing is submitted for them",
+        "migrates its samples; counts its GPUs until they are free, and submits nothing for them",
     ),
     State(
         "REQUEUED",
-        "put back, restart count + 1",
+        "requeued, restart count + 1",
         ObservedState.WAITS,
         "preempted",
         True,
         True,
-        "the same job serves the demand once it starts",
+        "expects the same job again, and submits no other",
     ),
     State(
         "REQUEUE_HOLD",
-        "put back and held",
+        "requeued and held",
         ObservedState.WAITS,
         "requeued",
         True,
         True,
-        "it would never start: cancelled, and another submitted",
+        "cancels it, because it would never start, and submits another",
     ),
     State(
         "SPECIAL_EXIT",
@@ -118,7 +118,7 @@ STATES: tuple[State, ...] = (
         "preempted",
         True,
         True,
-        "samples move; the job comes back",
+        "migrates its samples; expects the job back",
     ),
     State(
         "NODE_FAIL",
@@ -127,7 +127,7 @@ STATES: tuple[State, ...] = (
         "node_fail",
         True,
         True,
-        "samples move; the job comes back, no engine is blamed",
+        "migrates its samples; expects the job back; blames no engine",
     ),
     State(
         "BOOT_FAIL",
@@ -145,7 +145,7 @@ STATES: tuple[State, ...] = (
         "preempted",
         True,
         False,
-        "closed after absent_s; another is submitted",
+        "closes it after absent_s; submits another",
     ),
     State(
         "OUT_OF_MEMORY",
@@ -154,7 +154,7 @@ STATES: tuple[State, ...] = (
         "failed",
         True,
         False,
-        "blamed on engine and node: back-off, then quarantine",
+        "blames engine and node: back-off, then quarantine",
     ),
     State(
         "FAILED",
@@ -167,16 +167,16 @@ STATES: tuple[State, ...] = (
     ),
     State(
         "FAILED, 143",
-        "over: somebody sent all of the job a SIGTERM",
+        "over: SIGTERM was sent to the whole job",
         ObservedState.FINISHED,
         "cancelled",
         True,
         False,
-        "nobody is blamed; another is submitted if wanted",
+        "blames no node; submits another if wanted",
     ),
     State(
         "FAILED, 75",
-        "over: told to leave, and no requeue was taken",
+        "over: the engine drained, and no requeue followed",
         ObservedState.FINISHED,
         "preempted",
         True,
@@ -190,7 +190,7 @@ STATES: tuple[State, ...] = (
         "timeout",
         True,
         False,
-        "nobody is blamed; another is submitted if wanted",
+        "blames no node; submits another if wanted",
     ),
     State("DEADLINE", "over", ObservedState.FINISHED, "timeout", True, False, "as TIMEOUT"),
     State(
@@ -200,17 +200,9 @@ STATES: tuple[State, ...] = (
         "completed",
         True,
         False,
-        "back-off only if it never worked and left at once",
+        "backs off only if the engine never worked and ended at once",
     ),
-    State(
-        "CANCELLED",
-        "over",
-        ObservedState.FINISHED,
-        "cancelled",
-        True,
-        False,
-        "another is submitted if wanted",
-    ),
+    State("CANCELLED", "over", ObservedState.FINISHED, "cancelled", True, False, "submits another if wanted"),
     State(
         "gone from the queue",
         "no longer listed",
@@ -218,7 +210,7 @@ STATES: tuple[State, ...] = (
         "unknown",
         False,
         False,
-        "nothing at first; closed when it was gone for absent_s and two looks",
+        "nothing at first; closes it once it is missing for absent_s and in two polls",
     ),
     State(
         "purged",
@@ -227,7 +219,7 @@ STATES: tuple[State, ...] = (
         "failed",
         True,
         False,
-        "closed with the state that it had",
+        "closes it with the state that it had",
     ),
     State(
         "id given out again",
@@ -236,7 +228,7 @@ STATES: tuple[State, ...] = (
         "unknown",
         False,
         False,
-        "the id is forgotten at once, so that nothing is cancelled by it; then as gone from the queue",
+        "forgets the id at once, so that it cancels no other job; then as gone from the queue",
     ),
     State(
         "node drained",
@@ -245,7 +237,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "no room there for others of ours; the engine is given back",
+        "places no further engine there and drains this one",
     ),
     State(
         "node not responding",
@@ -254,7 +246,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "Slurm decides; the engine's silence moves its samples; what then ends is node_fail",
+        "waits for Slurm; migrates its samples once the engine is silent; a job that then ends counts as node_fail",
     ),
     State(
         "reservation ahead",
@@ -263,7 +255,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "the engine is given back before it begins",
+        "drains the engine before it begins",
     ),
     State(
         "partition down",
@@ -272,31 +264,31 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "what runs goes on; nothing is submitted",
+        "running jobs continue; nothing is submitted",
     ),
 )
 
-#: What a failed look means, and when the next one is. None of them cancels, closes or submits anything.
-TROUBLES: dict[ErrorKind, tuple[str, str]] = {
+#: What a failed poll means, and when the next one is. None of them cancels, closes or submits anything.
+ERROR_KINDS: dict[ErrorKind, tuple[str, str]] = {
     ErrorKind.NO_REPLY: (
-        "slurmctld hangs, is slow, or hangs up (clocks differ by minutes, or keys)",
+        "slurmctld hangs, is slow, or closes the connection (clocks or munge keys differ)",
         "after fast_poll_interval_s, doubling to 300 s",
     ),
     ErrorKind.DOWN: (
-        "nobody listens: slurmctld is stopped or restarting",
+        "connection refused: slurmctld is stopped or restarting",
         "after fast_poll_interval_s, doubling to 300 s",
     ),
     ErrorKind.FAILING_OVER: (
         "a backup controller has not taken over yet",
         "after fast_poll_interval_s, doubling to 300 s",
     ),
-    ErrorKind.AUTH: ("munge is down here", "after fast_poll_interval_s, doubling to 300 s"),
+    ErrorKind.AUTH: ("munge is down on this host", "after fast_poll_interval_s, doubling to 300 s"),
     ErrorKind.RATE_LIMITED: (
         "Slurm asks for fewer requests (rl_enable)",
         "after poll_interval_s, doubling to 300 s",
     ),
     ErrorKind.PARTIAL: (
-        "an answer that is cut off, malformed, or leaves nodes out",
+        "a reply is cut off, malformed, or leaves nodes out",
         "after fast_poll_interval_s, doubling to 300 s",
     ),
     ErrorKind.BACKEND: (
@@ -310,16 +302,18 @@ def state_rows() -> list[str]:
     """The first table of the page, line by line."""
     yes = {True: "yes", False: "no"}
     head = [
-        "| state | what Slurm shows | seen as | the hold ends as | router told at once | stays ours | what follows |",
+        "| state | what Slurm shows | observed as | allocation ends as | router informed at once | job stays ours | what the daemon does |",
         "|" + " --- |" * 7,
     ]
     return head + [
-        f"| {row.name} | {row.shown} | {row.observed} | {row.allocation or 'goes on'} | {yes[row.told]} | {yes[row.stays]} | {row.then} |"
+        f"| {row.name} | {row.shown} | {row.observed} | {row.allocation or 'continues'} | {yes[row.told]} | {yes[row.stays]} | {row.then} |"
         for row in STATES
     ]
 
 
-def trouble_rows() -> list[str]:
+def error_kind_rows() -> list[str]:
     """The second table of the page, line by line."""
-    head = ["| trouble | what is wrong | the next look |", "|" + " --- |" * 3]
-    return head + [f"| `{error_kind}` | {what} | {when} |" for error_kind, (what, when) in TROUBLES.items()]
+    head = ["| error kind | what is wrong | the next poll |", "|" + " --- |" * 3]
+    return head + [
+        f"| `{error_kind}` | {what} | {when} |" for error_kind, (what, when) in ERROR_KINDS.items()
+    ]

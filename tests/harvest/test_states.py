@@ -18,7 +18,7 @@ from scavenger.harvest.track import observed_jobs
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
-from tests.harvest.states import STATES, TROUBLES, State, state_rows, trouble_rows
+from tests.harvest.states import ERROR_KINDS, STATES, State, error_kind_rows, state_rows
 from tests.harvest.test_tracker import A, Watch, running
 from tests.harvest.views import PARTITIONS, SHARED, node, ours, view
 
@@ -126,13 +126,13 @@ def test_the_table_has_every_state_that_slurm_has_and_each_row_a_scene() -> None
         for flag in (JobFlag.COMPLETING, JobFlag.REQUEUED, JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT)
     } <= names
     assert SCENES.keys() == names
-    assert TROUBLES.keys() == set(ErrorKind)
+    assert ERROR_KINDS.keys() == set(ErrorKind)
 
 
 def test_the_page_shows_these_tables() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     tables = [line for line in lines if line.startswith("|")]
-    for rows in (state_rows(), trouble_rows()):
+    for rows in (state_rows(), error_kind_rows()):
         start = tables.index(rows[0])
         assert tables[start : start + len(rows)] == rows
 

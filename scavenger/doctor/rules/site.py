@@ -16,7 +16,7 @@ OLDEST = (22, 5)
 #: munge refuses a credential that is older (its default), and later than so much clocks make trouble for begin times.
 MUNGE_TTL_S = 300.0
 SKEW_S = 5.0
-#: What slurmctld counts of one whole look, which is two commands of two requests each (docs/slurm-states.md).
+#: What slurmctld counts of one whole poll, which is two commands of two requests each (docs/slurm-states.md).
 REQUESTS_PER_POLL = 4
 DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
 #: What PrivateData may hide without making us take GPUs that others wait for.
