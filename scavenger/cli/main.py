@@ -130,7 +130,7 @@ def daemon(
         bool, typer.Option("--dry-run", help="print what it would decide; submit and write nothing")
     ] = False,
     polls: Annotated[
-        int, typer.Option(min=0, help="with --dry-run: end after so many looks; 0 = when stopped")
+        int, typer.Option(min=0, help="with --dry-run: end after so many polls; 0 = when stopped")
     ] = 0,
     carry: Annotated[
         bool,

@@ -101,7 +101,7 @@ and ask with
 \b
 scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100
 
-or look at the cluster as it is now (`--live`), or at a trace (`--trace`). To play a training run over a trace or a dump, policy by
+or poll the cluster as it is now (`--live`), or read a trace (`--trace`). To play a training run over a trace or a dump, policy by
 policy: `scavenger simulate run --help`. To play a run of the past again: `scavenger simulate replay --help`. Constants of an engine come
 from measurements: `scavenger simulate calibrate --help`. What each figure means: docs/simulate.md.
 """
@@ -159,7 +159,7 @@ def site_command(
     ] = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="one look at the cluster that this host belongs to; changes nothing"),
+        typer.Option("--live", help="one poll of the cluster that this host belongs to; changes nothing"),
     ] = False,
     trace: Annotated[
         Path | None,

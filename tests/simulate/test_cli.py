@@ -54,7 +54,7 @@ def test_a_dump_is_answered(tmp_path: Path) -> None:
     rows = {line[:32].strip(): line[32:] for line in text.splitlines()}
     # (290 - 125) GPU s idle of 290: see test_survey.py
     assert rows["idle"].split() == ["0.05", "GPU-hours", "5.7", "of", "10", "GPUs", "on", "average", "(57%)"]
-    assert rows["others wait longer"].startswith("5 s at most")
+    assert rows["other users wait longer"].startswith("5 s at most")
     assert rows["should an engine hang"].startswith("100 s at most")
     assert rows["expected speed-up, Qwen3-8B"].startswith("not computed")
     assert "note: nodes and their GPUs are the most ever in use" in text

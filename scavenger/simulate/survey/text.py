@@ -171,12 +171,12 @@ def _engines(found: Survey) -> tuple[TableRow, ...]:
 
 
 def waits(timing: Timing) -> tuple[TableRow, ...]:
-    """What others wait longer, with the arithmetic."""
+    """How much longer other users wait, with the arithmetic."""
     kill = f"KillWait {timing.kill_wait_s:g} + MessageTimeout {timing.message_timeout_s:g}"
     hung = f"max(GraceTime {timing.grace_s:g}, {kill}) + sched_interval {timing.sched_interval_s:g} s"
     return (
         TableRow(
-            "others wait longer",
+            "other users wait longer",
             f"{timing.preemption_s():g} s at most",
             f"a job that preempts an engine: GraceTime {timing.grace_s:g} s + {JOB_END_S:g} s to leave; on a private Slurm 1 s was seen",
         ),

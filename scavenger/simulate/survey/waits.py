@@ -1,4 +1,4 @@
-"""What others wait longer because an engine is where their job starts: bounds from Slurm's own settings. Pure arithmetic.
+"""How much longer other users wait because an engine is where their job starts: bounds from Slurm's own settings. Pure arithmetic.
 
 Owns the formulas and how many jobs they apply to. They are bounds, not averages: on a private Slurm the longest wait seen was far below.
 """

@@ -1,0 +1,236 @@
+"""A whole run over nine hosts: systemd, Slurm with accounting, PostgreSQL, two training nodes and three GPU nodes, an address each.
+
+What a site shares is one folder; nothing else is shared. Needs root on Debian, mmdebstrap and systemd-container; the root file system is
+made once (`scripts/site-sandbox`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.sandbox.hosts import Host, SiteSandbox, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON, SCAVENGER = "/opt/scavenger/bin/python", "/opt/scavenger/bin/scavenger"
+CONFIG = "/etc/scavenger/scavenger.toml"
+STEPS = 80
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+DAEMON = """\
+[daemon]
+state_dir = "/shared/scavenger/site/state"
+ledger = "postgresql://scavenger@pg/scavenger"
+listen = "0.0.0.0"
+advertise = "head"
+[cluster]
+backend = "slurm"
+poll_interval_s = 2.0
+fast_poll_interval_s = 1.0
+min_poll_interval_s = 0.5
+max_rpc_per_min = 600
+[router]
+policy = "standard"
+[harvest]
+partition = "scavenge"
+account = "scavenger"
+max_engines = 3
+max_gpus_per_node = 1
+cpus_per_engine = 1
+memory_mb_per_engine = 2000
+time_limit_s = 3600.0
+python = "/opt/scavenger/bin/python"
+"""
+RUN = """\
+[run]
+name = "sorting"
+seed = 7
+steps = {steps}
+state_dir = "/shared/scavenger/site/state"
+out_dir = "/shared/runs/out"
+max_engines = 3
+[model]
+path = "/shared/runs/model"
+context_length = 32
+[data]
+task = "sort"
+prompts_per_step = 8
+samples_per_prompt = 4
+[sampling]
+max_tokens = 7
+[engine]
+name = "reference"
+max_batch = 4
+pace = 0.05
+[reward]
+function = "trainer.tasks.sort:reward"
+[reserved]
+workers = 1
+window = 0.25
+wake_after_s = 2.0
+[checkpoint]
+every = 4
+keep = 2
+[weights]
+listen = "0.0.0.0"
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[SiteSandbox]:
+    missing = [program for program in ("mmdebstrap", "systemd-nspawn") if shutil.which(program) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"a site of containers needs root and {', '.join(missing) or 'namespaces'}")
+    made = subprocess.run(
+        [ROOT / "scripts/site-sandbox", "--image"], capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    with SiteSandbox(Path(made.stdout.split()[-1]), tmp_path / "site") as booted:
+        yield booted
+    assert not [one for one in booted.folder.glob("*/console") if _is_held(one)], "a container is left"
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process has this file open."""
+    target = str(path)
+    for one in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(one) == target:
+                return True
+        except OSError:  # the process ended, or its descriptor was closed
+            continue
+    return False
+
+
+def as_scavenger(host: Host, *argv: str, check: bool = True, timeout_s: float = 300.0) -> str:
+    env = {"SCAVENGER_CONFIG": CONFIG, "OMP_NUM_THREADS": "1"}
+    return host.run(*argv, user="scavenger", env=env, check=check, timeout_s=timeout_s)
+
+
+def start_postgres(host: Host) -> str:
+    """PostgreSQL for the hosts of the site; the password of the ledger's role."""
+    password = secrets.token_hex(16)
+    folder = host.run("sh", "-c", "ls -d /etc/postgresql/*/main").strip()
+    host.run("sh", "-c", f"echo \"listen_addresses='*'\" >> {folder}/postgresql.conf")
+    host.run("sh", "-c", f"echo 'host all all 10.88.0.0/24 scram-sha-256' >> {folder}/pg_hba.conf")
+    host.run("systemctl", "start", f"postgresql@{folder.split('/')[3]}-main")
+    host.run("psql", "-c", f"CREATE ROLE scavenger LOGIN PASSWORD '{password}'", user="postgres")
+    host.run("psql", "-c", "CREATE DATABASE scavenger OWNER scavenger", user="postgres")
+    return password
+
+
+def start_daemon(head: Host, password: str) -> None:
+    """As docs/site.md says, with the unit that is shipped, its hardening on."""
+    head.write(
+        "/home/scavenger/.pgpass", f"pg:5432:scavenger:scavenger:{password}\n", mode="0600", owner="scavenger"
+    )
+    head.run(
+        "install",
+        "-d",
+        "-o",
+        "scavenger",
+        "-g",
+        "scavenger",
+        "-m",
+        "0700",
+        "/shared/scavenger",
+        "/shared/runs",
+    )
+    head.run("install", "-d", "-o", "scavenger", "-g", "scavenger", "/etc/scavenger")
+    as_scavenger(
+        head,
+        SCAVENGER,
+        "init",
+        "/shared/scavenger/site",
+        "--partition",
+        "scavenge",
+        "--ledger",
+        "postgresql://scavenger@pg/scavenger",
+    )
+    head.write(CONFIG, DAEMON, mode="0600", owner="scavenger")
+    head.write("/etc/systemd/system/scavenger.service", (ROOT / "scripts/scavenger.service").read_text())
+    head.run("systemctl", "daemon-reload")
+    head.run("systemctl", "start", "scavenger", timeout_s=120.0)
+
+
+def steps_done(head: Host) -> int:
+    sql = "SELECT coalesce(max(last_step), 0) FROM runs"
+    return int(as_scavenger(head, PYTHON, "-c", _QUERY, sql))
+
+
+_QUERY = """
+import sys, psycopg
+with psycopg.connect("postgresql://scavenger@pg/scavenger") as connection:
+    print(connection.execute(sys.argv[1]).fetchone()[0])
+"""
+
+
+def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_killed(
+    site: SiteSandbox,
+) -> None:
+    head = site["head"]
+    start_daemon(head, start_postgres(site["pg"]))
+    as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model")
+    head.write("/shared/runs/run.toml", RUN.format(steps=STEPS), mode="0600", owner="scavenger")
+    submit = (
+        "sbatch",
+        "--parsable",
+        "--partition=reserved",
+        "--account=research",
+        "--nodes=2",
+        "--ntasks=2",
+        "--gpus-per-node=1",
+    )
+    job = head.run(
+        *submit,
+        "--output=/shared/runs/train.log",
+        "/opt/scavenger-clone/scripts/train.sbatch",
+        "/shared/runs/run.toml",
+        user="scavenger",
+        env={"SCAVENGER_PYTHON": PYTHON},
+    ).strip()
+
+    def log() -> str:
+        return head.run("tail", "-n", "40", "/shared/runs/train.log", check=False)
+
+    def reached(step: int) -> bool:
+        state = head.run("squeue", "-h", "-j", job, "-o", "%T", check=False).strip()
+        assert state or steps_done(head) >= step, f"the training job is gone: {log()}"
+        return steps_done(head) >= step
+
+    wait_for("two steps", lambda: reached(2), 300)
+    engines = "SELECT count(DISTINCT node) FROM workers WHERE kind = 'harvested'"
+    wait_for(
+        "an engine on each of the three hosts",
+        lambda: as_scavenger(head, PYTHON, "-c", _QUERY, engines).strip() == "3",
+        300,
+    )
+    for name in (
+        "gpu1",
+        "head",
+        "train2",
+    ):  # each cut for longer than heartbeats take to be missed, then plugged in again
+        site.link_down(name)
+        time.sleep(15.0)  # the fault itself: how long the link is down
+        site.link_up(name)
+    before = steps_done(head)
+    wait_for("a step after the cuts", lambda: reached(min(STEPS, before + 1)), 300)
+    pid = head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip()
+    head.run("kill", "-KILL", pid)
+    wait_for("all steps", lambda: reached(STEPS), 600)
+    wait_for(
+        "the training job's end",
+        lambda: not head.run("squeue", "-h", "-j", job, "-o", "%T", check=False).strip(),
+        120,
+    )
+    assert head.run("systemctl", "is-active", "scavenger").strip() == "active", "systemd started it again"
+    assert head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip() != pid
+    assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")
