@@ -51,10 +51,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one request, in order. Equal lengths: `token_ids[i]` was drawn with
+    """New tokens of one request, in order; the three tuples have equal length. For `token_ids[i]`
 
-    `logprobs[i]`      under the sampling distribution (after temperature, top-k, top-p), and
-    `raw_logprobs[i]`  under the raw model (temperature 1, no truncation).
+    `logprobs[i]`      is its logprob under the sampling distribution (after temperature, top-k, top-p), and
+    `raw_logprobs[i]`  that under the raw model (temperature 1, no truncation).
 
     `finish` is "stop" (the last token is the sampled stop token), "length", or None while it goes on. `error` ends the
     request without a finish: the tokens are refused and the sample is generated elsewhere.
@@ -260,6 +260,8 @@ class Connect(WorkerAction):
 
 @dataclass(frozen=True, slots=True)
 class Build(WorkerAction):
+    """Make the engine, without weights; answer Built, or EngineDied."""
+
     spec: messages.EngineSpec
 
 
@@ -279,11 +281,15 @@ class MoreHolders(WorkerAction):
 
 @dataclass(frozen=True, slots=True)
 class Add(WorkerAction):
+    """Begin this request; answer Generated, or AddRefused."""
+
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Abort(WorkerAction):
+    """Forget these requests; nothing is answered."""
+
     handles: tuple[int, ...]
 
 

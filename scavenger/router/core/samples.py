@@ -172,7 +172,10 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
 
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
-    """Count and record a refusal. What the worker may not hold is revoked; a sample whose engine talks nonsense is given elsewhere."""
+    """Count and record a refusal, unless it only repeats what is complete, which is acknowledged again.
+
+    What the worker may not hold is revoked; a sample whose engine sends what cannot be is given to another.
+    """
     done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
     if sample is not None and done and sample.last_worker_id == worker.id:
         core.send(
