@@ -490,9 +490,9 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
 
 
 def target_version(run: Run) -> int:
-    """The version that the run's idle workers shall hold: the oldest one that samples wait for, else that others generate with, else the
+    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
 
-    newest. With steps in advance, who has nothing left to do for one step begins with the next.
+    With steps in advance, who has nothing left to do for one step begins with the next.
     """
     for wanted in (run.queue.versions(), run.leased):
         held = [version for version in wanted if run.weights.available(version)]
