@@ -143,6 +143,7 @@ def test_a_flood_of_connections_without_a_key_drains_nothing_and_a_trainer_still
                         and 0 < now.open_files < DESCRIPTORS - 200
                         and now.harvest is not None
                     ),
+                    timeout_s=150.0,
                 )
                 seen = status.read(tmp_path / "state")
                 assert seen.open_files_limit == DESCRIPTORS

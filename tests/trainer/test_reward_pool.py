@@ -340,7 +340,8 @@ def test_a_step_that_waits_for_rewards_does_not_spin(model_folder: Path, mesh: D
 
     started = time.monotonic()
     play(make_config(model_folder), mesh, Burst(random.Random(0)), held)
-    assert time.monotonic() - started > 10 * POLL_S
+    # Ten of its polls wait, each a hair less than it was asked to; one that spins is through in a fifth of a second.
+    assert time.monotonic() - started > 9 * POLL_S
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"updates_per_step": 3}, {"name": "reinforce++"}])
