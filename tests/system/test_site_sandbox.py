@@ -69,7 +69,7 @@ max_tokens = 7
 [engine]
 name = "reference"
 max_batch = 4
-pace = 0.05
+pace = 10.0
 [reward]
 function = "trainer.tasks.sort:reward"
 [reserved]
