@@ -462,11 +462,7 @@ class Daemon:
         link = RouterLink(
             post=server.post,
             demand=lambda: router.demand(self.clock()),
-            leases=lambda: {
-                w.process.intent_id: (len(w.leases), w.idle_since)
-                for w in router.core.workers.values()
-                if w.process.intent_id
-            },
+            leases=lambda: workers.leases(router.core),
             register=self.keyring.allow,
             unregister=self.keyring.revoke,
             lives=lambda: workers.lives(router.core),

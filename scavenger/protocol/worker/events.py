@@ -14,6 +14,7 @@ Exit codes of the worker's process, which the job script acts on:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one request, in order; the three tuples have equal length. For `token_ids[i]`
+    """New tokens of one request, in order; all three have equal length. For `token_ids[i]`
 
     `logprobs[i]`      is its logprob under the sampling distribution (after temperature, top-k, top-p), and
     `raw_logprobs[i]`  that under the raw model (temperature 1, no truncation).
@@ -61,9 +62,9 @@ class Delta:
     """
 
     handle: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    raw_logprobs: Sequence[float]
     finish: str | None = None
     error: str | None = None
 

@@ -55,7 +55,7 @@ from scavenger.protocol.worker.events import (
     WorkerPhase,
     WorkerTick,
 )
-from scavenger.protocol.worker.work import Work
+from scavenger.protocol.worker.work import TokenBuffer, Work
 
 #: Versions in a row of which the engine held other weights than were published; then it counts as dead.
 MAX_MISMATCHES = 2
@@ -95,9 +95,15 @@ class Session:
     engine generate only while `may_generate` says so.
     """
 
-    def __init__(self, identity: Identity, limits: WorkerLimits, now: float) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        limits: WorkerLimits,
+        now: float,
+        new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
+    ) -> None:
         self.phase = WorkerPhase.CONNECTING
-        self.work = Work(limits.message_tokens, now)
+        self.work = Work(limits.message_tokens, now, new_buffer)
         self.progress = 0  # decode iterations of the engine, for heartbeats
         self._identity = identity
         self._limits = limits

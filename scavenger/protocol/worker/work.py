@@ -13,7 +13,9 @@ Boundary: what is served, apart from how the connection is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from scavenger.protocol import messages
 from scavenger.protocol.messages import Chunk, Held, Lease, pack_logprobs, pack_tokens, unpack_tokens
@@ -39,15 +41,46 @@ from scavenger.protocol.worker.events import (
     WorkerAction,
 )
 
+#: A group's samples have one prompt, and come to an engine one after the other.
+_prompt_tokens = functools.lru_cache(maxsize=64)(unpack_tokens)
+
+
+class TokenBuffer:
+    """The tokens of one lease that are not durable yet, with both logprobs of each, in order. The simulator's only counts."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._raw: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, delta: Delta) -> None:
+        self._tokens += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._raw += delta.raw_logprobs
+
+    def forget(self, count: int) -> None:
+        """The first `count` are durable."""
+        del self._tokens[:count], self._logprobs[:count], self._raw[:count]
+
+    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes]:
+        """Tokens `first` up to `stop` as a chunk has them: ids, logprobs, raw logprobs."""
+        return (
+            pack_tokens(self._tokens[first:stop]),
+            pack_logprobs(self._logprobs[first:stop]),
+            pack_logprobs(self._raw[first:stop]),
+        )
+
 
 class WorkerLease:
     """One lease. `handle` names it to the engine."""
 
-    def __init__(self, lease: Lease, handle: int) -> None:
+    def __init__(self, lease: Lease, handle: int, buffer: TokenBuffer) -> None:
         self.lease = lease
         self.handle = handle
-        self.accepted = unpack_tokens(lease.accepted)
-        self.base = len(self.accepted)
+        self.base = len(lease.accepted) // 4
         self.durable = self.base
         self.sent = self.base
         self.finish: str | None = None
@@ -55,10 +88,8 @@ class WorkerLease:
         self.yielded = False  # nothing more is generated under it; its tokens stay until a Revoke says that they are durable
         self.yield_sent = False
         self._finish_acked = False
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._raw: list[float] = []
-        if self.base and self.accepted[-1] in lease.sampling.stop_token_ids:
+        self._buffer = buffer
+        if self.base and unpack_tokens(lease.accepted[-4:])[0] in lease.sampling.stop_token_ids:
             self.finish = "stop"
         elif self.base >= lease.sampling.max_tokens:
             self.finish = "length"
@@ -66,11 +97,11 @@ class WorkerLease:
     @property
     def length(self) -> int:
         """All tokens of the sample that the worker has, accepted ones included."""
-        return self.durable + len(self._tokens)
+        return self.durable + len(self._buffer)
 
     @property
     def unacked(self) -> int:
-        return len(self._tokens)
+        return len(self._buffer)
 
     @property
     def pending(self) -> int:
@@ -86,7 +117,7 @@ class WorkerLease:
     def finished_and_durable(self) -> bool:
         """Nothing is left to do: it is complete and durable. A finish is durable with the token that it came with."""
         return (
-            self.finish is not None and not self._tokens and (self.length > self.base or self._finish_acked)
+            self.finish is not None and not self.unacked and (self.length > self.base or self._finish_acked)
         )
 
     def request(self) -> Request:
@@ -94,8 +125,8 @@ class WorkerLease:
         lease = self.lease
         return Request(
             handle=self.handle,
-            prompt=unpack_tokens(lease.prompt),
-            accepted=self.accepted,
+            prompt=_prompt_tokens(lease.prompt),
+            accepted=unpack_tokens(lease.accepted),
             max_new_tokens=lease.sampling.max_tokens - self.base,
             sampling=lease.sampling,
             seed=lease.seed,
@@ -106,9 +137,7 @@ class WorkerLease:
         return Held(self.lease.sample_id, self.lease.epoch, self.length)
 
     def extend(self, delta: Delta) -> None:
-        self._tokens += delta.token_ids
-        self._logprobs += delta.logprobs
-        self._raw += delta.raw_logprobs
+        self._buffer.extend(delta)
         self.finish = delta.finish
 
     def acked(self, length: int) -> bool:
@@ -118,7 +147,7 @@ class WorkerLease:
         news = min(length, self.length) - self.durable
         if news <= 0:
             return False
-        del self._tokens[:news], self._logprobs[:news], self._raw[:news]
+        self._buffer.forget(news)
         self.durable += news
         self.sent = max(self.sent, self.durable)
         return True
@@ -132,16 +161,17 @@ class WorkerLease:
         """The next at most `most` tokens to send, or None. Counts them as sent."""
         if not self.pending and (self.finish is None or self.finish_sent):
             return None
-        first, stop = self.sent - self.durable, min(self.sent - self.durable + most, len(self._tokens))
-        finish = self.finish if stop == len(self._tokens) else None
+        first, stop = self.sent - self.durable, min(self.sent - self.durable + most, len(self._buffer))
+        finish = self.finish if stop == len(self._buffer) else None
+        tokens, logprobs, raw_logprobs = self._buffer.packed(first, stop)
         chunk = Chunk(
             sample_id=self.lease.sample_id,
             epoch=self.lease.epoch,
             offset=self.sent,
             version=self.lease.version,
-            tokens=pack_tokens(self._tokens[first:stop]),
-            logprobs=pack_logprobs(self._logprobs[first:stop]),
-            raw_logprobs=pack_logprobs(self._raw[first:stop]),
+            tokens=tokens,
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
             finish=finish,
         )
         self.sent = self.durable + stop
@@ -150,11 +180,18 @@ class WorkerLease:
 
 
 class LeaseTable:
-    """All leases of a worker, by sample and by engine handle. At most one lease a sample; the newest epoch wins."""
+    """All leases of a worker, by sample and by engine handle. At most one lease a sample; the newest epoch wins.
 
-    def __init__(self) -> None:
+    `changed` must be called with a lease that got tokens, ended or was given back: it is then *unsent* until the next flush, and *owed* an
+    ack until all its tokens are durable and it runs.
+    """
+
+    def __init__(self, new_buffer: Callable[[], TokenBuffer]) -> None:
+        self._new_buffer = new_buffer
         self._by_sample: dict[int, WorkerLease] = {}
         self._by_handle: dict[int, WorkerLease] = {}
+        self._unsent: dict[int, WorkerLease] = {}  # by handle
+        self._owed: dict[int, WorkerLease] = {}  # by handle
         self._handles = 0
 
     def all(self) -> tuple[WorkerLease, ...]:
@@ -170,41 +207,70 @@ class LeaseTable:
 
     def take(self, lease: Lease) -> WorkerLease:
         self._handles += 1
-        held = WorkerLease(lease, self._handles)
+        held = WorkerLease(lease, self._handles, self._new_buffer())
         self._by_sample[lease.sample_id] = held
         self._by_handle[held.handle] = held
+        if not held.runs:
+            self.changed(held)
         return held
 
     def drop(self, held: WorkerLease) -> None:
         del self._by_sample[held.lease.sample_id]
         del self._by_handle[held.handle]
+        self._unsent.pop(held.handle, None)
+        self._owed.pop(held.handle, None)
+
+    def changed(self, held: WorkerLease) -> None:
+        """There may be something to send of it, and to be acked."""
+        self._unsent[held.handle] = self._owed[held.handle] = held
+
+    def acked(self, held: WorkerLease, length: int) -> bool:
+        """Its tokens below `length` are durable. True when that is news. Drops it when nothing is left to do."""
+        news = held.acked(length)
+        if held.finished_and_durable:
+            self.drop(held)
+        elif held.runs and not held.unacked:
+            self._owed.pop(held.handle, None)
+        return news
+
+    def rewind(self) -> None:
+        """Send again whatever may have been lost."""
+        for held in self._owed.values():
+            held.rewind()
+            self._unsent[held.handle] = held
 
     def unacked(self) -> int:
         """Tokens kept because they are not durable yet."""
-        return sum(held.unacked for held in self._by_sample.values())
+        return sum(held.unacked for held in self._owed.values())
 
     def ack_owed(self) -> bool:
         """Whether the daemon owes an ack."""
-        return any(held.unacked or not held.runs for held in self._by_sample.values())
+        return bool(self._owed)
 
     def take_yields(self) -> list[WorkerLease]:
-        """Leases to give back whose tokens are all sent, and the Yielded is not. Counts it as sent."""
+        """Leases to give back whose Yielded is not sent. Counts it as sent. Call it when all `chunks` are: nothing is unsent then."""
         found = [
             held
-            for held in self._by_sample.values()
+            for held in self._unsent.values()
             if held.yielded and not held.yield_sent and held.finish is None
         ]
+        self._unsent.clear()
         for held in found:
             held.yield_sent = True
         return found
 
-    def held(self) -> tuple[Held, ...]:
-        return tuple(held.held() for held in self._by_sample.values())
+    def held(self, ahead: Mapping[int, int] = MappingProxyType({})) -> tuple[Held, ...]:
+        return tuple(
+            [
+                Held(held.lease.sample_id, held.lease.epoch, ahead.get(held.handle) or held.length)
+                for held in self._by_sample.values()
+            ]
+        )
 
     def chunks(self, most: int) -> list[Chunk]:
         """At most `most` tokens to send, of all samples that have any."""
         found = []
-        for held in self._by_sample.values():
+        for held in self._unsent.values():
             if most <= 0:
                 break
             chunk = held.chunk(most)
@@ -217,8 +283,10 @@ class LeaseTable:
 class Work:
     """The work of one session. Every method returns what to do, in order."""
 
-    def __init__(self, message_tokens: int, now: float) -> None:
-        self.leases = LeaseTable()
+    def __init__(
+        self, message_tokens: int, now: float, new_buffer: Callable[[], TokenBuffer] = TokenBuffer
+    ) -> None:
+        self.leases = LeaseTable(new_buffer)
         self.loaded_version = -1
         self.hears = False
         self.closed = False
@@ -293,24 +361,25 @@ class Work:
         if self.leases.ack_owed() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
+        return [*self.flush(), Send(self.heartbeat(progress, rate))]
+
+    def heartbeat(
+        self, progress: int, rate: float, ahead: Mapping[int, int] = MappingProxyType({})
+    ) -> messages.Heartbeat:
+        """What a heartbeat says now. `ahead`: lengths, by handle, of requests of which the engine has not given all that it generated."""
         memory = (self.memory, self.memory_order, self.bytes_held)
-        return [
-            *self.flush(),
-            Send(
-                messages.Heartbeat(
-                    self.held(), progress, self.loaded_version, rate, self._heard, self._wake_s, *memory
-                )
-            ),
-        ]
+        return messages.Heartbeat(
+            self.held(ahead), progress, self.loaded_version, rate, self._heard, self._wake_s, *memory
+        )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
         self._heard = message.number
         return []
 
-    def held(self) -> tuple[messages.Held, ...]:
+    def held(self, ahead: Mapping[int, int] = MappingProxyType({})) -> tuple[messages.Held, ...]:
         """Every lease that was received and not given back, those that wait for their version among them."""
         waiting = (messages.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in self._waiting)
-        return (*self.leases.held(), *waiting)
+        return (*self.leases.held(ahead), *waiting)
 
     def flush(self) -> list[WorkerAction]:
         """Everything not yet sent on this connection, in messages of bounded size."""
@@ -330,8 +399,7 @@ class Work:
 
     def _rewind(self, now: float) -> None:
         self._acked_at = now
-        for held in self.leases.all():
-            held.rewind()
+        self.leases.rewind()
 
     # ------------------------------------------------------------ tokens
 
@@ -348,6 +416,7 @@ class Work:
                 actions += self._fail(held, delta.error)
                 continue
             held.extend(delta)
+            self.leases.changed(held)
             self._rate_tokens += len(delta.token_ids)
             if terms is not None and held.pending >= terms.flush_tokens:
                 self.flush_at = now
@@ -358,12 +427,8 @@ class Work:
     def acked(self, message: messages.Ack, now: float) -> list[WorkerAction]:
         for durable in message.durable:
             held = self.leases.find(durable.sample_id, durable.epoch)
-            if held is None:
-                continue
-            if held.acked(durable.length):
+            if held is not None and self.leases.acked(held, durable.length):
                 self._acked_at = now
-            if held.finished_and_durable:
-                self.leases.drop(held)
         return []
 
     def add_refused(self, event: AddRefused, _now: float) -> list[WorkerAction]:
@@ -426,6 +491,7 @@ class Work:
         handles = []
         for held in leases:
             held.yielded = True
+            self.leases.changed(held)
             handles.append(held.handle)
         self.flush_at = now
         return [Abort(tuple(handles))] if handles else []
@@ -439,6 +505,7 @@ class Work:
         found = [held for name in message.leases if (held := self.leases.find(*name)) is not None]
         for held in found:
             held.yield_sent = False  # asked again: said again
+            self.leases.changed(held)
         abort = self._yield_leases([held for held in found if held.runs], now)
         return [*abort, *self.flush(), *(self._send(messages.Yielded(untouched)) if untouched else [])]
 

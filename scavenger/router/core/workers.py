@@ -235,6 +235,15 @@ def gone(
     disconnect(core, worker)
 
 
+def leases(core: Core) -> dict[str, tuple[int, float]]:
+    """For each harvested engine, by intent: how many samples it generates, and since when it has none (Unix s)."""
+    return {
+        worker.process.intent_id: (len(worker.leases), worker.idle_since)
+        for worker in core.workers.values()
+        if worker.process.intent_id
+    }
+
+
 def lives(core: Core) -> list[WorkerLife]:
     """Harvested engines that were heard since this daemon began: those that are gone, the newest of them, and those that are there."""
     here = [
