@@ -116,6 +116,7 @@ def code_of() -> str:
     """What a unit's result depends on besides the traces: the modules that are played, the baselines, and the scenario."""
     played = (
         "scavenger/policy",
+        "scavenger/protocol",
         "scavenger/router",
         "scavenger/harvest",
         "scavenger/simulate",

@@ -1,7 +1,7 @@
 """Runs one training run on one site in virtual time, with the code that runs live: the router's core, its policy, the harvest policy.
 
-    fleet --> SimCluster --starts, preempts--> SimEngine <--messages--> Daemon(Router) <--messages--> SimTrainer(phases)
-                  ^------------- demand, decide ------------------------------'
+    fleet --> VirtualSlurm --starts, preempts--> SimEngine <--messages--> Daemon(Router) <--messages--> SimTrainer(phases)
+                  ^---view, jobs--- SimHarvester ---demand, decide---------------'
 
 Wires the parts and adds up. Decides nothing; every random draw comes from the scenario's seed by name, so policies meet the same world.
 
@@ -22,7 +22,7 @@ from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import Outcome, StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.site_cluster import SimCluster
+from scavenger.simulate.site_cluster import SimHarvester, VirtualSlurm
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import SimEngine, WeightDelays
 from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
@@ -78,15 +78,11 @@ class _SimulatedSite:
         self._trainer = SimTrainer(
             self._sim, self._daemon, scenario, simulated_policy, self._published, self._step_done
         )
-        self._cluster = SimCluster(
-            self._sim,
-            self._daemon,
-            scenario.fleet,
-            self._start_harvested,
-            scenario.schedule_s,
-            scenario.requeue_s,
-            scenario.max_engines,
-            simulated_policy.gates,
+        self._slurm = VirtualSlurm(
+            self._sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
+        )
+        self._harvester = SimHarvester(
+            self._sim, self._daemon, self._slurm, scenario.max_engines, simulated_policy.gates
         )
         self._reserved: list[SimEngine] = []
         self._gone: list[SimEngine] = []
@@ -143,7 +139,7 @@ class _SimulatedSite:
         self._reserved.append(engine)
         engine.register(self._sim.now + self._trainer.wake_s)
 
-    def _start_harvested(self, intent_id: str, incarnation: int, node: str) -> SimEngine:
+    def _start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
         identity = Identity("worker", f"key-{intent_id}", RUN, intent_id)
         load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
@@ -162,8 +158,9 @@ class _SimulatedSite:
             incarnation=incarnation,
             whole_groups=self._simulated_policy.whole_groups,
         )
-        # By intent and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
-        start = scenario.cold_start.draw(self._streams.stream("start", intent_id, incarnation), 0.0)
+        # By job and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
+        draws = self._streams.stream("start", f"intent-{number:06}", incarnation)
+        start = scenario.cold_start.draw(draws, 0.0)
         built_at = self._sim.now + start.total_s
         self._sim.after(start.container_s, lambda: engine.register(built_at) if engine.alive else None)
         return engine
@@ -173,7 +170,7 @@ class _SimulatedSite:
         self._network.cancel(engine.node + engine.identity.intent_id)
         if self._versions.pop(engine.conn, None) == self._newest:
             self._network.left_holder()
-        self._cluster.left(engine)
+        self._slurm.left(engine)
 
     def _published(self, version: int) -> None:
         self._newest = version
@@ -197,21 +194,21 @@ class _SimulatedSite:
 
     def _beat(self) -> None:
         self._sim.after(self._scenario.heartbeat_s, self._beat, priority=3)
-        for engine in (*self._reserved, *self._cluster.live):
+        for engine in (*self._reserved, *self._slurm.running):
             engine.beat()
 
     def _observe(self) -> None:
         self._sim.after(self._scenario.poll_interval_s, self._observe, priority=4)
-        self._cluster.observe()
+        self._harvester.poll()
 
     # ---------------------------------------------------------------- the end
 
     def _close(self) -> Outcome:
         self._trainer.stopped = True
-        everyone = [*self._reserved, *self._cluster.live, *self._gone]
+        everyone = [*self._reserved, *self._slurm.running, *self._gone]
         for engine in self._reserved:
             engine.close()
-        self._cluster.close()
+        self._slurm.close()
         generated = sum(engine.batch.decoded_tokens for engine in everyone)
         lost = sum(engine.lost for engine in everyone)
         recorded = self._daemon.recorded
@@ -228,8 +225,8 @@ class _SimulatedSite:
             seconds=end,
             gpus_reserved=self._scenario.gpus_reserved,
             steps=tuple(self._steps),
-            engines=tuple(self._cluster.engines),
-            levels=tuple(self._cluster.levels),
+            engines=tuple(self._slurm.engines),
+            levels=tuple(self._slurm.levels),
             generated=generated,
             recorded=recorded,
             regenerated=lost,

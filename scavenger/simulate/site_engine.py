@@ -1,40 +1,26 @@
-"""One engine's process in virtual time: it speaks the worker's protocol with the core, and decodes with an `EngineBatch`.
+"""One engine's process in virtual time: the worker's own session (`protocol.worker.session`) drives an `EngineBatch`.
 
-Flushes are not played out: a live engine flushes ten times a second, so whatever it generated is handed over at the instant at which
-anybody needs it (a finish, a yield, sleep, notice of preemption). Heartbeats tell lengths between. Owns what was lost with it.
+    daemon --message--> Session --Add, Abort, LoadWeights, SleepEngine...--> EngineBatch, weights
+       ^------Send-------- Session <--Generated, Loaded, Slept, Terminate----'
+
+What only a simulation has is here: how fast it decodes, and when it hands over. Flushes are not played out: a live engine flushes ten times
+a second, so whatever it generated is handed over at the instant at which anybody needs it (a finish, a yield, sleep, notice of preemption).
+Heartbeats tell lengths between. Tokens are counted, not kept. Owns what was lost with the engine.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scavenger.protocol.messages import (
-    PROTOCOL,
-    Ack,
-    Asleep,
-    Assign,
-    Chunk,
-    Chunks,
-    Drain,
-    Goodbye,
-    Heartbeat,
-    HeartbeatAck,
-    Held,
-    Lease,
-    Memory,
-    Message,
-    Revoke,
-    SampleKey,
-    Sleep,
-    UseWeights,
-    Wake,
-    WeightsLoaded,
-    WorkerHello,
-    Yield,
-    Yielded,
-)
+import msgspec
+
+from scavenger.errors import SimulationError
+from scavenger.protocol.messages import Assign, Drain, Message, SampleKey, Sleep, Welcome, WorkerHello, Yield
+from scavenger.protocol.worker import events as worker
+from scavenger.protocol.worker.session import Session
+from scavenger.protocol.worker.work import TokenBuffer
 from scavenger.router.core.events import HelloReceived, Identity, WorkerSent
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.decode import EngineSpec
@@ -44,11 +30,38 @@ from scavenger.simulate.site_daemon import SimDaemon
 Truth = Callable[[SampleKey], int]  # how long an answer will be: known here, and to nobody who decides
 _ZEROS = bytes(4 * 131_072)
 _SOON_S = 1e-3
+#: No message is lost here and no daemon is silent: an engine ends when it is asked to, or dies with its job.
+_LIMITS = worker.WorkerLimits(orphan_s=math.inf, hello_s=math.inf, notice_s=math.inf, drain_s=math.inf)
 
 
 def zeros(tokens: int) -> bytes:
     """Packed tokens, or logprobs, of which only the number matters."""
     return _ZEROS[: 4 * tokens] if tokens <= 131_072 else bytes(4 * tokens)
+
+
+def root_of(version: int) -> bytes:
+    """What names a version's bytes."""
+    return b"%d" % version
+
+
+class CountedTokens(TokenBuffer):
+    """How many tokens there are: here all are alike."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, delta: worker.Delta) -> None:
+        self._count += len(delta.token_ids)
+
+    def forget(self, count: int) -> None:
+        self._count -= count
+
+    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes]:
+        tokens = zeros(stop - first)
+        return tokens, tokens, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +73,19 @@ class WeightDelays:
 
 
 @dataclass(slots=True)
-class _EngineLease:
-    """A lease here: the first `sent` tokens are the core's; the answer ends at `target`."""
+class _Request:
+    """One of the session's requests: it has been given the answer's first `given` tokens; the answer ends at `target`."""
 
-    lease: Lease
-    sent: int
+    prompt: int
+    given: int
     target: int
     done: bool = False  # it reached `target`, and waits for its group
 
 
 class SimEngine:
-    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `Contender`."""
+    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `Contender`: of a group's answers none is handed
+    over before all are complete, or longer than the shortest of them.
+    """
 
     def __init__(
         self,
@@ -92,34 +107,24 @@ class SimEngine:
     ) -> None:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
-        self.kind, self.node, self.identity, self._run, self.incarnation, self._slot = (
-            kind,
-            node,
-            identity,
-            run,
-            incarnation,
-            slot,
-        )
+        self.kind, self.node, self.identity, self.incarnation = kind, node, identity, incarnation
         self._whole_groups = whole_groups
+        session = f"{identity.intent_id or slot}.{incarnation}"
+        me = worker.Identity(
+            kind, run, session, incarnation, 1, node, spec.gpus, "simulated", "0", 1, slot=slot
+        )
+        self._session = Session(me, _LIMITS, sim.now, CountedTokens)
         self.conn = daemon.connect(self._receive)
         self.batch = EngineBatch(spec, sim.now)
-        self.loaded = -1
-        self._wanted = -1
+        self._wanted = -1  # the version that was asked for last
         self._built_at = sim.now
         self._awake_at = sim.now
-        self._wake_s = 0.0  # what its last waking took, for heartbeats to say; 0 = it was never woken
-        self._leases: dict[int, _EngineLease] = {}
-        self._siblings: dict[int, dict[int, None]] = defaultdict(
-            dict
-        )  # where groups move as one: prompt -> its samples, in order
+        self._requests: dict[int, _Request] = {}  # by the session's handles, in the order in which they came
+        self._siblings: dict[int, dict[int, None]] = {}  # prompt -> its requests, where groups move as one
         self._buffer: list[SimulatedRequest] = []  # until it is awake
-        self._acks = 0
-        self._memory: Memory = "awake"
-        self._memory_order = 0
         self._timer: Timer | None = None
         self._busy_since: float | None = None
         self.alive = True
-        self.registered = False
         self.lost = 0
         self.tokens = 0
         self.busy_s = 0.0
@@ -129,41 +134,21 @@ class SimEngine:
 
     def register(self, built_at: float) -> None:
         """Say hello. Weights may be pulled from now on; it can generate from `built_at`."""
-        self._built_at, self.registered = built_at, True
-        session = f"{self.identity.intent_id or self._slot}.{self.incarnation}"
-        self._daemon.post(
-            HelloReceived(
-                self.conn,
-                self.identity,
-                WorkerHello(
-                    PROTOCOL,
-                    self.kind,
-                    self._run,
-                    session,
-                    self.incarnation,
-                    1,
-                    self.node,
-                    self.spec.gpus,
-                    "simulated",
-                    "0",
-                    1,
-                    slot=self._slot,
-                ),
-            )
-        )
+        self._built_at = built_at
+        self._tell(worker.Connected())
 
     def shut_down(self, reason: str, notice: bool = True) -> None:
-        """Flush, say goodbye and end. `notice`: it was asked to; else it dies with all that it had not handed over."""
+        """End by SIGTERM. `notice`: it hands over what it has, and says goodbye; else it dies with all that it had not handed over."""
         if not self.alive:
             return
-        if notice and self.registered:
-            self._hand_over()
-            self._send(Goodbye(reason, notice=True))
+        if notice:
+            self._give_all()
+            self._tell(worker.Terminate(reason))
         else:
-            self._drop(list(self._leases))
-        self.end()
+            self._abort(list(self._requests))
+            self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The process is gone."""
         self.alive = False
         self._mark_idle()
@@ -174,75 +159,88 @@ class SimEngine:
     def close(self) -> None:
         """The simulation is over: hand over what there is, so that every token is accounted for."""
         if self.alive:
-            self._hand_over()
+            self._give_all()
+            self._abort(list(self._requests))
             self._mark_idle()
 
-    # ---------------------------------------------------------------- messages
-
-    def _send(self, message: Message) -> None:
-        self._daemon.post(WorkerSent(self.conn, message))
+    # ---------------------------------------------------------------- the session
 
     def _receive(self, message: Message, lengths: Sequence[int]) -> None:
-        if not self.alive or type(message) is Ack:  # nothing is kept for a resend: no message is lost here
+        if not self.alive:
             return
         match message:
+            case Welcome():  # it beats when `beat` says so, and sends at once what `_give` gives
+                message = msgspec.structs.replace(message, heartbeat_s=math.inf, flush_tokens=0)
             case Assign(leases=leases):
-                self._assigned(leases, lengths or (0,) * len(leases))
+                with_tokens = (
+                    msgspec.structs.replace(lease, accepted=zeros(length)) if length else lease
+                    for lease, length in zip(leases, lengths or (0,) * len(leases), strict=True)
+                )
+                message = Assign(tuple(with_tokens))
             case Yield(leases=leases):
-                self._yield([sample_id for sample_id, epoch in leases if self._has_lease(sample_id, epoch)])
-            case Revoke(leases=leases):
-                self._drop([sample_id for sample_id, epoch in leases if self._has_lease(sample_id, epoch)])
-            case UseWeights(version=version):
-                self._use(version)
-            case Sleep(order=order):
-                self._hand_over()
-                self._memory_order, self._memory = order, "asleep"
-                self._send(Asleep(order, 0))
-            case Wake(order=order):
-                self._memory_order, self._memory = order, "awake"
-                self._awake_at = max(self._awake_at, self._sim.now + self._pace.wake_s)
-                self._wake_s = max(self._pace.wake_s, _SOON_S)
-            case Drain(reason=reason):
-                self.shut_down(reason)
-            case HeartbeatAck(number=number):
-                self._acks = number
+                found = (self._session.work.leases.find(*name) for name in leases)
+                self._give([held.handle for held in found if held is not None])
+            case Sleep() | Drain():
+                self._give_all()
+        self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
 
-    def _has_lease(self, sample_id: int, epoch: int) -> bool:
-        held = self._leases.get(sample_id)
-        return held is not None and held.lease.epoch == epoch
+    def _tell(self, event: worker.Event) -> None:
+        self._perform(self._session.handle(event, self._sim.now))
+
+    def _perform(self, actions: Sequence[worker.WorkerAction]) -> None:
+        """Do what the session asks. What is aborted goes first: the daemon's answer to what is sent may be new work for this engine."""
+        for action in actions:
+            if type(action) is worker.Abort:
+                self._abort(action.handles)
+        added = []
+        for action in actions:
+            match action:
+                case worker.Send(message=message):
+                    self._send(message)
+                case worker.Add(request=request):
+                    added.append(self._begin(request))
+                case worker.LoadWeights(weights=weights):
+                    self._load(weights.version)
+                case worker.Build():
+                    self._sim.at(max(self._sim.now, self._built_at), self._built)
+                case worker.SleepEngine(order=order):
+                    self._tell(worker.Slept(order, 0))
+                case worker.WakeEngine(order=order):
+                    self._wake_up(order)
+                case worker.EndWorker():
+                    self._end()
+                case worker.Connect():
+                    raise SimulationError(f"the engine on {self.node} lost its daemon, and none is lost here")
+        if added:
+            self._add(added)
+
+    def _send(self, message: Message) -> None:
+        if isinstance(message, WorkerHello):
+            self._daemon.post(HelloReceived(self.conn, self.identity, message))
+        else:
+            self._daemon.post(WorkerSent(self.conn, message))
 
     def beat(self) -> None:
         """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
-        if not (self.alive and self._leases):
+        if not (self.alive and self._requests):
             return
-        length_of, held, total = self.batch.progress(self._sim.now).get, [], self.tokens
-        for sample_id, one in self._leases.items():
-            length = one.target if one.done else length_of(sample_id, one.sent)
-            held.append(Held(sample_id, one.lease.epoch, length))
-            total += length
-        self._send(
-            Heartbeat(
-                tuple(held),
-                total,
-                self.loaded,
-                0.0,
-                self._acks,
-                self._wake_s,
-                self._memory,
-                self._memory_order,
-            )
-        )
+        lengths = self.batch.progress(self._sim.now)
+        total = self.tokens
+        for handle, one in self._requests.items():
+            if one.done:
+                lengths[handle] = one.target
+            total += lengths.get(handle, one.given)
+        self._send(self._session.work.heartbeat(total, 0.0, lengths))
 
-    # ---------------------------------------------------------------- weights
+    # ---------------------------------------------------------------- weights, sleep
 
-    def _use(self, version: int) -> None:
-        if version == self._wanted:  # asked again: a load under way is not disturbed
-            if version == self.loaded:
-                self._say_loaded()
-            return
-        self._drop(list(self._leases))
-        self._siblings.clear()
-        self._wanted, self.loaded = version, -1
+    def _built(self) -> None:
+        """With what vLLM says of itself: the tokens for which its KV cache has room, and no best batch, which nobody measured."""
+        if self.alive:
+            self._tell(worker.Built(self.spec.kv_capacity, 0))
+
+    def _load(self, version: int) -> None:
+        self._wanted = version
         self._fetch(self, version, lambda: self._pulled(version))
 
     def _pulled(self, version: int) -> None:
@@ -252,101 +250,95 @@ class SimEngine:
     def _ready(self, version: int) -> None:
         if not self.alive or version != self._wanted:
             return
-        self.loaded = version
         if self.ready_s < 0:
             self.ready_s = self._sim.now
-        self._say_loaded()
+        self._tell(worker.Loaded(version, root_of(version), 0.0, 0.0))
 
-    def _say_loaded(self) -> None:
-        """With what vLLM says of itself: the tokens for which its KV cache has room, and no best batch, which nobody measured."""
-        self._send(WeightsLoaded(self.loaded, root_of(self.loaded), cache_tokens=self.spec.kv_capacity))
+    def _wake_up(self, order: int) -> None:
+        self._awake_at = max(self._awake_at, self._sim.now + self._pace.wake_s)
+        took_s = max(self._pace.wake_s, _SOON_S)
+        self._sim.at(self._awake_at, lambda: self._awake(order, took_s))
 
-    # ---------------------------------------------------------------- leases
+    def _awake(self, order: int, took_s: float) -> None:
+        if self.alive:
+            self._tell(worker.Woken(order, took_s, 0))
 
-    def _assigned(self, leases: Sequence[Lease], accepted: Sequence[int]) -> None:
-        requests = []
-        for lease, length in zip(leases, accepted, strict=True):
-            target = self._truth(lease.key)
-            self._leases[lease.sample_id] = _EngineLease(lease, length, target)
-            key = lease.key
-            prompt = key.step * 1_000_000 + key.prompt
-            if self._whole_groups:
-                siblings = self._siblings[prompt]
-                siblings.pop(lease.sample_id, None)  # who comes back comes last
-                siblings[lease.sample_id] = None
-            requests.append(SimulatedRequest(lease.sample_id, prompt, len(lease.prompt) // 4, length, target))
+    # ---------------------------------------------------------------- requests
+
+    def _begin(self, request: worker.Request) -> SimulatedRequest:
+        key, given = request.key, len(request.accepted)
+        prompt, target = key.step * 1_000_000 + key.prompt, self._truth(key)
+        self._requests[request.handle] = _Request(prompt, given, target)
+        if self._whole_groups:
+            self._siblings.setdefault(prompt, {})[request.handle] = None
+        return SimulatedRequest(request.handle, prompt, len(request.prompt), given, target)
+
+    def _add(self, requests: list[SimulatedRequest]) -> None:
         if self._awake_at > self._sim.now:
             if not self._buffer:
                 self._sim.at(self._awake_at, self._start_buffered)
             self._buffer += requests
-        else:
-            self._add(requests)
-
-    def _start_buffered(self) -> None:
-        requests, self._buffer = [r for r in self._buffer if r.key in self._leases], []
-        if self.alive and requests:
-            self._add(requests)
-
-    def _add(self, requests: list[SimulatedRequest]) -> None:
+            return
         self._wake()
         self.batch.add(requests, self._sim.now)
         self._arm()
 
-    def _take_out(self, sample_id: int) -> tuple[_EngineLease, int]:
-        """Remove a lease; returns it with the tokens that its sample has here."""
-        held = self._leases.pop(sample_id)
-        if held.done:
-            return held, held.target
-        before = len(self._buffer)
-        self._buffer = [r for r in self._buffer if r.key != sample_id] if self._buffer else self._buffer
-        return held, held.sent if len(self._buffer) < before else self.batch.remove(sample_id, self._sim.now)
+    def _start_buffered(self) -> None:
+        requests, self._buffer = self._buffer, []
+        if self.alive and requests:
+            self._add(requests)
 
-    def _drop(self, sample_ids: Iterable[int]) -> None:
+    def _abort(self, handles: Iterable[int]) -> None:
         """They are over: what was not handed over is lost."""
-        for sample_id in sample_ids:
-            held, length = self._take_out(sample_id)
-            self.lost += length - held.sent
+        for handle in handles:
+            one = self._requests.pop(handle)
+            if self._whole_groups:
+                self._siblings.get(one.prompt, {}).pop(handle, None)
+            before = len(self._buffer)
+            self._buffer = [r for r in self._buffer if r.key != handle] if self._buffer else self._buffer
+            if one.done:
+                self.lost += one.target - one.given
+            elif len(self._buffer) == before:
+                self.lost += self.batch.remove(handle, self._sim.now) - one.given
         self._arm()
 
-    def _yield(self, sample_ids: Sequence[int]) -> None:
-        found = [self._take_out(sample_id) for sample_id in sample_ids]
-        self._flush([(held, length) for held, length in found])
-        self._arm()
-        if found:
-            self._send(
-                Yielded(tuple(Held(held.lease.sample_id, held.lease.epoch, length) for held, length in found))
-            )
+    def _give(self, handles: Iterable[int]) -> None:
+        """Hand the session what was generated for these, which it sends at once."""
+        self._hand_over({handle: self._length(handle) for handle in handles})
 
-    def _hand_over(self) -> None:
-        """Flush everything and hold nothing. A group that moves as one is cut to its shortest answer."""
-        found = [self._take_out(sample_id) for sample_id in list(self._leases)]
+    def _give_all(self) -> None:
+        """The same for all. A group that moves as one is cut to its shortest answer."""
+        lengths = {handle: self._length(handle) for handle in self._requests}
         if self._whole_groups:
-            shortest: dict[int, int] = defaultdict(lambda: 1 << 62)
-            for held, length in found:
-                shortest[held.lease.key.prompt] = min(shortest[held.lease.key.prompt], length)
-            cut = [(held, max(held.sent, shortest[held.lease.key.prompt])) for held, _ in found]
-            self.lost += sum(length for _, length in found) - sum(length for _, length in cut)
-            found = cut
-        self._flush(found)
-        self._arm()
+            shortest: dict[int, int] = {}
+            for handle, length in lengths.items():
+                prompt = self._requests[handle].prompt
+                shortest[prompt] = min(shortest.get(prompt, length), length)
+            lengths = {handle: max(one.given, shortest[one.prompt]) for handle, one in self._requests.items()}
+        self._hand_over(lengths)
 
-    def _flush(self, found: Iterable[tuple[_EngineLease, int]]) -> None:
-        """Send the tokens that the core does not have, with the end of what has ended."""
-        chunks = []
-        for held, length in found:
-            finish = "stop" if length == held.target else None
-            new = length - held.sent
+    def _length(self, handle: int) -> int:
+        """How long this answer is by now."""
+        one = self._requests[handle]
+        if one.done:
+            return one.target
+        at_rest = any(request.key == handle for request in self._buffer)
+        return one.given if at_rest else self.batch.generated(handle, self._sim.now)
+
+    def _hand_over(self, lengths: dict[int, int]) -> None:
+        """Generated, of these requests, up to these lengths."""
+        deltas = []
+        for handle, length in lengths.items():
+            one = self._requests[handle]
+            new, finish = range(length - one.given), "stop" if length == one.target else None
             if new or finish:
-                tokens = zeros(new)
-                lease = held.lease
-                chunks.append(
-                    Chunk(
-                        lease.sample_id, lease.epoch, held.sent, lease.version, tokens, tokens, tokens, finish
-                    )
-                )
-                self.tokens += new
-        if chunks:
-            self._send(Chunks(tuple(chunks)))
+                deltas.append(worker.Delta(handle, new, new, new, finish))
+                self.tokens += len(new)
+                one.given = length
+            if finish:
+                del self._requests[handle]
+        if deltas:
+            self._tell(worker.Generated(tuple(deltas)))
 
     # ---------------------------------------------------------------- decoding
 
@@ -379,31 +371,20 @@ class SimEngine:
             self.busy_s += self._sim.now - self._busy_since
             self._busy_since = None
 
-    def _ended(self, keys: Sequence[int]) -> None:
-        """Samples reached their ends."""
-        whole = []
-        for key in keys:
-            held = self._leases[key]
-            if self._whole_groups:
-                held.done = True
-                whole += self._complete_group(held)
-            else:
-                whole.append(key)
-        # All are taken out before the first word is said: the answer to it may be a lease for this very engine.
-        over = [self._leases.pop(key) for key in whole]
-        self._flush((held, held.target) for held in over)
+    def _ended(self, handles: Sequence[int]) -> None:
+        """Requests reached their ends."""
+        whole = list(handles)
+        if self._whole_groups:
+            for handle in handles:
+                self._requests[handle].done = True
+            prompts = dict.fromkeys(self._requests[handle].prompt for handle in handles)
+            whole = [handle for prompt in prompts for handle in self._complete_group(prompt)]
+        self._hand_over({handle: self._requests[handle].target for handle in whole})
 
-    def _complete_group(self, held: _EngineLease) -> list[int]:
-        """The samples of its group, if none is left to generate here."""
-        key = held.lease.key
-        prompt = key.step * 1_000_000 + key.prompt
-        mine = [sample_id for sample_id in self._siblings[prompt] if sample_id in self._leases]
-        if not all(self._leases[sample_id].done for sample_id in mine):
+    def _complete_group(self, prompt: int) -> list[int]:
+        """The requests of this prompt, if none is left to generate here."""
+        mine = [handle for handle in self._siblings[prompt] if handle in self._requests]
+        if not all(self._requests[handle].done for handle in mine):
             return []
         del self._siblings[prompt]
         return mine
-
-
-def root_of(version: int) -> bytes:
-    """What names a version's bytes."""
-    return b"%d" % version
