@@ -133,7 +133,7 @@ class ClusterSection(Section):
     max_rpc_per_min: Annotated[float, Field(gt=0)] = 4.0
     """Requests to slurmctld a minute, as `sdiag` counts them, on average over ten minutes: what is not used
     in quiet times is left for fast polling. A whole observation takes 4, the queue alone 2 (`pyslurm`: 1).
-    Submissions and cancellations count too, and are never delayed."""
+    Submissions and cancellations count too, and are never delayed: they put off fast polls, never the regular ones."""
     absent_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that a job must be missing from the queue, in at least two observations, before it counts as
     ended."""

@@ -7,7 +7,10 @@
     `poll_interval_s` on where Slurm asked for fewer RPCs
 
 Every interval is stretched by chance, so that the daemons of a site do not ask in step. RPCs are saved up at `max_rpc_per_min` for
-`SAVED_MIN` at most: the average over that time is what the site allows, whatever happens. Submissions and cancellations are counted too.
+`SAVED_MIN` at most: the polls' average over that time is what the site allows, whatever happens.
+
+Submissions and cancellations are counted too, and are never delayed. They put off what is asked beyond the regular polls. The regular polls
+have savings of their own, which only polls spend: a daemon that submits many jobs still sees what becomes of them.
 
 Owns that arithmetic. Knows nothing of views, jobs or commands.
 """
@@ -53,6 +56,7 @@ class Pace:
     def __init__(self, rules: PaceRules, draw: Callable[[], float], now: float) -> None:
         self.rules, self._draw = rules, draw
         self._saved = self._most = rules.max_rpc_per_min * SAVED_MIN
+        self._saved_for_regular = self._most  # as `_saved`, but no command spends it: never less than that
         self._counted_at = now
         self._full_at = self._poll_at = -math.inf
         self._stretch = 1.0
@@ -69,7 +73,7 @@ class Pace:
 
     def polled(self, poll: Poll, rpcs: int, now: float) -> None:
         """A poll succeeded. What it cost is what the next one of its kind is taken to cost."""
-        self.spent(rpcs, now)
+        self._spent_on_poll(rpcs, now)
         self._cost[poll] = float(rpcs)
         self._poll_at = now
         if poll is Poll.FULL:
@@ -79,7 +83,7 @@ class Pace:
 
     def failed(self, error_kind: str, rpcs: int, now: float) -> float:
         """A poll, or a command, failed. Returns the seconds until the next try."""
-        self.spent(rpcs, now)
+        self._spent_on_poll(rpcs, now)
         self.failures += 1
         self._roll()
         first_s = (
@@ -96,6 +100,7 @@ class Pace:
         self._save(now)
         self.rules, self._most = rules, rules.max_rpc_per_min * SAVED_MIN
         self._saved = max(-self._most, min(self._saved, self._most))
+        self._saved_for_regular = max(-self._most, min(self._saved_for_regular, self._most))
 
     # ---------------------------------------------------------------- what is next
 
@@ -112,7 +117,8 @@ class Pace:
         regular_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0) * self._stretch
         regular_at = self._full_at + regular_s
         # the budget may put a poll off, but never for longer than the interval itself
-        due = (max(regular_at, min(self._affordable(Poll.FULL, now), regular_at + regular_s)), Poll.FULL)
+        affordable_at = self._affordable(Poll.FULL, now, regular=True)
+        due = (max(regular_at, min(affordable_at, regular_at + regular_s)), Poll.FULL)
         soon_at = self._poll_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.fast_poll_interval_s))
         due = min(due, (max(by, soon_at), Poll.FULL))
         if moved:
@@ -131,16 +137,22 @@ class Pace:
             due = min(due, full if full[0] <= jobs[0] else jobs)
         return due
 
-    def _affordable(self, poll: Poll, now: float) -> float:
+    def _spent_on_poll(self, rpcs: int, now: float) -> None:
+        self.spent(rpcs, now)
+        self._saved_for_regular = max(-self._most, self._saved_for_regular - rpcs)
+
+    def _affordable(self, poll: Poll, now: float, *, regular: bool = False) -> float:
         """When the RPCs that it costs are saved up."""
         self._save(now)
-        missing = min(self._cost[poll], self._most) - self._saved
+        missing = min(self._cost[poll], self._most) - (self._saved_for_regular if regular else self._saved)
         return now if missing <= 0 else now + missing * 60.0 / self.rules.max_rpc_per_min
 
     def _save(self, now: float) -> None:
         # a clock that was set back saves nothing
         gained = max(0.0, now - self._counted_at) * self.rules.max_rpc_per_min / 60.0
-        self._saved, self._counted_at = min(self._most, self._saved + gained), now
+        self._saved = min(self._most, self._saved + gained)
+        self._saved_for_regular = min(self._most, self._saved_for_regular + gained)
+        self._counted_at = now
 
     def _roll(self) -> None:
         low, high = STRETCH

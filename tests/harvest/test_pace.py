@@ -118,6 +118,13 @@ def test_submissions_are_counted_and_put_quick_looks_off() -> None:
     assert len(busy) < len(idle)
 
 
+def test_submissions_never_put_off_the_regular_looks() -> None:
+    """A daemon that submitted as its fleet was preempted polled after 118 and 128 s where 60 were promised."""
+    looks = play(3600, RULES, extra=20, expecting=True)
+    whole = [at for at, poll in looks if poll is Poll.FULL]
+    assert max(later - before for before, later in itertools.pairwise(whole)) <= 60.0 + 1e-6
+
+
 def test_no_two_looks_are_closer_than_the_floor() -> None:
     eager = PaceRules(poll_interval_s=1.0, fast_poll_interval_s=0.1, floor_s=10.0, max_rpc_per_min=1e6)
     moods: list[dict[str, Any]] = [{"expecting": True}, {"moved": True}, {}]
