@@ -123,7 +123,7 @@ class Connection:
     @classmethod
     def connect(cls, state_dir: Path, key_path: Path | None = None, connect_timeout_s: float = 600.0) -> Self:
         """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
-        one = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), connect_timeout_s)
+        one = cls(state_dir, keys.read_keypair(key_path or keys.key_path_for(state_dir)), connect_timeout_s)
         try:
             one.reconnect()
         except BaseException:  # a Ctrl-C too: its context would outlive it

@@ -80,7 +80,7 @@ def plan(
     launcher = environ.get("SCAVENGER_MPI", "auto")
     if launcher not in ("auto", "srun", "mpirun"):
         raise ConfigError(f"SCAVENGER_MPI = {launcher!r}", "use srun, mpirun or auto")
-    key = config.run.key or keys.owner_key_path(config.run.state_dir)
+    key = config.run.key or keys.key_path_for(config.run.state_dir)
     engine = (
         python,
         "-m",

@@ -126,8 +126,10 @@ def _read(model: type[C], path: Path) -> C:
 def read_daemon(path: Path) -> DaemonConfig:
     """Read `scavenger.toml`. A relative `daemon.state_dir` is relative to the file. Raises `ConfigError`."""
     config = _read(DaemonConfig, path)
-    where = path.resolve().parent / config.daemon.state_dir
-    return config.model_copy(update={"daemon": config.daemon.model_copy(update={"state_dir": where})})
+    base, section = path.resolve().parent, config.daemon
+    public_dir = None if section.public_dir is None else base / section.public_dir
+    folders = {"state_dir": base / section.state_dir, "public_dir": public_dir}
+    return config.model_copy(update={"daemon": section.model_copy(update=folders)})
 
 
 def read_run(path: Path) -> RunConfig:

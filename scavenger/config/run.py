@@ -37,7 +37,8 @@ class RunSection(Section):
     steps: Positive
     """Optimizer steps of the whole run."""
     state_dir: Path
-    """The daemon's `state_dir`, where its rendezvous file is."""
+    """The site's public folder (`daemon.public_dir` of its `scavenger.toml`), or the daemon's `state_dir` where
+    the run is the daemon's own user's: the daemon says there where it listens."""
     out_dir: Path
     """Folder of checkpoints and `metrics.jsonl`. All ranks must see it."""
     deterministic: bool = False
@@ -57,7 +58,8 @@ class RunSection(Section):
     """What happens with a sample that is given up. `stop`: the run stops and names the sample. `mask`: the
     sample is left out of training and counted."""
     key: Path | None = None
-    """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key`."""
+    """The owner's key file, mode 0600. None: `<state_dir>/keys/owner.key` where there is one, else the user's
+    own, which `scavenger join` makes."""
 
 
 class EmbeddedSection(Section):

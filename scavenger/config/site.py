@@ -24,6 +24,11 @@ class DaemonSection(Section):
     """Directory of the keys, the rendezvous file, the engines' logs and, by default, the ledger. Daemon,
     engines and trainers must all see it, under one path and one user id. A relative path is relative to this
     file."""
+    public_dir: Path | None = None
+    """Folder that all users of the site can read, of the daemon's user: where other users find the daemon
+    (`run.state_dir` of their runs), and ask it to accept their keys (`scavenger join`, `[owners]`). The daemon
+    makes it, in a folder that exists. A relative path is relative to this file. None: only the daemon's own
+    user can train."""
     ledger: Annotated[str, Allowed("SQLAlchemy URL")] = ""
     """Database of the ledger: `sqlite:////absolute/path` or `postgresql://user@host/database`. Empty: SQLite
     at `<state_dir>/ledger.sqlite3`. The daemon refuses SQLite on a network file system and a relative path;
@@ -80,6 +85,16 @@ class DaemonSection(Section):
         if self.trainer_silent_s > self.trainer_gone_s:
             raise ValueError("trainer_silent_s <= trainer_gone_s must hold")
         return self
+
+
+class OwnersSection(Section):
+    """Who may own runs, besides those that the admin enrols by hand (`scavenger enroll`). Needs
+    `daemon.public_dir`."""
+
+    users: Annotated[tuple[str, ...], Allowed("list of user names")] = ()
+    """Users whose keys the daemon accepts when they ask (`scavenger join`)."""
+    groups: Annotated[tuple[str, ...], Allowed("list of group names or gids")] = ()
+    """The same for all members of these Unix groups. Who leaves them loses access within a minute."""
 
 
 class RouterSection(Section):
@@ -335,11 +350,18 @@ class DaemonConfig(Section):
     names every other key that changed; it keeps its old value until a restart."""
 
     daemon: DaemonSection
+    owners: OwnersSection = OwnersSection()
     router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
     prometheus: PrometheusSection = PrometheusSection()
+
+    @model_validator(mode="after")
+    def _owners_can_ask(self) -> DaemonConfig:
+        if (self.owners.users or self.owners.groups) and self.daemon.public_dir is None:
+            raise ValueError("[owners] needs daemon.public_dir: where those users find the daemon")
+        return self
 
     @property
     def ledger_url(self) -> str:
@@ -393,5 +415,7 @@ LIVE = frozenset(
         "harvest.timezone",
         "harvest.wckey",
         "harvest.yield_after_s",
+        "owners.groups",
+        "owners.users",
     }
 )

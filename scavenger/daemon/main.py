@@ -30,6 +30,7 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.daemon import ownership, process
 from scavenger.daemon.enrolment import Enrolment
+from scavenger.daemon.key_requests import KeyRequests
 from scavenger.daemon.ownership import Announcement
 from scavenger.daemon.process import Clock
 from scavenger.daemon.service_manager import ServiceManager
@@ -53,6 +54,7 @@ from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
 from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
+from scavenger.protocol.key_requests import make_public
 from scavenger.router.core import workers
 from scavenger.router.core.events import PastRead, TopologyRead
 from scavenger.router.core.machine import Router
@@ -94,6 +96,7 @@ class Daemon:
         self.training = TrainingJobs()
         self.harvester: Harvester | None = None
         self._announcement = Announcement(self.state_dir, config.daemon)
+        self._key_requests: KeyRequests | None = None  # where other users may own runs
         self._succeeds = False  # a daemon of this host that lives, and may still hold its ports
 
     async def run(self) -> int | None:
@@ -131,8 +134,13 @@ class Daemon:
             status.publish(self.state_dir, status_now, stop),
             self._beat(server),
             # None of these ends before the daemon does; one that fails ends it.
-            *map(self._lasting, self.service_manager.work(server, harvester, status_now, self.clock, stop)),
+            *map(
+                self._lasting,
+                self.service_manager.work(server, harvester, status_now, self.clock, self._obey, stop),
+            ),
         ]
+        if self._key_requests is not None:
+            works.append(self._answer_key_requests(self._key_requests))
         works += [part.run(stop) for part in (harvester, keeper) if part is not None]
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -175,6 +183,10 @@ class Daemon:
         storage.require_state_dir(self.state_dir)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         storage.require_writable(self.state_dir, "daemon.state_dir")
+        public_dir = self.config.daemon.public_dir
+        if public_dir is not None:
+            make_public(public_dir)
+            self._key_requests = KeyRequests(self.state_dir, public_dir, self.config.owners, self.clock)
         return pair
 
     async def _claim(self) -> bool:
@@ -320,6 +332,25 @@ class Daemon:
                 self._ownership.claim()
             except (OSError, AuthError) as error:
                 log.warning("owners not read again; those known stay", reason=str(error))
+
+    async def _answer_key_requests(self, requests: KeyRequests) -> None:
+        """Users of the site ask to own runs. A fault here ends nothing; a directory of users that hangs holds up nobody else."""
+        while True:
+            await asyncio.sleep(2.0)
+            try:
+                answers = await asyncio.to_thread(requests.poll)
+                if answers:
+                    self._enrolment.read()
+                    await asyncio.to_thread(requests.give, answers)
+            except (OSError, ValueError, AuthError) as error:
+                log.warning("requests for keys are not answered now", reason=str(error))
+
+    def _obey(self, config: DaemonConfig) -> None:
+        """Take over what may change live. Raises `ConfigError`, and then nothing changed."""
+        if self.harvester is not None:
+            self.harvester.reconfigure(config)
+        if self._key_requests is not None:
+            self._key_requests.obey(config.owners)
 
     def _defend_rendezvous(self) -> None:
         """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""

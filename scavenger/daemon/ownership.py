@@ -322,8 +322,13 @@ class Announcement:
         self._mine = keys.Rendezvous(
             endpoint, public, int(generation), os.getpid(), socket.gethostname(), generation.uid
         )
-        keys.write_rendezvous(self._state_dir, self._mine)
+        self._write(self._mine)
         return endpoint
+
+    def _write(self, mine: keys.Rendezvous) -> None:
+        keys.write_rendezvous(self._state_dir, mine)
+        if self._section.public_dir is not None:
+            keys.write_rendezvous(self._section.public_dir, mine, public=True)
 
     def defend(self) -> str:
         """An older daemon's announcement is replaced. Returns why this daemon has to end when a newer one has announced itself, or ""."""
@@ -331,7 +336,7 @@ class Announcement:
             return ""
         announced, mine = self.newest(), self._mine.generation
         if announced < mine:
-            keys.write_rendezvous(self._state_dir, self._mine)
+            self._write(self._mine)
         if announced <= mine:
             return ""
         why = f"another daemon owns this ledger now, or has another: generation {announced} was announced in {self._state_dir}"

@@ -86,17 +86,14 @@ class ServiceManager:
         harvester: Harvester | None,
         read_status: Callable[[], Status],
         clock: Callable[[], float],
+        obey: Callable[[DaemonConfig], None],
         stop: asyncio.Event,
     ) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the server until `stop`."""
+        """What runs beside the server until `stop`. `obey` takes the live part of a configuration that was read again, or raises."""
         found: list[Coroutine[Any, Any, None]] = [self.notifier.watch(lambda: server.turns, stop)]
         if self._reread is not None:
-            apply = harvester.reconfigure if harvester is not None else self._nothing
-            found.append(
-                Reloader(self.config, self._reread, apply, server.write, self.notifier, clock).run(
-                    self._asked
-                )
-            )
+            reloader = Reloader(self.config, self._reread, obey, server.write, self.notifier, clock)
+            found.append(reloader.run(self._asked))
         if harvester is not None:
             logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
             tracker = harvester.tracker
@@ -118,10 +115,6 @@ class ServiceManager:
 
             found.append(self._exporter.run(read, stop))
         return found
-
-    @staticmethod
-    def _nothing(config: DaemonConfig) -> None:
-        """Nothing is harvested: what may change live has no reader."""
 
     def close(self) -> None:
         if self._exporter is not None:

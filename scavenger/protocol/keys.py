@@ -1,11 +1,13 @@
 """CURVE keys and the rendezvous file: how processes find the daemon and prove who they are.
 
-Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600
-and replaced atomically. Secrets never leave these files: not into argv, environment, comments, scripts or logs.
+Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600 and replaced
+atomically. `<public_dir>/rendezvous.json` says the same to users who may not enter the state directory (`key_requests`). Secrets never
+leave these files: not into argv, environment, comments, scripts or logs.
 
     keys/server.key        the daemon's key pair
     keys/uid               by what the daemon's jobs are known, once its key was changed (before that the key itself says it)
     keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
+    keys/joined/NAME       uid of an owner who was admitted as a user of the site (`daemon.key_requests`)
     keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first, with when it came (Unix
                            seconds; releases before did not say); "was KEY CAME WENT": not any more
     workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
@@ -16,10 +18,11 @@ An owner's runs are recorded under the first key that the owner ever had, the la
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from blake3 import blake3
 from scavenger.errors import AuthError, DaemonUnavailable
 
 Z85_KEY_LENGTH = 40
+#: A Unix user's name, as directories have them too; it becomes a file's.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -93,10 +98,20 @@ def secure(socket: zmq.Socket[Any], server_key: str, keypair: KeyPair) -> None:
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` atomically by a file that only its owner can read, durable before it is visible."""
+    _replace(path, data, 0o600)
+
+
+def write_public(path: Path, data: bytes) -> None:
+    """The same, readable by all: for what is no secret, and must come from the daemon's user."""
+    _replace(path, data, 0o644)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -111,9 +126,9 @@ def _read_private(path: Path) -> bytes:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid():
-                remedy = "keys belong to one Unix user in this release: run as that user, the daemon's (`sudo -u USER ...`, docs/site.md)"
                 raise AuthError(
-                    f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()})", remedy
+                    f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()})",
+                    "have a key of your own: `scavenger join PUBLIC_DIR` (docs/site.md)",
                 )
             if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
@@ -126,6 +141,28 @@ def _read_private(path: Path) -> bytes:
         raise AuthError(
             f"{path} cannot be read: {error.strerror}", "run as the user who owns the key"
         ) from error
+
+
+def read_trusted(path: Path) -> bytes:
+    """What the owner of `path` and its folder wrote, who may be another user. Raises `FileNotFoundError`; `AuthError` where yet another
+    one could have written it.
+    """
+    try:
+        with path.open("rb") as file:
+            here, around = os.fstat(file.fileno()), path.parent.stat()
+            mine = here.st_uid == os.getuid()
+            for status, name in ((here, path), *(() if mine else ((around, path.parent),))):
+                if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    raise AuthError(f"{name} can be written by others", f"chmod go-w {name}")
+            if not mine and around.st_uid not in (here.st_uid, 0):
+                raise AuthError(
+                    f"{path} belongs to uid {here.st_uid}, and its folder to uid {around.st_uid}",
+                    "one of them is not the daemon's: ask the site's admin",
+                )
+            return file.read(16 * 1024)
+    except PermissionError as error:
+        remedy = "name the site's public folder (daemon.public_dir), not the daemon's state directory"
+        raise AuthError(f"{path} cannot be read: {error.strerror}", remedy) from error
 
 
 def write_keypair(path: Path, pair: KeyPair) -> None:
@@ -145,23 +182,45 @@ def read_keypair(path: Path) -> KeyPair:
     return pair
 
 
-def write_rendezvous(state_dir: Path, rendezvous: Rendezvous) -> None:
-    write_private(state_dir / "rendezvous.json", msgspec.json.encode(rendezvous))
+def write_rendezvous(folder: Path, rendezvous: Rendezvous, *, public: bool = False) -> None:
+    """In the state directory, or, `public`, where every user of the site may read it: it holds no secret."""
+    write = write_public if public else write_private
+    write(folder / "rendezvous.json", msgspec.json.encode(rendezvous))
 
 
-def read_rendezvous(state_dir: Path) -> Rendezvous:
-    """Where the daemon listens. Raises `DaemonUnavailable` when none has written the file yet."""
-    path = state_dir / "rendezvous.json"
-    if not path.exists():
-        raise DaemonUnavailable(f"no daemon has announced itself in {path}", "start it: `scavenger daemon`")
+def read_rendezvous(folder: Path) -> Rendezvous:
+    """Where the daemon listens, from its state directory or its public folder. Raises `DaemonUnavailable` when none has written the file
+    yet, `AuthError` where somebody else could have.
+    """
+    path = folder / "rendezvous.json"
     try:
-        return msgspec.json.decode(_read_private(path), type=Rendezvous)
+        return msgspec.json.decode(read_trusted(path), type=Rendezvous)
+    except FileNotFoundError as error:
+        raise DaemonUnavailable(
+            f"no daemon has announced itself in {path}", "start it: `scavenger daemon`"
+        ) from error
     except msgspec.MsgspecError as error:
         raise DaemonUnavailable(f"{path} is not a rendezvous file: {error}", "restart the daemon") from error
 
 
 def owner_key_path(state_dir: Path) -> Path:
     return state_dir / "keys" / "owner.key"
+
+
+def own_key_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The key of the user who runs this, outside any state directory (`scavenger join`)."""
+    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config"
+    return Path(base) / "scavenger" / "owner.key"
+
+
+def key_path_for(folder: Path) -> Path:
+    """The owner key that goes with a run's `run.state_dir`: the one in it, else the user's own."""
+    beside = owner_key_path(folder)
+    try:
+        found = beside.exists()
+    except PermissionError:  # another user's state directory
+        found = False
+    return beside if found or not own_key_path().exists() else own_key_path()
 
 
 def server_key_path(state_dir: Path) -> Path:
@@ -173,8 +232,8 @@ def worker_key_path(state_dir: Path, intent_id: str) -> Path:
 
 
 def _owner_path(state_dir: Path, name: str) -> Path:
-    if not name.replace("-", "").replace("_", "").isalnum():
-        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-' and '_'")
+    if not _NAME.fullmatch(name):
+        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-', '_', '.' and '@'")
     return state_dir / "keys" / "owners" / f"{name}.pub"
 
 
@@ -258,6 +317,24 @@ def retire_owner_keys(state_dir: Path, name: str) -> int:
     retired = [key if not key.allowed else msgspec.structs.replace(key, until=now) for key in older]
     _write_owner(path, [msgspec.structs.replace(newest, until=None), *retired])
     return sum(key.allowed for key in older)
+
+
+def retire_other_keys(state_dir: Path, name: str, public: str) -> None:
+    """Only `public` of the owner's keys may connect from now on."""
+    path = _owner_path(state_dir, name)
+    now = time.time()
+    _write_owner(
+        path,
+        [
+            key if key.public == public or not key.allowed else msgspec.structs.replace(key, until=now)
+            for key in _owner_keys(path)
+        ],
+    )
+
+
+def revoke_owner(state_dir: Path, name: str) -> None:
+    """No key of the owner may connect from now on. The runs stay the owner's, should a key be added again."""
+    retire_other_keys(state_dir, name, "")
 
 
 def rotate_owner(state_dir: Path, name: str) -> Path:

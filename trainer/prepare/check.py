@@ -389,7 +389,7 @@ def _daemon(config: RunConfig) -> str:
             f"run.state_dir: there is no folder {run.state_dir}",
             "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
         )
-    keys.read_keypair(run.key or keys.owner_key_path(run.state_dir))
+    keys.read_keypair(run.key or keys.key_path_for(run.state_dir))
     if config.daemon.embedded:  # nobody serves before the job
         embedded.check(config)
         embedded.check_address(config)

@@ -1,0 +1,291 @@
+"""A user of the site who is not the daemon's asks to own runs. Real uids, by processes that become them: needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scavenger import toml
+from scavenger.cli.join import join
+from scavenger.client import Connection
+from scavenger.config.site import OwnersSection
+from scavenger.daemon.key_requests import CHECK_S, MOST_KEYS, KeyRequests, User
+from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, ScavengerError
+from scavenger.protocol import key_requests, keys, messages
+from scavenger.protocol.key_requests import KeyRequest
+
+U1, U2, NOBODY = 61_001, 61_002, 65_534
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users: needs root")
+
+
+def as_user(uid: int, work: Callable[[], object]) -> str:
+    """What went wrong in a process of that user that does this, "" = nothing. It has no other rights than that user's."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = ""
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            os.umask(0o077)
+            work()
+        except ScavengerError as error:
+            said = f"{type(error).__name__}: {error}"
+        except BaseException:  # noqa: BLE001  whatever it is, this process must not go on as a test
+            said = traceback.format_exc()
+        os.write(writing, said.encode()[:4000] or b"")
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        said = file.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.fixture
+def site() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="scv-join-"))
+    folder.chmod(0o755)
+    for uid in (U1, U2, NOBODY):
+        (folder / f"home-{uid}").mkdir(mode=0o700)
+        os.chown(folder / f"home-{uid}", uid, uid)
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Site:
+    """A daemon's end, polled by hand. `users`: the site's directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.public, self.state = folder / "public", folder / "state"
+        keys.init_state(self.state, "scavenger")
+        key_requests.make_public(self.public)
+        self.users: dict[int, User] = {
+            U1: User(U1, "u1", frozenset({"ml", "70"})),
+            U2: User(U2, "u2", frozenset({"70"})),
+        }
+        self.now = 0.0
+        self.requests = KeyRequests(
+            self.state, self.public, OwnersSection(groups=("ml", "70")), lambda: self.now, self.users.get
+        )
+
+    def ask(self, uid: int, public: str, *, only: bool = False) -> None:
+        assert as_user(uid, lambda: key_requests.ask(self.public, KeyRequest(public, only))) == ""
+
+    def answered(self, uid: int) -> key_requests.KeyAnswer:
+        self.requests.give(self.requests.poll())
+        found = key_requests.read_answer(self.public, uid)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def daemon(site: Path) -> Site:
+    return Site(site)
+
+
+def test_a_member_of_a_group_is_enrolled_under_the_unix_name_and_a_stranger_is_told_whom_to_ask(
+    daemon: Site,
+) -> None:
+    mine = keys.generate().public
+    daemon.ask(U1, mine)
+    assert daemon.answered(U1) == key_requests.KeyAnswer(mine, "u1")
+    assert keys.enrolled_owners(daemon.state)[mine] == mine
+    daemon.ask(NOBODY, keys.generate().public)
+    given = daemon.answered(NOBODY)
+    assert ("knows no user 65534" in given.refused, "site's admin" in given.remedy) == (True, True)
+    daemon.users[NOBODY] = User(NOBODY, "nobody", frozenset({"nogroup"}))
+    daemon.ask(NOBODY, keys.generate().public)
+    assert daemon.answered(NOBODY).refused == "nobody may not own runs"
+    assert set(keys.owner_keys(daemon.state)) == {"scavenger", "u1"}
+    assert not list(key_requests.requests_dir(daemon.public).iterdir()), "every request was taken"
+
+
+def test_no_user_can_speak_for_another(daemon: Site, site: Path) -> None:
+    hers = keys.generate().public
+    daemon.ask(U2, hers)
+    assert daemon.answered(U2).refused == ""
+    folder = key_requests.requests_dir(daemon.public)
+    evil = keys.generate().public
+    letter = site / f"home-{U2}" / "letter"  # a file of u2's that u1 can read
+
+    def write_letter() -> None:
+        letter.parent.chmod(0o755)
+        letter.write_bytes(b'{"public":"%s","only":true}' % evil.encode())
+        letter.chmod(0o644)
+
+    assert as_user(U2, write_letter) == ""
+
+    def attack() -> None:
+        (folder / "soft").symlink_to(letter)
+        with contextlib.suppress(PermissionError):  # where the kernel protects hard links
+            os.link(letter, folder / "hard")
+        os.mkfifo(folder / "fifo")
+        (folder / "large").write_bytes(b" " * 100_000)
+        (folder / "folder").mkdir()
+        (folder / "nonsense").write_text('{"public": 7}')
+        with pytest.raises(PermissionError):
+            list(folder.iterdir())
+        with pytest.raises(PermissionError):
+            (daemon.public / "rendezvous.json").write_text("{}")
+        with pytest.raises(PermissionError):
+            key_requests.answer_path(daemon.public, U2).write_text("{}")
+
+    assert as_user(U1, attack) == ""
+    daemon.ask(U1, hers)  # her public key is no secret
+    assert daemon.answered(U1).refused == "the key is another owner's"
+    assert evil not in keys.enrolled_owners(daemon.state)
+    assert keys.enrolled_owners(daemon.state)[hers] == hers
+    assert [one.name for one in folder.iterdir()] == ["folder"]
+
+
+def test_a_new_key_can_retire_the_lost_one_and_a_retired_key_never_comes_back(daemon: Site) -> None:
+    lost, fresh = keys.generate().public, keys.generate().public
+    daemon.ask(U1, lost)
+    daemon.answered(U1)
+    daemon.ask(U1, fresh, only=True)
+    assert daemon.answered(U1).refused == ""
+    owners = keys.enrolled_owners(daemon.state)
+    assert (lost in owners, owners[fresh]) == (False, lost), "the runs stay the owner's"
+    daemon.ask(U1, lost)
+    assert daemon.answered(U1).refused == "the key was retired"
+    for _ in range(MOST_KEYS - 1):
+        daemon.ask(U1, keys.generate().public)
+        assert daemon.answered(U1).refused == ""
+    daemon.ask(U1, keys.generate().public)
+    assert "none may be added" in daemon.answered(U1).refused
+
+
+def test_who_leaves_the_group_loses_the_keys_and_a_directory_that_is_away_takes_none(daemon: Site) -> None:
+    mine, hers = keys.generate().public, keys.generate().public
+    daemon.ask(U1, mine)
+    daemon.ask(U2, hers)
+    daemon.requests.poll()
+    known = dict(daemon.users)
+    daemon.users.clear()
+    daemon.now += CHECK_S
+    daemon.requests.poll()
+    assert {mine, hers} <= set(keys.enrolled_owners(daemon.state))
+    daemon.users |= known | {U1: User(U1, "u1", frozenset({"other"}))}
+    daemon.now += CHECK_S
+    daemon.requests.poll()
+    owners = keys.enrolled_owners(daemon.state)
+    assert (mine in owners, hers in owners) == (False, True)
+    daemon.requests.obey(OwnersSection(users=("u1",)))
+    daemon.requests.poll()
+    assert hers not in keys.enrolled_owners(daemon.state), "the configuration was changed"
+
+
+def test_a_folder_in_which_somebody_else_could_write_is_refused(site: Path) -> None:
+    public = site / "public"
+    public.mkdir()
+    os.chown(public, U1, U1)
+    with pytest.raises(ConfigError, match="not a folder of the daemon's user"):
+        key_requests.make_public(public)
+    here = keys.Rendezvous("tcp://h:1", "k" * 40, 1, 1, "h", "u")
+    os.chown(public, 0, 0)
+    keys.write_rendezvous(public, here, public=True)
+    path = public / "rendezvous.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+    def read() -> None:
+        assert keys.read_rendezvous(public) == here
+
+    assert as_user(U1, read) == ""
+    public.chmod(0o777)
+    assert "can be written by others" in as_user(U1, read)
+    public.chmod(0o755)
+    os.chown(path, U2, U2)
+    assert as_user(U1, read) == "", "of root's folder: root put it there"
+    os.chown(public, U1, U1)
+    assert "belongs to uid 61002" in as_user(NOBODY, read)
+
+
+def test_a_user_joins_a_daemon_that_runs_and_connects_to_it(site: Path) -> None:
+    """The whole way, with the host's own directory of users: `nobody` joins by name, then by a group that it is not in."""
+    keys.init_state(site / "state", "scavenger")
+    config = {
+        "daemon": {"state_dir": str(site / "state"), "public_dir": str(site / "public")},
+        "owners": {"users": ["nobody"]},
+        "harvest": {"enabled": False},
+    }
+    path = site / "scavenger.toml"
+    path.write_text(toml.dumps(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scavenger", "daemon", "--config", path], stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: (site / "public" / "rendezvous.json").exists())
+        os.environ["XDG_CONFIG_HOME"] = str(site / f"home-{NOBODY}")
+        assert as_user(NOBODY, lambda: join(site / "public", new=False, wait_s=30.0)) == ""
+        key = site / f"home-{NOBODY}" / "scavenger" / "owner.key"
+        assert (key.stat().st_uid, stat.S_IMODE(key.stat().st_mode)) == (NOBODY, 0o600)
+
+        def call() -> None:
+            with Connection.connect(site / "public") as connection:
+                connection.send("none", 0, messages.Ping())
+                until(lambda: connection.receive(0.2) is not None)
+
+        assert as_user(NOBODY, call) == "", "the daemon answers, whatever it says of that run"
+        before = key.read_bytes()
+        assert as_user(NOBODY, lambda: join(site / "public", new=True, wait_s=30.0)) == ""
+        assert key.read_bytes() != before
+        assert as_user(NOBODY, call) == ""
+        path.write_text(toml.dumps(config | {"owners": {"groups": ["root"]}}))
+        process.send_signal(signal.SIGHUP)
+        until(
+            lambda: "nobody may not own runs" in as_user(NOBODY, lambda: join(site / "public", wait_s=30.0))
+        )
+        until(lambda: keys.read_keypair(key_of(key)).public not in keys.enrolled_owners(site / "state"))
+    finally:
+        os.environ.pop("XDG_CONFIG_HOME", None)
+        process.terminate()
+        assert process.wait(30) == 0
+    assert "no answer within 0 s" in as_user(
+        NOBODY, lambda: answer_of(site / "public", keys.generate().public)
+    )
+
+
+def key_of(path: Path) -> Path:
+    """The key, where root may read it as its own."""
+    copy = path.parent.parent.parent / "copy.key"
+    keys.write_private(copy, path.read_bytes())
+    return copy
+
+
+def answer_of(public_dir: Path, public: str) -> None:
+    from scavenger.cli.join import _answer
+
+    _answer(public_dir, public, 0.0)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    by = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < by, "not in time"
+        time.sleep(0.1)  # between two polls of a condition
+
+
+def test_owners_without_a_public_folder_are_refused(tmp_path: Path) -> None:
+    from scavenger import config
+
+    path = tmp_path / "scavenger.toml"
+    path.write_text(toml.dumps({"daemon": {"state_dir": "state"}, "owners": {"users": ["u1"]}}))
+    with pytest.raises(ConfigError, match=r"needs daemon\.public_dir"):
+        config.read_daemon(path)
+    with pytest.raises((AuthError, DaemonUnavailable)):
+        keys.read_rendezvous(tmp_path)
