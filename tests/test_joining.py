@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from scavenger import toml
+from scavenger.cli.init import _known_state_dir
 from scavenger.cli.join import join
 from scavenger.client import Connection
 from scavenger.config.site import OwnersSection
@@ -244,6 +245,7 @@ def test_a_user_joins_a_daemon_that_runs_and_connects_to_it(site: Path) -> None:
         before = key.read_bytes()
         assert as_user(NOBODY, lambda: join(site / "public", new=True, wait_s=30.0)) == ""
         assert key.read_bytes() != before
+        assert as_user(NOBODY, lambda: note_is(site / "public")) == ""
         assert as_user(NOBODY, call) == ""
         path.write_text(toml.dumps(config | {"owners": {"groups": ["root"]}}))
         process.send_signal(signal.SIGHUP)
@@ -265,6 +267,10 @@ def key_of(path: Path) -> Path:
     copy = path.parent.parent.parent / "copy.key"
     keys.write_private(copy, path.read_bytes())
     return copy
+
+
+def note_is(public_dir: Path) -> None:
+    assert _known_state_dir() == str(public_dir.resolve()), "`scavenger init` knows the site"
 
 
 def answer_of(public_dir: Path, public: str) -> None:

@@ -73,7 +73,11 @@ def init(
         float, typer.Option(min=0, help="of one GPU; 0: by its type, else 80", rich_help_panel=RUN)
     ] = 0,
     state_dir: Annotated[
-        str, typer.Option(help="the daemon's; default: as ./scavenger.toml says", rich_help_panel=RUN)
+        str,
+        typer.Option(
+            help="the daemon's; default: as ./scavenger.toml says, else the site that you joined",
+            rich_help_panel=RUN,
+        ),
     ] = "",
     partition: Annotated[
         str, typer.Option(help="a run: where it trains (reserved); a site: what is harvested (scavenge)")
@@ -138,9 +142,13 @@ def _slurm_gpu(partition: str) -> str:
 
 
 def _known_state_dir() -> str:
-    """The state directory of the daemon whose configuration is at hand; "" where none is: then run.toml says that it must be set."""
+    """The state directory of the daemon whose configuration is at hand, else the site that the user joined; "" where there is neither:
+    then run.toml says that it must be set.
+    """
     path = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
-    return str(config.read_daemon(path).daemon.state_dir.resolve()) if path.is_file() else ""
+    if path.is_file() and os.access(path, os.R_OK):
+        return str(config.read_daemon(path).daemon.state_dir.resolve())
+    return keys.noted_site()
 
 
 def _checked(folder: Path, memory: Sequence[str]) -> bool:

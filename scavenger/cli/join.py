@@ -38,8 +38,11 @@ def join(
         raise AuthError(given.refused, given.remedy)
     if new:
         os.replace(there, path)  # not before: who is refused keeps the key that is accepted
+    keys.note_site(public_dir.resolve())
     print(f"{given.name} may own runs here, with {path}")
-    print(f'in run.toml: [run] state_dir = "{public_dir.resolve()}"')
+    print(
+        f'in run.toml: [run] state_dir = "{public_dir.resolve()}"; `scavenger init` writes it so from now on'
+    )
 
 
 def _answer(public_dir: Path, public: str, wait_s: float) -> key_requests.KeyAnswer:

@@ -213,6 +213,17 @@ def own_key_path(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "scavenger" / "owner.key"
 
 
+def note_site(public_dir: Path) -> None:
+    """Remember the site that this user joined last."""
+    write_private(own_key_path().with_name("site"), f"{public_dir}\n".encode())
+
+
+def noted_site() -> str:
+    """The public folder of the site that this user joined last, "" = none."""
+    path = own_key_path().with_name("site")
+    return _read_private(path).decode("utf-8", "replace").strip() if path.exists() else ""
+
+
 def key_path_for(folder: Path) -> Path:
     """The owner key that goes with a run's `run.state_dir`: the one in it, else the user's own."""
     beside = owner_key_path(folder)

@@ -51,14 +51,14 @@ python = "/opt/scavenger/bin/python"
 """
 RUN = """\
 [run]
-name = "sorting"
+name = "{name}"
 seed = 7
 steps = {steps}
-state_dir = "/shared/scavenger/site/state"
-out_dir = "/shared/runs/out"
+state_dir = "{state_dir}"
+out_dir = "{folder}/out"
 max_engines = 3
 [model]
-path = "/shared/runs/model"
+path = "{folder}/model"
 context_length = 32
 [data]
 task = "sort"
@@ -127,7 +127,7 @@ def start_postgres(host: Host) -> str:
     return password
 
 
-def start_daemon(head: Host, password: str) -> None:
+def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
     """As docs/site.md says, with the unit that is shipped, its hardening on."""
     head.write(
         "/home/scavenger/.pgpass", f"pg:5432:scavenger:scavenger:{password}\n", mode="0600", owner="scavenger"
@@ -155,10 +155,30 @@ def start_daemon(head: Host, password: str) -> None:
         "--ledger",
         "postgresql://scavenger@pg/scavenger",
     )
-    head.write(CONFIG, DAEMON, mode="0600", owner="scavenger")
+    head.write(CONFIG, config, mode="0600", owner="scavenger")
     head.write("/etc/systemd/system/scavenger.service", (ROOT / "scripts/scavenger.service").read_text())
     head.run("systemctl", "daemon-reload")
     head.run("systemctl", "start", "scavenger", timeout_s=120.0)
+
+
+def submit(head: Host, user: str, folder: str, name: str, steps: int, state_dir: str) -> str:
+    """A training job of this user over the two training hosts; its id."""
+    written = RUN.format(steps=steps, name=name, folder=folder, state_dir=state_dir)
+    head.write(f"{folder}/run.toml", written, mode="0600", owner=user)
+    return head.run(
+        "sbatch",
+        "--parsable",
+        "--partition=reserved",
+        "--account=research",
+        "--nodes=2",
+        "--ntasks=2",
+        "--gpus-per-node=1",
+        f"--output={folder}/train.log",
+        "/opt/scavenger-clone/scripts/train.sbatch",
+        f"{folder}/run.toml",
+        user=user,
+        env={"SCAVENGER_PYTHON": PYTHON, "XDG_CONFIG_HOME": f"{folder}/config"},
+    ).strip()
 
 
 def steps_done(head: Host) -> int:
@@ -179,24 +199,7 @@ def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_kil
     head = site["head"]
     start_daemon(head, start_postgres(site["pg"]))
     as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model")
-    head.write("/shared/runs/run.toml", RUN.format(steps=STEPS), mode="0600", owner="scavenger")
-    submit = (
-        "sbatch",
-        "--parsable",
-        "--partition=reserved",
-        "--account=research",
-        "--nodes=2",
-        "--ntasks=2",
-        "--gpus-per-node=1",
-    )
-    job = head.run(
-        *submit,
-        "--output=/shared/runs/train.log",
-        "/opt/scavenger-clone/scripts/train.sbatch",
-        "/shared/runs/run.toml",
-        user="scavenger",
-        env={"SCAVENGER_PYTHON": PYTHON},
-    ).strip()
+    job = submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/site/state")
 
     def log() -> str:
         return head.run("tail", "-n", "40", "/shared/runs/train.log", check=False)
@@ -233,4 +236,77 @@ def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_kil
     )
     assert head.run("systemctl", "is-active", "scavenger").strip() == "active", "systemd started it again"
     assert head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip() != pid
+    assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")
+
+
+PUBLIC = "/shared/public"
+#: As another user's process: everything that might be hers, and what the daemon says to calls for her run.
+ATTACK = """
+import sys
+from pathlib import Path
+from scavenger.client import Connection
+from scavenger.protocol import messages
+for path in sys.argv[2:]:
+    try:
+        Path(path).read_bytes() if not path.endswith("/") else list(Path(path).iterdir())
+    except PermissionError:
+        continue
+    sys.exit(f"{path} can be read")
+calls = [messages.Attach(sys.argv[1], ()), messages.Ping(), messages.CloseRun("stopped")]
+with Connection.connect(Path("/shared/public")) as connection:
+    for call in calls:
+        connection.send(sys.argv[1], 1, call)
+        reply = None
+        while reply is None:
+            reply = connection.receive(30.0)
+        print(type(call).__name__, getattr(getattr(reply, "body", reply), "code", reply))
+"""
+
+
+def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteSandbox) -> None:
+    """docs/site.md, for researchers: `scavenger join`, then a job of their own. Engines read nothing of theirs: their folders are 0700."""
+    head = site["head"]
+    owners = f'public_dir = "{PUBLIC}"\n[owners]\nusers = ["u1"]\ngroups = ["7003"]\n[cluster]'
+    head.run("install", "-d", "-o", "scavenger", "-m", "0755", PUBLIC)
+    start_daemon(head, start_postgres(site["pg"]), DAEMON.replace("[cluster]", owners, 1))
+    wait_for("the daemon announces itself", lambda: "rendezvous.json" in head.run("ls", PUBLIC), 60)
+    jobs = {}
+    for user in ("u1", "u2"):
+        folder = f"/shared/{user}"
+        env = {"XDG_CONFIG_HOME": f"{folder}/config"}
+        head.run("install", "-d", "-o", user, "-m", "0700", folder)
+        assert f"{user} may own runs here" in head.run(SCAVENGER, "join", PUBLIC, user=user, env=env)
+        head.run(PYTHON, "-m", "trainer.tiny", "make", "--out", f"{folder}/model", user=user, env=env)
+    jobs["u1"] = submit(head, "u1", "/shared/u1", "of-u1", 12, PUBLIC)
+    harvested = "SELECT count(*) FROM workers WHERE kind = 'harvested'"
+    wait_for(
+        "an engine of the daemon's user works for u1's run",
+        lambda: int(as_scavenger(head, PYTHON, "-c", _QUERY, harvested)) > 0,
+        300,
+    )
+    hers = (
+        "/shared/u1/",
+        "/shared/u1/run.toml",
+        "/shared/u1/config/scavenger/owner.key",
+        "/shared/scavenger/site/state/",
+        "/shared/scavenger/site/state/keys/owner.key",
+        CONFIG,
+        "/shared/public/requests/",
+    )
+    said = head.run(
+        PYTHON, "-c", ATTACK, "of-u1", *hers, user="u2", env={"XDG_CONFIG_HOME": "/shared/u2/config"}
+    )
+    assert said.split() == ["Attach", "not-owner", "Ping", "not-owner", "CloseRun", "not-owner"]
+    jobs["u2"] = submit(head, "u2", "/shared/u2", "of-u2", 4, PUBLIC)
+    for user, job in jobs.items():
+        wait_for(
+            f"the end of {user}'s training job",
+            lambda job=job: not head.run("squeue", "-h", "-j", job, "-o", "%T", check=False).strip(),  # type: ignore[misc]
+            600,
+        )
+        log = head.run("tail", "-n", "20", f"/shared/{user}/train.log", check=False)
+        sql = f"SELECT last_step FROM runs WHERE name = 'of-{user}'"
+        assert int(as_scavenger(head, PYTHON, "-c", _QUERY, sql)) == (12 if user == "u1" else 4), log
+    listed = as_scavenger(head, SCAVENGER, "keys", "list")
+    assert {"u1", "u2"} <= set(listed.split())
     assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")

@@ -219,7 +219,7 @@ def _run(wish: RunOptions, chosen: Sizes) -> str:
     state = (
         f"state_dir = {_s(wish.state_dir)}"
         if wish.state_dir
-        else 'state_dir = "state"                 # SET THIS: daemon.state_dir in the site\'s scavenger.toml; ask its admin'
+        else 'state_dir = "state"                 # SET THIS: the site\'s public folder (scavenger join); ask its admin'
     )
     return f"""[run]
 name = {_s(wish.name)}
