@@ -7,7 +7,8 @@ Theory of operation. Reserved engines live on the training job's own GPUs, so ei
     TRAIN   reserved engines sleep; completed groups are trained as they stream in
     WAKE    harvested capacity is gone with samples outstanding, or it was decided so: reserved engines generate (again), on the step's own
             version (parameters have not changed) and with the accumulated gradients kept (I11)
-    FINISH  every sample has come and every group was trained: scale, clip, step
+    FINISH  every sample has come and no group waits for the machine: train what the driver kept back (a barrier's batch, later
+            mini-batches), then scale, clip, step
 
 An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`EndReserved`): its memory is free once its process is gone, and
 the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
@@ -16,8 +17,8 @@ Whether reserved engines generate may be decided from outside (`WindowDecided`: 
 share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates. A step may begin with
 what was decided at the last one's end, that the window be closed: a decision to open it therefore counts at any time.
 
-The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` is the whole of it: the first
-rule of the current phase whose condition holds fires; `react` repeats that until none does.
+The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` says what fires (the first rule of
+the current phase whose condition holds), `_apply` what that changes; `react` repeats both until none does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupsCompleted:
-    """`samples` more samples, of `groups` groups, have come. `untrained` of the groups need no training (zero variance, masked).
+    """`samples` more samples, of `groups` groups, have come. `untrained` of the groups have nothing to train before FINISH: zero variance,
+    masked, or kept for later by the driver.
 
     `scoring` of them wait for their rewards: `GroupsScored` is to follow.
     """
@@ -56,7 +58,7 @@ class GroupsCompleted:
 
 @dataclass(frozen=True, slots=True)
 class GroupsScored:
-    """`groups` of those that waited for their rewards have them. `untrained` of these need no training."""
+    """`groups` of those that waited for their rewards have them. `untrained` as in `GroupsCompleted`."""
 
     groups: int
     untrained: int = 0
@@ -103,7 +105,7 @@ class ReservedHolds:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """`groups` of the waiting groups went through a micro-step."""
+    """`groups` of the waiting groups went through a micro-step, or were kept for a later mini-batch."""
 
     groups: int
 
@@ -182,11 +184,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepState:
     """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
 
-    `close`: what was decided of the window, None = nothing; `why` it was. `free`: what reserved engines acknowledged, None = not all have;
-    `holding`: who has not; `asked_at`: since when they are to sleep, or were last ended; `ends`: how often they were.
+    `window_closed`: what was decided of the window, None = nothing; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
+    None = not all have; `holding`: who has not; `sleep_asked_at`: since when they are to sleep, or were last ended; `end_attempts`: how
+    often they were.
     """
 
     plan: Plan
@@ -199,12 +202,12 @@ class Step:
     harvested: int = 0
     gone_at: float | None = None
     back_at: float | None = None
-    close: bool | None = None
-    why: str = ""
-    free: ReservedAsleep | None = None
+    window_closed: bool | None = None
+    window_reason: str = ""
+    sleep_ack: ReservedAsleep | None = None
     holding: tuple[str, ...] = ()
-    asked_at: float = 0.0
-    ends: int = 0
+    sleep_asked_at: float = 0.0
+    end_attempts: int = 0
     log: tuple[str, ...] = field(default=())
 
     @property
@@ -222,83 +225,83 @@ def begin(
     harvested: int,
     reserved_awake: bool,
     now: float,
-    close: bool | None = None,
-    why: str = "",
-    free: ReservedAsleep | None = None,
-) -> tuple[Step, tuple[Action, ...]]:
+    window_closed: bool | None = None,
+    window_reason: str = "",
+    sleep_ack: ReservedAsleep | None = None,
+) -> tuple[StepState, tuple[Action, ...]]:
     """The step's first state and actions: reserved engines generate unless the window is closed from the start.
 
-    `free`: what they acknowledged of an earlier step's order to sleep, where that still holds.
+    `sleep_ack`: what they acknowledged of an earlier step's order to sleep, where that still holds.
     """
     here = harvested > 0 and plan.harvest
-    step = Step(
+    step = StepState(
         plan,
         reserved_awake=reserved_awake,
         harvested=harvested if plan.harvest else 0,
         gone_at=None if here else now,
         back_at=now if here else None,
-        close=close,
-        why=why,
-        free=None if reserved_awake else free,
-        asked_at=now,
+        window_closed=window_closed,
+        window_reason=window_reason,
+        sleep_ack=None if reserved_awake else sleep_ack,
+        sleep_asked_at=now,
     )
-    return _settle(step, now)
+    return _fire_rules(step, now)
 
 
 # ---------------------------------------------------------------- conditions: (step, now) -> a reason, or None
 
 
-def _asleep_in_seed(step: Step, now: float) -> str | None:
+def _asleep_in_seed(step: StepState, now: float) -> str | None:
     if step.plan.reserved and not step.reserved_awake and not _seed_over(step, now):
         return "the seed window opens"
     return None
 
 
-def _nobody_seeds(step: Step, now: float) -> str | None:
+def _nobody_seeds(step: StepState, now: float) -> str | None:
     return None if step.plan.reserved else "there are no reserved engines to seed with"
 
 
-def _seed_over(step: Step, now: float) -> str | None:
+def _seed_over(step: StepState, now: float) -> str | None:
     plan = step.plan
     if step.outstanding == 0:
         return "every sample has come"
-    if step.close is not None:
-        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
+    if step.window_closed is not None:
+        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
     if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
         return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
     return None
 
 
-def _awake(step: Step, now: float) -> str | None:
+def _awake(step: StepState, now: float) -> str | None:
     return "reserved engines and training share GPUs" if step.reserved_awake else None
 
 
-def _memory_free(step: Step, now: float) -> str | None:
-    if step.free is None:
+def _memory_free(step: StepState, now: float) -> str | None:
+    if step.sleep_ack is None:
         return None
-    return f"{step.free.engines} reserved engines sleep and hold {step.free.bytes_held} bytes"
+    return f"{step.sleep_ack.engines} reserved engines sleep and hold {step.sleep_ack.bytes_held} bytes"
 
 
-def _memory_taken(step: Step, now: float) -> str | None:
-    if not step.plan.reserved or step.free is not None:
+def _memory_taken(step: StepState, now: float) -> str | None:
+    if not step.plan.reserved or step.sleep_ack is not None:
         return None
     return f"reserved engines hold memory: {_names(step)}"
 
 
-def _names(step: Step) -> str:
+def _names(step: StepState) -> str:
     return ", ".join(step.holding) or "of none is it known that it sleeps"
 
 
-def _overdue(step: Step, now: float) -> str | None:
-    limit = END_TIMEOUT_S if step.ends else step.plan.sleep_timeout_s
-    if now - step.asked_at < limit:
+def _overdue(step: StepState, now: float) -> str | None:
+    limit = END_TIMEOUT_S if step.end_attempts else step.plan.sleep_timeout_s
+    if now - step.sleep_asked_at < limit:
         return None
-    if step.ends:
+    if step.end_attempts:
         return f"still there {limit:g} s after they were to be ended: {_names(step)}"
     return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(step)}"
 
 
-def _harvested_gone(step: Step, now: float) -> str | None:
+def _harvested_gone(step: StepState, now: float) -> str | None:
     plan = step.plan
     if (
         not plan.reserved
@@ -310,23 +313,23 @@ def _harvested_gone(step: Step, now: float) -> str | None:
     return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
 
 
-def _decided_open(step: Step, now: float) -> str | None:
-    if step.plan.reserved and step.outstanding > 0 and step.close is False:
-        return f"decided: {step.why}"
+def _decided_open(step: StepState, now: float) -> str | None:
+    if step.plan.reserved and step.outstanding > 0 and step.window_closed is False:
+        return f"decided: {step.window_reason}"
     return None
 
 
-def _harvested_back(step: Step, now: float) -> str | None:
+def _harvested_back(step: StepState, now: float) -> str | None:
     if step.outstanding == 0:
         return "every sample has come"
-    if step.close is not None:
-        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
+    if step.window_closed is not None:
+        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
     if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
         return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
     return None
 
 
-def _round_ready(step: Step, now: float) -> str | None:
+def _round_ready(step: StepState, now: float) -> str | None:
     if step.ready_groups >= step.plan.round_groups:
         return f"{step.ready_groups} groups wait"
     if step.ready_groups > 0 and step.outstanding == 0:
@@ -335,13 +338,13 @@ def _round_ready(step: Step, now: float) -> str | None:
     return None
 
 
-def _all_trained(step: Step, now: float) -> str | None:
+def _all_trained(step: StepState, now: float) -> str | None:
     if step.outstanding == 0 and step.trained_groups == step.plan.groups:
         return f"{step.plan.groups} groups trained"
     return None
 
 
-Condition = Callable[[Step, float], str | None]
+Condition = Callable[[StepState, float], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +380,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _settle(step: Step, now: float) -> tuple[Step, tuple[Action, ...]]:
+def _fire_rules(step: StepState, now: float) -> tuple[StepState, tuple[Action, ...]]:
+    """Let rules fire until none does, or the driver is to train or to finish first."""
     actions: list[Action] = []
     while True:
         fired = next(
@@ -387,26 +391,33 @@ def _settle(step: Step, now: float) -> tuple[Step, tuple[Action, ...]]:
         if fired is None:
             return step, tuple(actions)
         rule, why = fired
-        if rule.action in (WakeReserved, SleepReserved):
-            step = replace(
-                step, reserved_awake=rule.action is WakeReserved, free=None, holding=(), asked_at=now, ends=0
-            )
-        if rule.then is not step.phase:
-            step = replace(
-                step, phase=rule.then, log=(*step.log, f"{step.phase.value} -> {rule.then.value}: {why}")
-            )
         if rule.action is EndReserved:
-            actions.append(EndReserved(why, again=step.ends > 0))
-            step = replace(
-                step, asked_at=now, ends=step.ends + 1, log=(*step.log, f"{step.phase.value}: ended: {why}")
-            )
+            actions.append(EndReserved(why, again=step.end_attempts > 0))
         elif rule.action is not None:
             actions.append(rule.action(why))
+        step = _apply(step, rule, why, now)
         if rule.action in (TrainReady, FinishStep):
             return step, tuple(actions)
 
 
-def _observe_fleet(step: Step, event: FleetChanged, now: float) -> Step:
+def _apply(step: StepState, rule: Rule, why: str, now: float) -> StepState:
+    """What a rule that fired changes."""
+    if rule.action in (WakeReserved, SleepReserved):
+        awake = rule.action is WakeReserved
+        step = replace(
+            step, reserved_awake=awake, sleep_ack=None, holding=(), sleep_asked_at=now, end_attempts=0
+        )
+    if rule.then is not step.phase:
+        change = f"{step.phase.value} -> {rule.then.value}: {why}"
+        step = replace(step, phase=rule.then, log=(*step.log, change))
+    if rule.action is EndReserved:
+        ended = f"{step.phase.value}: ended: {why}"
+        attempts = step.end_attempts + 1
+        step = replace(step, sleep_asked_at=now, end_attempts=attempts, log=(*step.log, ended))
+    return step
+
+
+def _observe_fleet(step: StepState, event: FleetChanged, now: float) -> StepState:
     harvested = event.harvested if step.plan.harvest else 0
     if harvested > 0:
         return replace(
@@ -415,17 +426,17 @@ def _observe_fleet(step: Step, event: FleetChanged, now: float) -> Step:
     return replace(step, harvested=0, back_at=None, gone_at=step.gone_at if step.gone_at is not None else now)
 
 
-def _observe_memory(step: Step, event: ReservedAsleep | ReservedHolds, now: float) -> Step:
+def _observe_memory(step: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
     """What reserved engines hold. While they are to be awake, that they sleep is an older order's acknowledgement."""
     if step.reserved_awake:
         return step
     if isinstance(event, ReservedAsleep):
-        return replace(step, free=event, holding=(), ends=0)
-    began = now if step.free is not None else step.asked_at
-    return replace(step, free=None, holding=event.names, asked_at=began)
+        return replace(step, sleep_ack=event, holding=(), end_attempts=0)
+    began = now if step.sleep_ack is not None else step.sleep_asked_at
+    return replace(step, sleep_ack=None, holding=event.names, sleep_asked_at=began)
 
 
-def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...]]:
+def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[Action, ...]]:
     """Take in one event at time `now` (seconds, any monotonic origin); return the new state and what to do, in order.
 
     Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
@@ -463,7 +474,7 @@ def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...
         case FleetChanged():
             step = _observe_fleet(step, event, now)
         case WindowDecided(close, reason):
-            step = replace(step, close=close, why=reason)
+            step = replace(step, window_closed=close, window_reason=reason)
         case ReservedAsleep() | ReservedHolds():
             step = _observe_memory(step, event, now)
         case Trained(groups):
@@ -472,4 +483,4 @@ def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...
             step = replace(step, trained_groups=step.trained_groups + groups)
         case Tick():
             pass
-    return _settle(step, now)
+    return _fire_rules(step, now)

@@ -72,7 +72,7 @@ class Under:
     step: int
     start_s: float
     harvested: int
-    machine: train_step.Step
+    machine: train_step.StepState
     ready: deque[GroupDone] = field(default_factory=deque)
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
@@ -196,9 +196,9 @@ class SimTrainer:
             harvested=self._fleet.harvested,
             reserved_awake=self.reserved_awake,
             now=self._sim.now,
-            close=WINDOW[self._fleet.window],
-            why=self._fleet.window_reason,
-            free=self._free(),
+            window_closed=WINDOW[self._fleet.window],
+            window_reason=self._fleet.window_reason,
+            sleep_ack=self._free(),
         )
         self._under = Under(step, self._sim.now, self._fleet.harvested, machine)
         self._actions.extend(actions)
@@ -233,7 +233,7 @@ class SimTrainer:
                     self._fleet.harvested, self._fleet.reserved_awake + self._fleet.reserved_asleep
                 )
             )
-        if WINDOW[self._fleet.window] != machine.close:
+        if WINDOW[self._fleet.window] != machine.window_closed:
             events.append(train_step.WindowDecided(WINDOW[self._fleet.window], self._fleet.window_reason))
         events += self._memory_events(machine)
         while self._inbox:
@@ -315,12 +315,12 @@ class SimTrainer:
         )
         return train_step.ReservedAsleep(len(fleet.asleep), fleet.bytes_held) if known else None
 
-    def _memory_events(self, machine: train_step.Step) -> list[train_step.Event]:
+    def _memory_events(self, machine: train_step.StepState) -> list[train_step.Event]:
         """What is new of the reserved engines' memory."""
         if not self._reserved or self.reserved_awake or self._fleet.order != self._order:
             return []
         now = self._free() or train_step.ReservedHolds(self._fleet.holding)
-        known = machine.free or train_step.ReservedHolds(machine.holding)
+        known = machine.sleep_ack or train_step.ReservedHolds(machine.holding)
         return [now] if now != known else []
 
     def _sleep(self, under: Under) -> None:
@@ -441,7 +441,7 @@ class SimTrainer:
             if self._inbox:  # what came meanwhile: no other message may follow
                 self._react_later()
 
-    def _poke_later(self, machine: train_step.Step) -> None:
+    def _poke_later(self, machine: train_step.StepState) -> None:
         """The machine waits for nothing but time: tell it when that has passed."""
         if self._poke is not None:
             self._poke.cancel()
@@ -451,7 +451,7 @@ class SimTrainer:
         ]
         if machine.phase is train_step.Phase.SLEEP:
             waits.append(
-                machine.asked_at + machine.plan.sleep_timeout_s
+                machine.sleep_asked_at + machine.plan.sleep_timeout_s
             )  # an engine that is late is a fault here
         due = min((at for at in waits if at > self._sim.now), default=None)
         if due is not None and machine.phase is not train_step.Phase.FINISH:

@@ -18,7 +18,7 @@ from scavenger.protocol.train_step import (
     ReservedAsleep,
     ReservedHolds,
     SleepReserved,
-    Step,
+    StepState,
     Tick,
     Trained,
     TrainReady,
@@ -39,7 +39,7 @@ def kinds(actions: tuple[Action, ...]) -> list[str]:
 ASLEEP = ReservedAsleep(1, 512)
 
 
-def play(step: Step, *events: tuple[Event, float], acks: bool = True) -> tuple[Step, list[str]]:
+def play(step: StepState, *events: tuple[Event, float], acks: bool = True) -> tuple[StepState, list[str]]:
     """`acks`: reserved engines acknowledge at once that they sleep."""
     done = []
     for event, now in events:
@@ -154,7 +154,7 @@ def test_an_impossible_event_raises(event: Event) -> None:
         react(step, event, 1.0)
 
 
-def told_to_sleep(plan: Plan = PLAN) -> Step:
+def told_to_sleep(plan: Plan = PLAN) -> StepState:
     """Half of the samples are there, so reserved engines were told to sleep, at 1.0; two groups wait to be trained."""
     step, _ = begin(plan, harvested=2, reserved_awake=True, now=0.0)
     step, done = play(step, (GroupsCompleted(2, 8), 1.0), acks=False)
@@ -226,9 +226,9 @@ def test_engines_are_woken_while_they_fall_asleep_when_harvested_ones_are_gone()
 
 
 def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_before() -> None:
-    """A run that goes on without a window: `close` from the start."""
-    how = {"harvested": 1, "reserved_awake": False, "now": 0.0, "close": True, "why": "closed"}
-    step, actions = begin(PLAN, free=ASLEEP, **how)  # type: ignore[arg-type]
+    """A run that goes on without a window: closed from the start."""
+    how = {"harvested": 1, "reserved_awake": False, "now": 0.0, "window_closed": True, "window_reason": "closed"}
+    step, actions = begin(PLAN, sleep_ack=ASLEEP, **how)  # type: ignore[arg-type]
     assert (step.phase, actions) == (Phase.TRAIN, ())
     step, actions = begin(PLAN, **how)  # type: ignore[arg-type]
     assert (step.phase, actions) == (Phase.SLEEP, ()), "one of them came meanwhile, say"
@@ -300,7 +300,9 @@ def test_a_decision_closes_and_opens_the_window_whatever_the_share() -> None:
 
 
 def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
-    step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0, close=True, why="wrong")
+    step, _ = begin(
+        PLAN, harvested=0, reserved_awake=True, now=0.0, window_closed=True, window_reason="wrong"
+    )
     assert step.phase is Phase.SEED
     step, done = play(
         step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), (Tick(), 100.0)
@@ -313,7 +315,9 @@ def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
 
 
 def test_when_nobody_decides_any_more_the_share_does() -> None:
-    step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0, close=False, why="stay")
+    step, _ = begin(
+        PLAN, harvested=2, reserved_awake=True, now=0.0, window_closed=False, window_reason="stay"
+    )
     step, done = play(step, (GroupsCompleted(2, 8), 1.0))
     assert done == []
     step, done = play(step, (WindowDecided(None, ""), 2.0))

@@ -254,7 +254,7 @@ def test_the_gradient_is_that_of_one_big_batch_in_any_order_on_any_ranks(
         assert len(ranks.gradients) == updates
         for got, want in zip(ranks.gradients, expected, strict=True):
             assert float((got - want).norm() / want.norm()) < 1e-9
-    assert resolve(config.algorithm, MAX_TOKENS).row.name == name
+    assert resolve(config.algorithm, MAX_TOKENS).algorithm.name == name
 
 
 def test_what_each_case_puts_to_the_test_does_happen(model_folder: Path) -> None:

@@ -1,9 +1,7 @@
-"""Advantages from rewards. Pure functions over tensors; knows no model, batch or rank.
+"""Advantages from rewards, and DAPO's length penalty. Pure functions; knows no model, batch or rank.
 
 A function takes the groups of a scope and returns one `Advantages` a group. Scope "group": each group is computed from itself alone, so
 a step may stream (I7). Scope "batch": all groups of the step are needed, in the order of their prompts, so training waits for the last.
-
-What becomes of answers that the length limit ended. Pure; knows no tensor, group or model.
 """
 
 from __future__ import annotations
@@ -13,18 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
-    """DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, eq. 13), which is added to the reward.
-
-    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
-    """
-    start = max_tokens - buffer_tokens
-    if length <= start:
-        return 0.0
-    return max(-1.0, (start - length) / buffer_tokens)
-
 
 #: Below this standard deviation rewards are equal: they say nothing about which answer is better.
 MIN_STD = 1e-6
@@ -120,3 +106,14 @@ def _over_batch(values: Sequence[Tensor], usable: Sequence[Tensor], scale: bool)
         _placed((value[mask] - mean) / (deviation if scale else 1.0), mask)
         for value, mask in zip(values, usable, strict=True)
     ]
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer_tokens: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, eq. 13), which is added to the reward.
+
+    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`.
+    """
+    start = max_tokens - buffer_tokens
+    if length <= start:
+        return 0.0
+    return max(-1.0, (start - length) / buffer_tokens)

@@ -15,6 +15,7 @@ Losses are *sums*: the denominator is known only when the step's last group has 
 KL(current || reference) is estimated from sampled tokens (Schulman 2020, "Approximating KL divergence"). All estimators are unbiased or
 nearly so as *values*. As losses they differ (Tang & Munos, arXiv 2506.09477): differentiated through `current`, k2 has the KL's own
 gradient, k3 that of the reverse direction to second order, and k1 a gradient whose mean is zero.
+
 Boundary: the policy loss; pure, over tensors.
 """
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from trainer.algorithms import mismatch
 from trainer.algorithms.rows import Recipe
-from trainer.algorithms.surrogates import per_row
+from trainer.algorithms.surrogates import per_sample
 
 #: Values of logits that `picked_logprobs` holds in float32 at once.
 PIECE = 1 << 26
@@ -37,12 +38,14 @@ PIECE = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The answer tokens of `len(advantages)` samples, flat. `row` [N] int64: the sample of each. `reference`: None without KL."""
+    """The answer tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
+    token is. `reference`: None without KL.
+    """
 
     current: Tensor
     proximal: Tensor
     behaviour: Tensor
-    row: Tensor
+    sample: Tensor
     advantages: Tensor
     reference: Tensor | None = None
 
@@ -65,31 +68,34 @@ class Terms:
 
 
 def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
-    """sum over tokens of v * (w * surrogate + kl_coef * kl): w corrects the engine, v is what the aggregation gives a token.
+    """sum over tokens of share * (weight * surrogate + kl_coef * divergence): `weight` corrects the engine, `share` is what the aggregation
+    gives a token.
 
     Raises `ValueError` when the recipe has a KL term and `tokens` no reference.
     """
-    rows, row = len(tokens.advantages), tokens.row
+    samples, sample = len(tokens.advantages), tokens.sample
     ones = torch.ones_like(tokens.behaviour)
-    ratio = mismatch.log_ratio(tokens.proximal, tokens.behaviour, row, rows, recipe.importance_level)
+    log_ratio = mismatch.log_ratio(
+        tokens.proximal, tokens.behaviour, sample, samples, recipe.importance_level
+    )
     weight, kept = ones, ones
     if recipe.importance == "truncate":
-        weight, kept = mismatch.truncated(ratio, recipe.importance_cap)
+        weight, kept = mismatch.truncated(log_ratio, recipe.importance_cap)
     elif recipe.importance == "mask":
-        weight, kept = mismatch.masked(ratio, recipe.importance_floor, recipe.importance_cap)
-    surrogate, clipped = recipe.row.surrogate(
-        tokens.current, tokens.proximal, tokens.advantages, row, recipe.clip_low, recipe.clip_high
+        weight, kept = mismatch.masked(log_ratio, recipe.importance_floor, recipe.importance_cap)
+    surrogate, clipped = recipe.algorithm.surrogate(
+        tokens.current, tokens.proximal, tokens.advantages, sample, recipe.clip_low, recipe.clip_high
     )
-    share = token_share(recipe, kept, row, rows)
+    share = token_share(recipe, kept, sample, samples)
     divergence = _divergence(tokens, recipe) * kept
     losses = share * (weight * surrogate + recipe.kl_coef * divergence)
     difference = (tokens.proximal - tokens.behaviour).detach()
 
     def summed(values: Tensor) -> Tensor:
-        return per_row(values.detach().to(difference.dtype), row, rows)
+        return per_sample(values.detach().to(difference.dtype), sample, samples)
 
-    beyond = ratio > torch.log(torch.tensor(recipe.importance_cap, dtype=ratio.dtype))
-    largest = torch.zeros(rows, dtype=difference.dtype, device=difference.device)
+    beyond = log_ratio > torch.log(torch.tensor(recipe.importance_cap, dtype=log_ratio.dtype))
+    largest = torch.zeros(samples, dtype=difference.dtype, device=difference.device)
     return Terms(
         loss=losses.sum(),
         tokens=summed(ones),
@@ -98,19 +104,19 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         kl=summed(divergence),
         clipped=summed(clipped),
         mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
-        mismatch_max=largest.scatter_reduce(0, row, difference.abs(), "amax"),
-        mismatch_bins=mismatch.binned(difference, row, rows),
+        mismatch_max=largest.scatter_reduce(0, sample, difference.abs(), "amax"),
+        mismatch_bins=mismatch.binned(difference, sample, samples),
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
         entropy=summed(-tokens.current),  # E[-log p(token)] is the entropy, over tokens drawn from p
     )
 
 
-def token_share(recipe: Recipe, kept: Tensor, row: Tensor, rows: int) -> Tensor:
+def token_share(recipe: Recipe, kept: Tensor, sample: Tensor, samples: int) -> Tensor:
     """What the aggregation gives a token before the step's denominator: 1 / |o_i| for "sequence", else 1. [N]"""
     if recipe.aggregation != "sequence":
         return torch.ones_like(kept)
-    counted = torch.ones_like(kept) if recipe.row.masked_count else kept
-    return 1.0 / per_row(counted, row, rows).clamp(min=1.0)[row]
+    counted = torch.ones_like(kept) if recipe.algorithm.masked_count else kept
+    return 1.0 / per_sample(counted, sample, samples).clamp(min=1.0)[sample]
 
 
 def _divergence(tokens: Tokens, recipe: Recipe) -> Tensor:

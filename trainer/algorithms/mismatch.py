@@ -10,54 +10,52 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.algorithms.surrogates import per_row
+from trainer.algorithms.surrogates import per_sample
 
 #: Upper edges of the bins in which |proximal - behaviour| is counted, in nats: whatever order they come in, counts add up exactly.
 EDGES = tuple(1e-5 * 2.0 ** (bin_index / 2) for bin_index in range(43))  # up to 20
 BINS = len(EDGES) + 1
 
 
-def log_ratio(proximal: Tensor, behaviour: Tensor, row: Tensor, rows: int, level: str) -> Tensor:
+def log_ratio(proximal: Tensor, behaviour: Tensor, sample: Tensor, samples: int, level: str) -> Tensor:
     """log(pi_proximal / pi_behaviour) [N] of the token ("token"), its whole sample ("sequence": the product over its tokens), or the
-
     geometric mean over its sample ("geometric"). Sequence: unbiased and of high variance; the others bound it.
     """
     difference = (proximal - behaviour).detach()
     if level == "token":
         return difference
-    total = per_row(difference, row, rows)
+    total = per_sample(difference, sample, samples)
     if level == "geometric":
-        total = total / per_row(torch.ones_like(difference), row, rows).clamp(min=1.0)
-    return total[row]
+        total = total / per_sample(torch.ones_like(difference), sample, samples).clamp(min=1.0)
+    return total[sample]
 
 
-def truncated(ratio: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def truncated(log_ratio: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """Truncated importance sampling (Espeholt et al., arXiv 1802.01561, eq. 1; Yao et al. 2025, "Your efficient RL framework secretly
-
-    brings you off-policy RL training"): min(ratio, cap). `ratio`: log, [N]. Returns weights and kept tokens (all).
+    brings you off-policy RL training"): min(ratio, cap). `log_ratio`: [N]. Returns weights and kept tokens (all).
     """
-    return torch.exp(ratio).clamp(max=cap), torch.ones_like(ratio)
+    return torch.exp(log_ratio).clamp(max=cap), torch.ones_like(log_ratio)
 
 
-def masked(ratio: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor]:
+def masked(log_ratio: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor]:
     """Masked importance sampling (IcePop, Ling team, arXiv 2510.18855, eq. 3): ratio where floor <= ratio <= cap, else nothing.
 
-    `ratio`: log, [N]; of whole samples, it is the sequence mask of Liu et al. 2025, "When speed kills stability". Returns weights and
+    `log_ratio`: [N]; of whole samples, it is the sequence mask of Liu et al. 2025, "When speed kills stability". Returns weights and
     kept tokens, 0 or 1.
     """
-    weight = torch.exp(ratio)
-    kept = ((weight >= floor) & (weight <= cap)).to(ratio.dtype)
+    weight = torch.exp(log_ratio)
+    kept = ((weight >= floor) & (weight <= cap)).to(log_ratio.dtype)
     return weight * kept, kept
 
 
-def binned(difference: Tensor, row: Tensor, rows: int) -> Tensor:
+def binned(difference: Tensor, sample: Tensor, samples: int) -> Tensor:
     """How many of each sample's tokens lie in each bin of |difference|: [B, BINS] int64."""
     edges = torch.tensor(EDGES, dtype=difference.dtype, device=difference.device)
-    bin_index = row * BINS + torch.bucketize(difference.detach().abs(), edges)
+    bin_index = sample * BINS + torch.bucketize(difference.detach().abs(), edges)
     return (
-        torch.zeros(rows * BINS, dtype=torch.int64, device=row.device)
+        torch.zeros(samples * BINS, dtype=torch.int64, device=sample.device)
         .index_add(0, bin_index, torch.ones_like(bin_index))
-        .view(rows, BINS)
+        .view(samples, BINS)
     )
 
 

@@ -138,9 +138,9 @@ ROWS: dict[str, Algorithm] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A row with a run's settings in it."""
+    """An algorithm's row with a run's settings in it."""
 
-    row: Algorithm
+    algorithm: Algorithm
     aggregation: Aggregation
     constant: int
     scale: bool
@@ -174,7 +174,7 @@ def resolve(section: AlgorithmSection, max_tokens: int) -> Recipe:
         )
     _admit(section, row, max_tokens)
     return Recipe(
-        row=row,
+        algorithm=row,
         aggregation=section.aggregation or row.aggregation,
         constant=row.constant or max_tokens,
         scale=bool(row.scales if section.scale_by_std is None else section.scale_by_std),

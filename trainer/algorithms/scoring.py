@@ -255,7 +255,7 @@ class Scoring:
         """Advantages, rows and outcomes of the groups of one scope: one group, or all of a step in the order of their prompts."""
         recipe = self.recipe
         scope = [(self._shaped(one), torch.tensor([not why for _, _, why in one.samples])) for one in judged]
-        found = recipe.row.advantages(scope, recipe.scale)
+        found = recipe.algorithm.advantages(scope, recipe.scale)
         return [
             self._scored(one, advantages, usable)
             for one, advantages, (_, usable) in zip(judged, found, scope, strict=True)
@@ -269,7 +269,7 @@ class Scoring:
             penalty = 0.0
             if recipe.on_length == "overlong-shape":
                 penalty = overlong_penalty(
-                    len(sample.tokens) // 4, recipe.max_tokens, recipe.overlong_buffer_tokens
+                    messages.token_count(sample.tokens), recipe.max_tokens, recipe.overlong_buffer_tokens
                 )
             values.append(0.0 if why else reward + penalty)
         return torch.tensor(values, dtype=torch.float64)
@@ -286,8 +286,8 @@ class Scoring:
                 continue
             cut = recipe.on_length == "mask" and sample.finish == "length"
             replaced = recipe.dynamic and not found.informative
-            if (recipe.row.masked_count or not cut) and not replaced:
-                counted += Counted(1, len(sample.tokens) // 4)
+            if (recipe.algorithm.masked_count or not cut) and not replaced:
+                counted += Counted(1, messages.token_count(sample.tokens))
             if cut:
                 outcomes.append(
                     messages.SampleOutcome(
@@ -310,7 +310,7 @@ class Scoring:
             tuple(rows),
             tuple(outcomes),
             tuple(reward for _, reward in kept),
-            tuple(len(sample.tokens) // 4 for sample, _ in kept),
+            tuple(messages.token_count(sample.tokens) for sample, _ in kept),
             found.informative,
             counted,
             judged.parts,

@@ -1,6 +1,6 @@
 """The surrogate of each token, whose gradient is the policy gradient. Pure functions over flat tensors; knows no model and no reward.
 
-Tokens of several samples lie flat: [N] values, `row` [N] the sample of each, advantages [B]. The ratio is current/proximal throughout:
+Tokens of several samples lie flat: [N] values, `sample` [N] the sample of each, advantages [B]. The ratio is current/proximal throughout:
 both are the trainer's own, so it is exactly 1 at the first update. What the engine's numerics add is corrected apart (`mismatch`).
 """
 
@@ -11,41 +11,40 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: (current, proximal [N], advantages [B], row [N], low, high) -> loss of each token [N], whether its gradient was clipped away [N] bool.
+#: (current, proximal [N], advantages [B], sample [N], low, high) -> loss of each token [N], whether its gradient was clipped away [N] bool.
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 
 
-def per_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
+def per_sample(values: Tensor, sample: Tensor, samples: int) -> Tensor:
     """Sums of each sample's tokens: [N] -> [B]."""
-    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+    return torch.zeros(samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
 
 
 def ppo_clip(
-    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+    current: Tensor, proximal: Tensor, advantages: Tensor, sample: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), ratio = exp(current - proximal) (Schulman et al., arXiv 1707.06347, eq. 7;
-
     low != high is DAPO's clip-higher, Yu et al., arXiv 2503.14476, eq. 10).
     """
-    return _clipped(torch.exp(current - proximal), advantages[row], low, high)
+    return _clipped(torch.exp(current - proximal), advantages[sample], low, high)
 
 
 def gspo(
-    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+    current: Tensor, proximal: Tensor, advantages: Tensor, sample: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """GSPO (Zheng et al., arXiv 2507.18071, eq. 5-7): the ratio of a whole sample, s = exp(mean over its tokens of current - proximal).
 
     Every token of a sample has the sample's loss -min(s * A, clip(s) * A), so its mean over the tokens is eq. 5's term.
     """
-    rows = len(advantages)
-    counts = per_row(torch.ones_like(current), row, rows).clamp(min=1.0)
-    ratio = torch.exp(per_row(current - proximal, row, rows) / counts)
+    samples = len(advantages)
+    counts = per_sample(torch.ones_like(current), sample, samples).clamp(min=1.0)
+    ratio = torch.exp(per_sample(current - proximal, sample, samples) / counts)
     loss, clipped = _clipped(ratio, advantages, low, high)
-    return loss[row], clipped[row]
+    return loss[sample], clipped[sample]
 
 
 def cispo(
-    current: Tensor, proximal: Tensor, advantages: Tensor, row: Tensor, low: float, high: float
+    current: Tensor, proximal: Tensor, advantages: Tensor, sample: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """CISPO (MiniMax, arXiv 2506.13585, eq. 4-5): -sg(clip(ratio, 1 - low, 1 + high)) * A * current.
 
@@ -53,7 +52,7 @@ def cispo(
     """
     ratio = torch.exp(current - proximal).detach()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
-    return -weight * advantages[row] * current, weight != ratio
+    return -weight * advantages[sample] * current, weight != ratio
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

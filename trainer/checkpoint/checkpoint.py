@@ -2,9 +2,8 @@
 
 Owns the folder `<out_dir>/checkpoints`: names, completeness, which are kept; `saving` writes into it. A checkpoint is complete when its
 folder has its final name: it is written under another name, flushed, and renamed. One is deleted only after the ledger was told which
-are kept. Sharded tensors carry their offsets, so a
-resume may use another number of ranks. The trainer draws no random numbers (see `model`), and its problems follow from the step, so
-neither a generator nor a cursor has more state than `step`.
+are kept. Sharded tensors carry their offsets, so a resume may use another number of ranks. The trainer draws no random numbers (see
+`model`). The position in the data and the number of updates do not follow from `step`: `trainer.json` has both.
 
 An attempt that starts from an older checkpoint makes the newer ones another history: they are renamed to `step-N.abandoned-ATTEMPT`,
 which nothing selects, and deleted once the attempt has written as many of its own as are kept.
@@ -35,7 +34,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far.
+    """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: where the data goes on, the first
+    problem of no whole step.
 
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
@@ -220,8 +220,8 @@ def abandon(out_dir: Path, step: int, start: Path | None, attempt: int) -> list[
     """
     renamed = []
     for path in found(out_dir):
-        own = start is not None and path.resolve() == start.resolve()
-        if own or _step_of(path) < step:
+        is_start = start is not None and path.resolve() == start.resolve()
+        if is_start or _step_of(path) < step:
             continue
         renamed.append(disown(path, attempt))
     return renamed

@@ -99,7 +99,9 @@ class Sources:
         for sample in samples:
             self.reserved += sample.by_reserved
             self.harvested += sample.by_harvested
-            self.unknown += max(0, len(sample.tokens) // 4 - sample.by_reserved - sample.by_harvested)
+            self.unknown += max(
+                0, messages.token_count(sample.tokens) - sample.by_reserved - sample.by_harvested
+            )
             self.wasted += sample.regenerated
             self.moves += sample.moves
             self.samples += 1

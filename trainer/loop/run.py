@@ -39,8 +39,8 @@ POLL_S = 0.1
 class RunStart:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far. `owes_evaluation`: the one after
-    these steps was not made.
+    `path`: the checkpoint that was loaded, None for none. `cursor`: where the data goes on, the first problem of no
+    whole step. `owes_evaluation`: the one after these steps was not made.
     """
 
     step: int = 0
@@ -99,10 +99,11 @@ class Loop:
         self._job_id = job_id
         self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
         self._inbox = Inbox(run, scoring.begin)
-        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between, self._inbox, engines)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._safe_point, self._inbox, engines)
         self._asked: dict[int, Asked] = {}
         self._held_out: list[PromptTask] = prompts.held_out()
-        self._root = b""
+        self._root = b""  # of the version that was published last
+        self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False)
         self._cursor = start.cursor
 
     def run(self) -> None:
@@ -116,7 +117,7 @@ class Loop:
                 "resume from another checkpoint",
             )
         self._stepper.set_reserved(True)
-        self._settle(
+        self._note_whole_step(
             self._start.step, version, owes_evaluation=self._start.step == 0 or self._start.owes_evaluation
         )
         try:
@@ -129,7 +130,7 @@ class Loop:
         steps = self._config.run.steps
         self._evaluate_if_owed()
         for step in range(self._start.step + 1, steps + 1):
-            self._between()
+            self._safe_point()
             for ahead in range(step, min(step + self._config.algorithm.max_off_policy_steps, steps) + 1):
                 self._ask(ahead)
             asked = self._asked.pop(step)
@@ -145,7 +146,7 @@ class Loop:
             if warning := alarm(metrics, self._config.monitor.mismatch_alarm):
                 self._monitor.say(f"step {step}: {warning}")
             due = step == steps or bool(self._config.eval.every and step % self._config.eval.every == 0)
-            self._settle(step, published, owes_evaluation=due)
+            self._note_whole_step(step, published, owes_evaluation=due)
             self._evaluate_if_owed()
             if step % self._config.checkpoint.every == 0 or step == steps:
                 self._checkpoint()
@@ -159,15 +160,14 @@ class Loop:
             self._asked[step] = Asked(at.version, cursor, prompts)
             self._stepper.ask(step, at.version, prompts, step - 1 - at.step, self._take)
 
-    def _between(self) -> None:
-        """At any moment at which parameters are those of a whole step."""
+    def _safe_point(self) -> None:
+        """Let a written checkpoint count; raise `EndRequested` if the trainer was told to end. Only while parameters are a whole step's."""
         self._checkpoints.advance()
         self._ending.check()
 
-    def _settle(self, step: int, version: int, *, owes_evaluation: bool) -> None:
-        cursor = min(
-            (asked.cursor for asked in self._asked.values()), default=self._cursor
-        )  # what was asked in advance is asked again
+    def _note_whole_step(self, step: int, version: int, *, owes_evaluation: bool) -> None:
+        # A resume asks again for what was asked in advance.
+        cursor = min((asked.cursor for asked in self._asked.values()), default=self._cursor)
         self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
 
     def _take(self, count: int) -> list[PromptTask]:
@@ -196,14 +196,14 @@ class Loop:
         config, at = self._config, self._settled
         self._checkpoints.begin(
             checkpoint.CheckpointState(
-                at.step,
-                at.version,
-                at.root.hex(),
-                at.cursor,
-                config.run.seed,
-                self._ranks.updates_taken,
-                "float64" if config.run.deterministic else "float32",
-                self._run.attempt,
+                step=at.step,
+                version=at.version,
+                root=at.root.hex(),
+                cursor=at.cursor,
+                seed=config.run.seed,
+                updates_taken=self._ranks.updates_taken,
+                dtype="float64" if config.run.deterministic else "float32",
+                attempt=self._run.attempt,
                 weights_dtype=config.weights.dtype,
                 owes_evaluation=at.owes_evaluation,
                 adapters=self._ranks.trains_adapters,
@@ -238,7 +238,12 @@ class Loop:
             (("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))
         ):
             how = messages.Sampling(
-                sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop
+                max_tokens=sampling.max_tokens,
+                temperature=temperature,
+                top_p=1.0,
+                top_k=0,
+                stop_token_ids=sampling.stop_token_ids,
+                stop=sampling.stop,
             )
             groups += specs(prompts, n=n, sampling=how, offset=number * len(prompts), mark={"mode": mode})
         ids = self._run.submit(step, version, groups, "eval")
@@ -247,22 +252,23 @@ class Loop:
         found: dict[int, list[Judgement]] = {}
         outcomes: list[messages.SampleOutcome] = []
         while waiting:
-            self._between()
+            self._safe_point()
             self._inbox.poll("eval", step, SCORED_POLL_S if self._scoring.is_pending(waiting) else POLL_S)
             for one in self._scoring.take_scored(waiting):
                 group, judged = one.group, one.samples
                 waiting.remove(group.group_id)
                 found[group.prompt_index] = [
-                    Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why
+                    Judgement(r, messages.token_count(s.tokens), s.finish == "length")
+                    for s, r, why in judged
+                    if not why
                 ]
                 for sample, reward, why in judged:
                     kind, by = ("masked", "") if why else ("evaluated", judge)
                     outcomes.append(
                         messages.SampleOutcome(sample.sample_id, kind, reward, 0.0, messages.words(why), by)
                     )
-        metrics = summarise_evaluation(
-            [found[i] for i in range(len(prompts))], [found[i + len(prompts)] for i in range(len(prompts))]
-        )
+        judgements = [found[index] for index in range(2 * len(prompts))]  # sampled ones, then greedy ones
+        metrics = summarise_evaluation(judgements[: len(prompts)], judgements[len(prompts) :])
         metrics["rewards_late"] = float(self._scoring.take_late())
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)

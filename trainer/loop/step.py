@@ -133,7 +133,11 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
+    """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs.
+
+    `mini_batch` is by prompt index, `scored` and `tokens` (prompts included) by group id, `stats` by sample id, `divisors` by mini-batch.
+    `rounds` are of micro-steps, over all groups that waited.
+    """
 
     step: int
     version: int
@@ -143,7 +147,7 @@ class _Work:
     submitted: set[int]
     capacity: Capacity
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)  # of each group that was scored, prompts included
+    tokens: dict[int, int] = field(default_factory=dict)
     judged: list[Judged] = field(default_factory=list)
     ready: list[ScoredGroup] = field(default_factory=list)
     stash: dict[int, list[list[TrainRow]]] = field(default_factory=dict)
@@ -154,13 +158,13 @@ class _Work:
     staleness: int = 0
     sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
-    rounds: int = 0  # of micro-steps, over all groups that waited
+    rounds: int = 0
 
 
 class Stepper:
     """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told.
 
-    `between` is called often while a step's groups come and are trained, never once its parameters begin to change.
+    `safe_point` is called often while a step's groups come and are trained, never once its parameters begin to change.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class Stepper:
         ranks: Ranks,
         scoring: Scoring,
         sampling: messages.Sampling,
-        between: Callable[[], None] = _nothing,
+        safe_point: Callable[[], None] = _nothing,
         inbox: Inbox | None = None,
         engines: Engines | None = None,
     ) -> None:
@@ -183,9 +187,9 @@ class Stepper:
         self._ranks = ranks
         self._scoring = scoring
         self._sampling = sampling
-        self._between = between
+        self._safe_point = safe_point
         self._has_reserved = config.reserved.workers > 0
-        self._barrier = scoring.recipe.row.streaming == "barrier"
+        self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
 
     def ask(
@@ -212,21 +216,22 @@ class Stepper:
         work = self._ahead.pop(step)
         work.capacity = self._capacity(started)
         fleet = self._run.fleet
-        machine, actions = train_step.begin(
+        state, actions = train_step.begin(
             self._plan(prompts),
             harvested=fleet.harvested,
             reserved_awake=self.reserved_awake,
             now=time.monotonic(),
-            close=self._close(fleet),
-            why=fleet.window_reason,
-            free=self._free(),
+            window_closed=self._window_decision(fleet),
+            window_reason=fleet.window_reason,
+            sleep_ack=self._sleep_ack(),
         )
-        events = self._perform(work, machine, actions)
-        while machine.phase is not train_step.Phase.FINISH:
-            events.extend(self._observe(work, machine, timeout_s=0.0 if events else POLL_S))
-            machine, actions = train_step.react(machine, events.popleft(), time.monotonic())
-            events.extendleft(self._perform(work, machine, actions))
-        return self._finish(work, machine.log, started)
+        events = self._perform(work, state, actions)
+        while state.phase is not train_step.Phase.FINISH:
+            events.extend(self._observe(work, state, timeout_s=0.0 if events else POLL_S))
+            state, actions = train_step.react(state, events.popleft(), time.monotonic())
+            # At most one event: `TrainReady` ends a reaction. What was done is told before what was seen since.
+            events.extendleft(self._perform(work, state, actions))
+        return self._finish(work, state.log, started)
 
     def set_reserved(self, awake: bool) -> None:
         """Wake reserved engines, once this trainer gave back what it can of its memory; or have them sleep, and none started."""
@@ -244,24 +249,24 @@ class Stepper:
             self._run.fleet, self._run.reserved_order, present, launched=self._engines is not None
         )
 
-    def _free(self) -> train_step.ReservedAsleep | None:
+    def _sleep_ack(self) -> train_step.ReservedAsleep | None:
         """What reserved engines acknowledged, of an earlier step's order to sleep; None while any of them may hold memory."""
         event = self._sleeping().event if self._has_reserved and not self.reserved_awake else None
         return event if isinstance(event, train_step.ReservedAsleep) else None
 
-    def _memory_events(self, machine: train_step.Step) -> list[train_step.Event]:
+    def _memory_events(self, state: train_step.StepState) -> list[train_step.Event]:
         """What is new of the reserved engines' memory. That a process is gone is told to the daemon first, which still counts with it."""
-        if not self._has_reserved or machine.reserved_awake:
+        if not self._has_reserved or state.reserved_awake:
             return []
         found = self._sleeping()
         for name in found.gone:
             self._run.end_reserved((name,), self._given_up.pop(name, "its process ended"))
-        if found.event is None or found.event == machine.free:
+        if found.event is None or found.event == state.sleep_ack:
             return []
         if (
             isinstance(found.event, train_step.ReservedHolds)
-            and machine.free is None
-            and found.event.names == machine.holding
+            and state.sleep_ack is None
+            and found.event.names == state.holding
         ):
             return []
         return [found.event]
@@ -279,7 +284,7 @@ class Stepper:
 
     # ---------------------------------------------------------------- before and during
 
-    def _close(self, fleet: messages.Fleet) -> bool | None:
+    def _window_decision(self, fleet: messages.Fleet) -> bool | None:
         """What the daemon decided of the window: with steps in advance it speaks of the newest, which is not this one."""
         return None if self._config.algorithm.max_off_policy_steps else WINDOW[fleet.window]
 
@@ -356,7 +361,7 @@ class Stepper:
         return [train_step.GroupsAdded(count, count * config.data.samples_per_prompt)]
 
     def _perform(
-        self, work: _Work, machine: train_step.Step, actions: Sequence[train_step.Action]
+        self, work: _Work, state: train_step.StepState, actions: Sequence[train_step.Action]
     ) -> deque[train_step.Event]:
         events: deque[train_step.Event] = deque()
         for action in actions:
@@ -368,52 +373,56 @@ class Stepper:
                 case train_step.EndReserved():
                     self._end_engines(action)
                 case train_step.TrainReady():
-                    events.append(train_step.Trained(self._train_ready(work, machine.ready_groups)))
+                    events.append(train_step.Trained(self._train_ready(work, state.ready_groups)))
                 case train_step.FinishStep():
                     pass
         return events
 
-    def _observe(self, work: _Work, machine: train_step.Step, timeout_s: float) -> list[train_step.Event]:
+    def _observe(self, work: _Work, state: train_step.StepState, timeout_s: float) -> list[train_step.Event]:
         """What happened since the last look; a `Tick` when it waited in vain: for samples, or for rewards once these are here."""
-        self._between()
+        self._safe_point()
         before = time.monotonic()
         scores = self._scoring.is_pending(work.submitted)
-        most_s = SCORED_POLL_S if machine.outstanding else 0.0
+        most_s = SCORED_POLL_S if state.outstanding else 0.0
         arrived = self._inbox.poll("train", work.step, min(timeout_s, most_s) if scores else timeout_s)
         after = time.monotonic()
-        if machine.reserved_awake:
+        if state.reserved_awake:
             work.seconds.seed += after - before
         else:
             work.seconds.wait += after - before
-        events: list[train_step.Event] = []
-        fleet = self._run.fleet
-        work.capacity.observe(fleet, after)
-        if fleet.harvested != machine.harvested:
-            events.append(
-                train_step.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep)
-            )
-        if self._close(fleet) != machine.close:
-            events.append(train_step.WindowDecided(self._close(fleet), fleet.window_reason))
-        events += self._memory_events(machine)
+        work.capacity.observe(self._run.fleet, after)
+        events = [*self._fleet_events(state), *self._memory_events(state)]
         for group in arrived:
             work.sources.add(group.samples, work.staleness)
             events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=1))
-        alone = scores and not arrived and not machine.outstanding
+        alone = scores and not arrived and not state.outstanding
         scored = self._scoring.take_scored(work.submitted, timeout_s if alone else 0.0)
         untrained = sum(not self._arrive(work, judged) for judged in scored)
+        # GroupsAdded comes first: else the machine could finish before it knows of the replacements.
         events = self._replace(work, [judged.group for judged in scored]) + events
         if scored:
             events.append(train_step.GroupsScored(len(scored), untrained))
         work.seconds.reward += time.monotonic() - after
-        return events or (
-            [train_step.Tick()] if timeout_s else []
-        )  # one a look would keep the loop from ever waiting again
+        # A `Tick` from a poll that did not wait would keep the loop from ever waiting again.
+        return events or ([train_step.Tick()] if timeout_s else [])
+
+    def _fleet_events(self, state: train_step.StepState) -> list[train_step.Event]:
+        """What the daemon said last of the fleet and the window, where that is new."""
+        events: list[train_step.Event] = []
+        fleet = self._run.fleet
+        if fleet.harvested != state.harvested:
+            reserved = fleet.reserved_awake + fleet.reserved_asleep
+            events.append(train_step.FleetChanged(fleet.harvested, reserved))
+        if self._window_decision(fleet) != state.window_closed:
+            events.append(train_step.WindowDecided(self._window_decision(fleet), fleet.window_reason))
+        return events
 
     def _arrive(self, work: _Work, judged: Judged) -> bool:
-        """Take in a group's rewards; True when it can be trained at once. Where advantages need the whole batch, it waits for `_settle`."""
+        """Take in a group's rewards; True when it can be trained at once. Where advantages need the whole batch, it waits for that."""
         group = judged.group
-        work.tokens[group.group_id] = (
-            sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
+        work.tokens[group.group_id] = sum(
+            messages.token_count(group.prompt) + messages.token_count(sample.tokens)
+            for sample in group.samples
         )
         if self._barrier:
             work.judged.append(judged)
@@ -437,10 +446,10 @@ class Stepper:
         )
 
     def _train(
-        self, work: _Work, groups: Sequence[Sequence[TrainRow]], between: Callable[[], None] = _nothing
+        self, work: _Work, groups: Sequence[Sequence[TrainRow]], safe_point: Callable[[], None] = _nothing
     ) -> None:
         for one_round in self._rounds(work, groups):
-            between()
+            safe_point()
             work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
             work.micro_steps += 1
 
@@ -452,14 +461,13 @@ class Stepper:
         work.rounds += 1
         first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
-        self._train(work, first, self._between)
+        self._train(work, first, self._safe_point)
         if later:
             self._stash(work, later)
         work.seconds.train += time.monotonic() - started
         waiting = {group.group_id for group in work.ready}
-        past = [
-            tokens for group, tokens in work.tokens.items() if group not in waiting
-        ]  # trained, or nothing to train in them
+        # Of groups that were trained, or have nothing to train.
+        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
         self._run.trained(work.step, len(past), sum(past), work.seconds.train)
         return len(taken)
 
@@ -472,7 +480,7 @@ class Stepper:
             rows = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in group.rows]
             work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
 
-    def _settle(self, work: _Work) -> None:
+    def _train_whole_batch(self, work: _Work) -> None:
         """The last group has come: advantages over the whole batch, in the order of the prompts, then the training that waited."""
         started = time.monotonic()
         judged = sorted(work.judged, key=lambda one: one.group.prompt_index)
@@ -485,22 +493,31 @@ class Stepper:
 
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
         if self._barrier:
-            self._settle(work)
-        informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
+            self._train_whole_batch(work)
         rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
+        self._update_mini_batches(work, rate)
+        ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
+        metrics = self._metrics(work, ordered, rate, started)
+        return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+
+    def _update_mini_batches(self, work: _Work, rate: float) -> None:
+        """One optimizer step a mini-batch, in order; rows of later ones are trained with the parameters that the earlier ones left."""
+        with_rows = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
         for mini_batch in range(self._config.algorithm.updates_per_step):
             before = time.monotonic()
             self._train(work, work.stash.get(mini_batch, []))
-            between = time.monotonic()
-            if (
-                mini_batch in informative
-            ):  # otherwise no answer was better than another: there is no gradient to follow
+            trained_at = time.monotonic()
+            if mini_batch in with_rows:  # otherwise no row was trained: there is no gradient
                 divisor = self._denominator(work, mini_batch)
                 work.divisors[mini_batch] = divisor
                 work.grad_norms.append(self._ranks.update(divisor, rate))
-            work.seconds.train += between - before
-            work.seconds.update += time.monotonic() - between
-        ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
+            work.seconds.train += trained_at - before
+            work.seconds.update += time.monotonic() - trained_at
+
+    def _metrics(
+        self, work: _Work, ordered: Sequence[ScoredGroup], rate: float, started: float
+    ) -> dict[str, float]:
+        seconds = time.monotonic() - started
         metrics = summarise(ordered, work.stats, divisor=math.fsum(work.divisors.values()))
         metrics |= {
             "lr": rate,
@@ -510,7 +527,7 @@ class Stepper:
             "micro_steps": float(work.micro_steps),
             "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),
-            "seconds": (seconds := time.monotonic() - started),
+            "seconds": seconds,
             "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,
             "seconds_reward": work.seconds.reward,
@@ -518,20 +535,20 @@ class Stepper:
             "seconds_update": work.seconds.update,
         }
         work.capacity.observe(self._run.fleet, time.monotonic())
-        metrics |= work.sources.as_metrics(seconds) | work.capacity.as_metrics()
-        return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+        return metrics | work.sources.as_metrics(seconds) | work.capacity.as_metrics()
 
     def _denominator(self, work: _Work, mini_batch: int) -> float:
-        """The true denominator of a mini-batch, whose every row was trained. Groups filtered for zero variance count, since their gradient
+        """The true denominator of a mini-batch, whose every row was trained.
 
-        is known to be zero and was merely not computed (so updates shrink as fewer groups have something to say); samples without a
-        reward do not, nor, in some algorithms, tokens that a mask took out.
+        Groups filtered for zero variance count, unless dynamic sampling replaces them: their gradient is known to be zero and was merely
+        not computed, so updates shrink as fewer groups have something to say. Samples without a reward do not count, nor, in some
+        algorithms, tokens that a mask took out.
         """
         recipe, counted = self._scoring.recipe, Counted()
         for group in work.scored.values():
             if work.mini_batch[group.prompt_index] == mini_batch:
                 counted += group.counted
-                if not recipe.row.masked_count:
+                if not recipe.algorithm.masked_count:
                     stats = [work.stats[row.sample_id] for row in group.rows]
                     counted += Counted(
                         -sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats)

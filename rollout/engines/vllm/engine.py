@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -99,6 +99,28 @@ def _start(spec: EngineSpec, host: Host) -> tuple[Any, published.Layout, Any, Pa
     return llm, layout, config, folder
 
 
+class LoadReply(NamedTuple):
+    """What one rank says of a load, as `worker.Extension.scavenger_load` returns it. Checksums by parameter, as numbers.
+
+    `cast`: of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its parts;
+    `published`: of what was published, as it was.
+    """
+
+    cast: Any
+    held: Any
+    packed: Mapping[str, Sequence[str]]
+    published: Any
+
+
+class PendingWeights(NamedTuple):
+    """Weights that came while the engine slept. `digest`: of what adapters were merged into, b"" = nothing was."""
+
+    version: int
+    views: list[Weight]
+    names: dict[str, str]
+    digest: bytes
+
+
 class VllmEngine:
     """`base.Engine` over an `AsyncLLM`."""
 
@@ -133,7 +155,7 @@ class VllmEngine:
         self._wipes = 0
         self._usable = False
         self._asleep = False
-        self._pending: tuple[int, list[Weight], dict[str, str], bytes] | None = None  # arrived while asleep
+        self._pending: PendingWeights | None = None  # arrived while asleep
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -165,32 +187,31 @@ class VllmEngine:
         own = list(tensors)
         views = published.checked(self._layout, own)
         names = published.names(self._layout, own)
-        if (
-            self._asleep
-        ):  # the GPU is the trainer's: they are put in place by `wake`, which finds the same there or fails
+        if self._asleep:
+            # The GPU is the trainer's: they are put in place by `wake`, which finds the same there or fails.
             found = await self._in_thread(merging.digest, views, names) if summed else b""
-            self._pending = (version, views, names, found)
+            self._pending = PendingWeights(version, views, names, found)
         else:
             async with self._weights_lock:
                 found = await self._load_memory(version, views, names)
-                await self._go_on()
+                await self._resume_with_clean_cache()
         self._usable = True
         return found if summed else b""
 
     async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
-        """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`. Returns the digest of the new."""
+        """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`."""
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
         with await self._in_thread(MemoryFile, views) as memory:
-            replies = await self._call(
-                llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table))
-            )
+            said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table)))
+        replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
-        self._version, self._held = version, [held for _, held, _, _ in replies]
-        return checksum.digest({names[name]: value for name, value in _sums(replies[0][3]).items()})
+        self._version, self._held = version, [reply.held for reply in replies]
+        sums = _sums(replies[0].published)
+        return checksum.digest({names[name]: value for name, value in sums.items()})
 
-    async def _go_on(self) -> None:
-        """With an empty, clean cache."""
+    async def _resume_with_clean_cache(self) -> None:
+        """Zero the cache, forget its prefixes, let requests run."""
         await self._call(self._llm.collective_rpc("scavenger_wipe", CALL_S))
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
         await self._call(self._llm.resume_generation())
@@ -203,27 +224,26 @@ class VllmEngine:
             if self._wipes == ticket:
                 self._wipes += 1
                 await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
-                await self._go_on()
+                await self._resume_with_clean_cache()
 
-    def _verify(self, version: int, replies: Sequence[Any]) -> None:
+    def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
-        given, packed = _sums(replies[0][0]), replies[0][2]
+        cast, packed = _sums(replies[0].cast), replies[0].packed
         tied = {name: names[0] for names in self._layout.tied for name in names}
-        wrong = checksum.faults(
-            given, [_sums(held) for _, held, _, _ in replies], packed, tied, self._kv_heads
-        )
+        held = [_sums(reply.held) for reply in replies]
+        wrong = checksum.faults(cast, held, packed, tied, self._kv_heads)
         if wrong:
             cause = (
                 f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)"
             )
             raise WeightsDiffer(cause, f"it is loaded again; {SUSPECT_MEMORY}")
-        whole = checksum.total(given.values())
+        whole = checksum.total(cast.values())
         _log.info(
             "engine.verified",
             version=version,
             checksum=f"{whole.value:016x}",
             elements=whole.numel,
-            parameters=len(replies[0][1]),
+            parameters=len(replies[0].held),
         )
 
     # ------------------------------------------------------------ requests
@@ -319,7 +339,7 @@ class VllmEngine:
                     "suspect the node's memory",
                 )
             await self._call(self._llm.wake_up(["kv_cache"]))
-        await self._go_on()  # what the trainer left in that memory is in the cache's now
+        await self._resume_with_clean_cache()  # what the trainer left in that memory is in the cache's now
         self._asleep = False
 
     async def _find_again(self) -> None:

@@ -87,8 +87,8 @@ class Extension:
         model: nn.Module = self.model_runner.get_model()
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
         dtypes = _dtypes(model, [row[0] for row in table], packed)
+        cast: Sums = {}
         published: Sums = {}
-        given: Sums = {}
         with open(path, "rb") as file:
             # A private mapping is writable, which torch wants of a buffer; nobody writes.
             memory = mmap.mmap(
@@ -102,13 +102,13 @@ class Extension:
                 )
                 whole = flat.reshape(list(shape)).to(self.model_runner.device)
                 tensor = whole.to(dtypes[name])
-                given[name] = _encoded(checksum(whole))
-                published[name] = given[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))
+                published[name] = _encoded(checksum(whole))
+                cast[name] = published[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))
                 yield name, tensor
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         _repack_embeddings(model)
-        return published, held(model), packed, given
+        return cast, held(model), packed, published
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""

@@ -23,6 +23,7 @@ from scavenger.protocol.messages.codec import (
     encode,
     pack_logprobs,
     pack_tokens,
+    token_count,
     unpack_logprobs,
     unpack_tokens,
 )
@@ -202,6 +203,7 @@ __all__ = [
     "pack_logprobs",
     "pack_tokens",
     "reserved_name",
+    "token_count",
     "unpack_logprobs",
     "unpack_tokens",
     "words",

@@ -85,6 +85,11 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return _pack("i", token_ids)
 
 
+def token_count(packed: bytes) -> int:
+    """How many tokens, or logprobs, these bytes hold."""
+    return len(packed) // 4
+
+
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """The inverse of `pack_tokens`."""
     return _unpack("i", data)
