@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON, SCAVENGER = "/opt/scavenger/bin/python", "/opt/scavenger/bin/scavenger"
 CONFIG = "/etc/scavenger/scavenger.toml"
 STEPS = 80
+PUBLIC = "/shared/scavenger/public"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -132,18 +133,9 @@ def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
     head.write(
         "/home/scavenger/.pgpass", f"pg:5432:scavenger:scavenger:{password}\n", mode="0600", owner="scavenger"
     )
-    head.run(
-        "install",
-        "-d",
-        "-o",
-        "scavenger",
-        "-g",
-        "scavenger",
-        "-m",
-        "0700",
-        "/shared/scavenger",
-        "/shared/runs",
-    )
+    mine = ("install", "-d", "-o", "scavenger", "-g", "scavenger", "-m")
+    head.run(*mine, "0755", "/shared/scavenger", PUBLIC)
+    head.run(*mine, "0700", "/shared/runs")
     head.run("install", "-d", "-o", "scavenger", "-g", "scavenger", "/etc/scavenger")
     as_scavenger(
         head,
@@ -239,7 +231,6 @@ def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_kil
     assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")
 
 
-PUBLIC = "/shared/public"
 #: As another user's process: everything that might be hers, and what the daemon says to calls for her run.
 ATTACK = """
 import sys
@@ -253,7 +244,7 @@ for path in sys.argv[2:]:
         continue
     sys.exit(f"{path} can be read")
 calls = [messages.Attach(sys.argv[1], ()), messages.Ping(), messages.CloseRun("stopped")]
-with Connection.connect(Path("/shared/public")) as connection:
+with Connection.connect(Path("/shared/scavenger/public")) as connection:
     for call in calls:
         connection.send(sys.argv[1], 1, call)
         reply = None
@@ -267,7 +258,6 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
     """docs/site.md, for researchers: `scavenger join`, then a job of their own. Engines read nothing of theirs: their folders are 0700."""
     head = site["head"]
     owners = f'public_dir = "{PUBLIC}"\n[owners]\nusers = ["u1"]\ngroups = ["7003"]\n[cluster]'
-    head.run("install", "-d", "-o", "scavenger", "-m", "0755", PUBLIC)
     start_daemon(head, start_postgres(site["pg"]), DAEMON.replace("[cluster]", owners, 1))
     wait_for("the daemon announces itself", lambda: "rendezvous.json" in head.run("ls", PUBLIC), 60)
     jobs = {}
@@ -291,7 +281,7 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
         "/shared/scavenger/site/state/",
         "/shared/scavenger/site/state/keys/owner.key",
         CONFIG,
-        "/shared/public/requests/",
+        f"{PUBLIC}/requests/",
     )
     said = head.run(
         PYTHON, "-c", ATTACK, "of-u1", *hers, user="u2", env={"XDG_CONFIG_HOME": "/shared/u2/config"}
