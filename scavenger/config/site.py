@@ -94,6 +94,15 @@ class OwnersSection(Section):
     """Users whose keys the daemon accepts when they ask (`scavenger join`)."""
     groups: Annotated[tuple[str, ...], Allowed("list of group names or gids")] = ()
     """The same for all members of these Unix groups. Who leaves them loses access within a minute."""
+    max_gpus: NonNegative | None = None
+    """GPUs that harvested engines of one owner's runs hold at most, all runs together. None: no limit but
+    `harvest.max_gpus`."""
+    max_gpus_of: dict[str, NonNegative] = {}
+    """The same for single owners, by name (`scavenger keys list`), instead of `max_gpus`."""
+
+    def most_gpus(self, owner: str) -> int | None:
+        """GPUs that engines of this owner's runs may hold; None: any number."""
+        return self.max_gpus_of.get(owner, self.max_gpus)
 
 
 class RouterSection(Section):
@@ -415,6 +424,8 @@ LIVE = frozenset(
         "harvest.wckey",
         "harvest.yield_after_s",
         "owners.groups",
+        "owners.max_gpus",
+        "owners.max_gpus_of",
         "owners.users",
     }
 )

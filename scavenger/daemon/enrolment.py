@@ -69,6 +69,10 @@ class Enrolment:
         if events:
             self._write(events)
 
+    def name_of(self, owner_key: str) -> str:
+        """Who owns the runs that are recorded under this key; "" where the owner's file is gone."""
+        return self._names.get(owner_key, "")
+
 
 def changes(
     before: Mapping[str, Owner], after: Mapping[str, Owner], retired: set[str], at: float

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -492,7 +493,10 @@ class Daemon:
         router = server.router
         link = RouterLink(
             post=server.post,
-            demand=lambda: router.demand(self.clock()),
+            demand=lambda: [
+                replace(want, owner=self._enrolment.name_of(want.owner))
+                for want in router.demand(self.clock())
+            ],
             leases=lambda: workers.leases(router.core),
             register=self.keyring.allow,
             unregister=self.keyring.revoke,

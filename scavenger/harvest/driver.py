@@ -51,7 +51,7 @@ from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
-from scavenger.policy.fleet_size import Demand
+from scavenger.policy.fleet_size import Demand, within_owners
 from scavenger.policy.idle_gpus import Idling
 
 #: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
@@ -445,8 +445,9 @@ class Harvester:
                 self._keys.drop(record.intent_id)
 
     def _wanted(self) -> list[Demand]:
-        demand = list(self._router.demand())
-        self._decided_on = _shape(demand)
+        asked = list(self._router.demand())
+        self._decided_on = _shape(asked)
+        demand = within_owners(asked, self.config.owners.most_gpus)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
         return demand

@@ -13,7 +13,7 @@ Owns the rules and the state they need from one step to the next. Knows nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from scavenger.policy.forecast.survival import Curve, settle_s
@@ -223,7 +223,7 @@ class Demand:
     """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
 
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
-    where the run's policy says so; None: nothing is known, and what is idle is taken.
+    where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known.
     """
 
     run_id: int
@@ -233,3 +233,32 @@ class Demand:
     reason: str
     engine: str = "reference"
     benefit: Benefit | None = None
+    owner: str = ""
+
+
+def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | None]) -> list[Demand]:
+    """The demand, with the engines of each owner's runs within `most_gpus` of the owner together (None: no limit).
+
+    An owner's engines are given out one by one, to the run that has the fewest; of equal ones, to the older.
+    """
+    given: dict[int, int] = {}
+    for owner in sorted({want.owner for want in demand}):
+        left = most_gpus(owner)
+        if left is None:
+            continue
+        its = [want for want in demand if want.owner == owner]
+        given |= {want.run_id: 0 for want in its}
+        while fitting := [
+            want for want in its if given[want.run_id] < want.engines and want.gpus_per_engine <= left
+        ]:
+            chosen = min(fitting, key=lambda want: (given[want.run_id], want.run_id))
+            given[chosen.run_id] += 1
+            left -= chosen.gpus_per_engine
+    return [_cut(want, given.get(want.run_id, want.engines)) for want in demand]
+
+
+def _cut(want: Demand, engines: int) -> Demand:
+    if engines >= want.engines:
+        return want
+    why = f"{want.reason}; its owner may have {engines} of {want.engines} (owners.max_gpus)"
+    return replace(want, engines=engines, reason=why)

@@ -56,7 +56,7 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
         "the node that was chosen is in the ledger"
     )
     assert len(world.jobs()) == 3, "without cancel the jobs stay for the next daemon"
-    assert all(job.comment == comment_of(UID, job.name) for job in world.jobs())
+    assert all(job.comment == comment_of(UID, job.name, "run") for job in world.jobs())
     polled = world.of(rec.ClusterPolled)[-1]
     assert (polled.gpus_harvested, polled.gpus_idle, polled.gpus_other_users) == (3, 1, 0)
     assert (polled.gpus_reserved, polled.gpus_unusable) == (0, 0)

@@ -283,6 +283,9 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
         CONFIG,
         f"{PUBLIC}/requests/",
     )
+    comments = head.run("squeue", "-h", "-u", "scavenger", "-o", "%k").split()
+    assert comments
+    assert all(one.endswith(",run=of-u1,owner=u1") for one in comments), "whose GPUs they are"
     said = head.run(
         PYTHON, "-c", ATTACK, "of-u1", *hers, user="u2", env={"XDG_CONFIG_HOME": "/shared/u2/config"}
     )

@@ -227,7 +227,13 @@ def test_engines_are_woken_while_they_fall_asleep_when_harvested_ones_are_gone()
 
 def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_before() -> None:
     """A run that goes on without a window: closed from the start."""
-    how = {"harvested": 1, "reserved_awake": False, "now": 0.0, "window_closed": True, "window_reason": "closed"}
+    how = {
+        "harvested": 1,
+        "reserved_awake": False,
+        "now": 0.0,
+        "window_closed": True,
+        "window_reason": "closed",
+    }
     step, actions = begin(PLAN, sleep_ack=ASLEEP, **how)  # type: ignore[arg-type]
     assert (step.phase, actions) == (Phase.TRAIN, ())
     step, actions = begin(PLAN, **how)  # type: ignore[arg-type]

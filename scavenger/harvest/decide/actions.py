@@ -216,6 +216,7 @@ class Submit:
     memory_mb: int = 0
     most_s: float = 0.0
     standby: bool = False  # it begins where and when it is released
+    owner: str = ""  # of the run, as the job's comment says it
 
 
 @dataclass(frozen=True, slots=True)

@@ -533,6 +533,7 @@ class _Drafts:
             cpus=place.cpus,
             memory_mb=place.memory_mb,
             most_s=most_s,
+            owner=want.owner,
         )
 
 

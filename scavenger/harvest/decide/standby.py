@@ -253,6 +253,7 @@ def more(
             cpus=share[0],
             memory_mb=share[1],
             standby=True,
+            owner=want.owner,
         )
         for want in islice(cycle(runs), max(0, missing))
     ]

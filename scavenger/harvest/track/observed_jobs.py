@@ -103,6 +103,7 @@ _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
 #: Our worker's own word that the daemon refused it, or that it is of another release: no node's fault. What it lacks where it runs is.
 REFUSED = 78
 _INTENT = re.compile(r"scv-[0-9a-f]{16}")
+_PLAIN = re.compile(r"[A-Za-z0-9_.@-]+")
 
 
 class IllegalStage(ScavengerError):
@@ -117,15 +118,17 @@ def intent_name(token: str) -> str:
     return name
 
 
-def comment_of(uid: str, intent_id: str) -> str:
-    return f"scavenger:{uid}:{intent_id}"
+def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "") -> str:
+    """A job's comment: what identifies it, then for people whose run it works for, where those are plain names."""
+    told = [f"{what}={name}" for what, name in (("run", run), ("owner", owner)) if _PLAIN.fullmatch(name)]
+    return ",".join([f"scavenger:{uid}:{intent_id}", *told])
 
 
 def intent_in(job: Job, uid: str) -> tuple[str, bool]:
     """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for others' jobs."""
     if not job.comment.startswith("scavenger:") and not job.name.startswith("scv-"):
         return "", False
-    owner, _, intent = job.comment.removeprefix("scavenger:").partition(":")
+    owner, _, intent = job.comment.partition(",")[0].removeprefix("scavenger:").partition(":")
     if job.comment.startswith("scavenger:") and _INTENT.fullmatch(intent):
         return (intent, True) if owner == uid else ("", False)
     return (job.name, False) if _INTENT.fullmatch(job.name) else ("", False)

@@ -272,6 +272,7 @@ class Router:
                     reason,
                     run.engine.name,
                     policy_driver.benefit(run),
+                    run.owner_key,
                 )
             )
         return tuple(wanted)
