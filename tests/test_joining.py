@@ -219,7 +219,7 @@ def test_a_folder_in_which_somebody_else_could_write_is_refused(site: Path) -> N
 def test_a_user_joins_a_daemon_that_runs_and_connects_to_it(site: Path) -> None:
     """The whole way, with the host's own directory of users: `nobody` joins by name, then by a group that it is not in."""
     keys.init_state(site / "state", "scavenger")
-    config = {
+    config: dict[str, dict[str, object]] = {
         "daemon": {"state_dir": str(site / "state"), "public_dir": str(site / "public")},
         "owners": {"users": ["nobody"]},
         "harvest": {"enabled": False},

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -330,7 +331,8 @@ class SimEngine:
         deltas = []
         for handle, length in lengths.items():
             one = self._requests[handle]
-            new, finish = range(length - one.given), "stop" if length == one.target else None
+            new = cast("tuple[int, ...]", range(length - one.given))  # only its length is asked
+            finish = "stop" if length == one.target else None
             if new or finish:
                 deltas.append(worker.Delta(handle, new, new, new, finish))
                 self.tokens += len(new)

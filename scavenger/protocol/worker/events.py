@@ -14,7 +14,6 @@ Exit codes of the worker's process, which the job script acts on:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,9 +61,9 @@ class Delta:
     """
 
     handle: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    raw_logprobs: Sequence[float]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...]
     finish: str | None = None
     error: str | None = None
 
