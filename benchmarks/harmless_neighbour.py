@@ -24,7 +24,7 @@ from pathlib import Path
 
 from scavenger.cluster.model import JobSpec
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.harvest.driver import Harvester
+from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 

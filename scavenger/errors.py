@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
+#: Remedies that several errors share.
+SUSPECT_MEMORY = "where it happens on one node alone, suspect its memory"
+ONE_RELEASE = f"run engines and trainer of one release; {SUSPECT_MEMORY}"
+
 
 class ScavengerError(Exception):
     """Something a user or an admin can act on. `str()` is the cause followed by the remedy.
@@ -93,20 +97,20 @@ class LedgerRestored(Refused):
     """The ledger was put back to an earlier state, which does not know this attempt; this trainer must end and be started again."""
 
 
-class CheckpointFailed(ScavengerError):
-    """A checkpoint could not be written; those before it are whole."""
-
-
-class Diverged(ScavengerError):
-    """A step's gradient is no number, or infinite. The step was not taken."""
-
-
 class CheckpointAhead(Refused):
     """The checkpoint is of a later step than the ledger's last, `last_step`: an older one may be resumed from."""
 
     def __init__(self, cause: str, remedy: str, last_step: int) -> None:
         super().__init__(cause, remedy)
         self.last_step = last_step
+
+
+class CheckpointFailed(ScavengerError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
+class Diverged(ScavengerError):
+    """A step's gradient is no number, or infinite. The step was not taken."""
 
 
 class DaemonUnavailable(ScavengerError):
@@ -147,10 +151,6 @@ class EngineError(ScavengerError):
     """An inference engine cannot serve."""
 
 
-SUSPECT_MEMORY = "where it happens on one node alone, suspect its memory"
-ONE_RELEASE = f"run engines and trainer of one release; {SUSPECT_MEMORY}"
-
-
 class WeightsDiffer(EngineError):
     """What an engine merged is not what its trainer merged, or does not sit in it: bad memory, or code of another release."""
 
@@ -160,11 +160,11 @@ class SimulationError(ScavengerError):
 
 
 class RewardError(ScavengerError):
-    """A reward function raised or ran past its deadline. Not a reward of 0."""
+    """A reward function raised or ran past its deadline: there is no reward. Only `RewardTimeout` counts as 0."""
 
 
 class RewardTimeout(RewardError):
-    """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: a reward of 0."""
+    """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: the reward is 0."""
 
 
 def describe(error: BaseException) -> str:

@@ -319,7 +319,7 @@ def _decide_live(
     now = time.time()
     stop_state = StopState(lambda: settings)
     stop_state.poll()
-    limits = stop_state.limits(view, info, Tracker(rules_of(settings, "", info.user)), 0.0, now)
+    limits = stop_state.update_limits(view, info, Tracker(rules_of(settings, "", info.user)), 0.0, now)
     wish = live.EngineRequest(gpus, engines, sched_interval_s)
     found = live.poll(view, info, wish, limits, now, settings.harvest.qos)
     console = tables.console()

@@ -376,7 +376,7 @@ class DaemonConfig(Section):
         return self.daemon.ledger or f"sqlite:///{self.daemon.state_dir / 'ledger.sqlite3'}"
 
 
-#: What a daemon that runs takes over on SIGHUP, because `harvest.driver` reads it afresh at every cycle. All else needs a restart.
+#: What a daemon that runs takes over on SIGHUP, because `harvest.harvester` reads it afresh at every cycle. All else needs a restart.
 LIVE = frozenset(
     {
         "cluster.fast_poll_interval_s",

@@ -4,7 +4,7 @@ Boundary: one subcommand.
 
 There are no runs without a daemon that serves them, so a run is supposed that could use every engine that the limits allow: what is printed
 is the most that harvesting would take now. Each poll is decided from scratch, without the jobs that earlier ones would have submitted.
-Owns the rhythm and the words; `harvest.policy` decides. Nothing here can submit: the cluster's `info` and `view` alone are called.
+Owns the rhythm and the words; `harvest.decide.decide` decides. Nothing here can submit: the cluster's `info` and `view` alone are called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scavenger.errors import ClusterUnavailable
 from scavenger.harvest.decide import decide as policy
 from scavenger.harvest.decide.decide import Decision, Limits, Submit
 from scavenger.harvest.decide.free_capacity import gpu_use
-from scavenger.harvest.driver import DRAIN_NOTICE_S
+from scavenger.harvest.harvester import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, rules_of
 from scavenger.harvest.track.tracker import Tracker
 from scavenger.policy.fleet_size import Demand
@@ -79,7 +79,7 @@ def run(
         else:
             now = clock()
             stop_state.poll()
-            limits = stop_state.limits(view, info, tracker, DRAIN_NOTICE_S, now)
+            limits = stop_state.update_limits(view, info, tracker, DRAIN_NOTICE_S, now)
             for line in lines(config, view, decide(view, limits, gpus_per_engine, now), now):
                 say(line)
         done += 1

@@ -38,8 +38,8 @@ from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
-from scavenger.harvest.driver import Harvester
 from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
+from scavenger.harvest.harvester import Harvester
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
@@ -98,7 +98,14 @@ class Daemon:
         self.harvester: Harvester | None = None
         self._announcement = Announcement(self.state_dir, config.daemon)
         self._key_requests: KeyRequests | None = None  # where other users may own runs
-        self._succeeds = False  # a daemon of this host that lives, and may still hold its ports
+        #: A daemon of this host that lives is followed: its ports may take a while to be free.
+        self._predecessor_may_hold_ports = False
+        # What comes to be as `run` goes on, in this order.
+        self._ownership: ownership.Ownership  # from `_claim` on
+        self._engine: sa.Engine  # from `_construct` on, as the two that follow
+        self.server: Server
+        self._status_now: Callable[[], status.Status]
+        self._enrolment: Enrolment  # from `_restore` on
 
     async def run(self) -> int | None:
         """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was stopped before it had one.
@@ -211,10 +218,13 @@ class Daemon:
                 if verdict is Verdict.TAKE:
                     for holder in there.values():
                         log.warning("taking over", held_by=str(holder), why=why)
-                        self._succeeds = self._succeeds or (holder.here and not holder.gone)
+                        self._predecessor_may_hold_ports = self._predecessor_may_hold_ports or (
+                            holder.here and not holder.gone
+                        )
                     return True
                 self.service_manager.waiting(f"waiting for another daemon: {why}")
-                if sign is not None and logged != (logged := sign.who):
+                if sign is not None and sign.who != logged:
+                    logged = sign.who
                     log.warning("waiting", held_by=str(there[sign]), why=why)
                 await self._pause()
         except BaseException:
@@ -226,7 +236,8 @@ class Daemon:
     def _take_ledger(self) -> Writer:
         """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
         try:
-            if not self._succeeds:  # nothing is written before it is known that this daemon can serve
+            # Nothing is written before it is known that this daemon can serve.
+            if not self._predecessor_may_hold_ports:
                 listening.require_free(listening.ROUTER, self.config.daemon.listen, self.config.daemon.port)
                 self.service_manager.serve_metrics()
             self._require_ledger()
@@ -257,7 +268,14 @@ class Daemon:
         )
         counted = self.service_manager.counted(writer, self.clock)
         self.server = server = Server(
-            router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads
+            router,
+            counted,
+            self.keyring,
+            pair,
+            self.clock,
+            self._read_replay_groups,
+            payloads,
+            self._read_payloads,
         )
         self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
         return server
@@ -282,7 +300,7 @@ class Daemon:
         return snapshot
 
     async def _bind_ports(self, server: Server) -> int:
-        if self._succeeds:
+        if self._predecessor_may_hold_ports:
             await self._bound(self.service_manager.serve_metrics)
         return await self._bound(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
 
@@ -291,7 +309,7 @@ class Daemon:
         server.perform(server.router.restore(snapshot, self.clock()))
         self._warm_start(server, writer)
         process.tune()
-        self._record_history(server, writer.granted)
+        self._report_new_timeline(server, writer.granted)
 
     async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
         """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
@@ -393,17 +411,17 @@ class Daemon:
             socket.gethostname(),
             os.getpid(),
             started_at,
-            str(writer.state),
-            writer.reason,
-            writer.backlog,
-            writer.backlog_bytes,
-            writer.wal.nbytes,
-            writer.wal.written_back,
-            writer.wal.blocked,
-            payloads.nbytes,
-            payloads.bound,
-            payloads.evictions,
-            server.pipeline.reads,
+            ledger_state=str(writer.state),
+            ledger_reason=writer.reason,
+            backlog_records=writer.backlog,
+            backlog_bytes=writer.backlog_bytes,
+            wal_bytes=writer.wal.nbytes,
+            wal_written_back=writer.wal.written_back,
+            wal_blocked=writer.wal.blocked,
+            payload_bytes=payloads.nbytes,
+            payload_bound_bytes=payloads.bound,
+            payload_evictions=payloads.evictions,
+            payload_reads=server.pipeline.reads,
             database=writer.engine.dialect.name,
             metrics=self.service_manager.address,
             logged_moves=writer.logged_moves,
@@ -419,12 +437,12 @@ class Daemon:
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 
-    async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+    async def _read_replay_groups(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
         await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
-    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+    async def _read_payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
 
     def _policy_failed(self, run: str, error: Exception) -> None:
@@ -558,7 +576,7 @@ class Daemon:
         if known:
             server.post(PastRead(known))
 
-    def _record_history(self, server: Server, generation: Generation) -> None:
+    def _report_new_timeline(self, server: Server, generation: Generation) -> None:
         """That the ledger is an older one is no secret: it is logged, and its own events say it."""
         if generation.began:
             log.warning(
@@ -579,7 +597,7 @@ class Daemon:
 
     async def _bound(self, bind: Callable[[], T]) -> T:
         """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""
-        deadline = time.monotonic() + (PORT_WAIT_S if self._succeeds else 0.0)
+        deadline = time.monotonic() + (PORT_WAIT_S if self._predecessor_may_hold_ports else 0.0)
         while True:
             try:
                 return bind()

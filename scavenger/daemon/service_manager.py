@@ -21,8 +21,8 @@ from scavenger.config import DaemonConfig
 from scavenger.daemon import reload
 from scavenger.daemon.systemd import Notifier
 from scavenger.errors import ScavengerError
-from scavenger.harvest.driver import Harvester
 from scavenger.harvest.execute import job_logs
+from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.ledger.records import Event, Record
 from scavenger.observe import metrics, reading

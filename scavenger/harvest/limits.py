@@ -398,8 +398,8 @@ class StopState:
         self._config = config
         self.files = StopFiles(_ordered)
         self.events: list[rec.Event] = []
-        self.seen: Stop | None = None  # as of the last `poll`
-        self.decided_on: Stop | None = None  # as of the last `limits`
+        self.stop_read: Stop | None = None  # as of the last `poll`
+        self.stop_in_force: Stop | None = None  # as of the last `update_limits`
         self.hidden = ""  # why other users' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
         self.concluded = ""  # the last decision's reason, for `scavenger status`
@@ -415,19 +415,18 @@ class StopState:
         stop = self.files.poll(config.harvest.stop_file, "the stop file")
         drained = self.files.poll(drain_path(config.daemon.state_dir), "scavenger drain")
         self.files.answered()
-        self.seen = (
+        self.stop_read = (
             drained
             if drained is not None and (stop is None or (drained.at_once and not stop.at_once))
             else stop
         )
 
-    @property
-    def changed(self) -> bool:
-        """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread poll again for the next time."""
+    def poll_and_compare(self) -> bool:
+        """Whether somebody stopped or resumed harvesting since the last decision; a thread polls again for the next time."""
         self._begin()
         if self._left_s() <= 0:
             self.files.no_answer()
-        return self.seen != self.decided_on
+        return self.stop_read != self.stop_in_force
 
     async def poll_now(self) -> None:
         """Have the files read in a thread, and know the answer, or that there is none in time."""
@@ -459,12 +458,12 @@ class StopState:
             - asyncio.get_running_loop().time(),
         )
 
-    def limits(
+    def update_limits(
         self, view: ClusterView, info: ClusterInfo, tracker: Tracker, drain_notice_s: float, now: float
     ) -> Limits:
-        """What is allowed now, by the last `poll`."""
+        """What is allowed now, by the last `poll`; what that changes is noted here, and in `events`."""
         config, harvest = self._config(), self._config().harvest
-        self._note_stop(self.seen, now)
+        self._note_stop(self.stop_read, now)
         self._note_hidden(hidden_jobs(info, view, harvest.sees_all_jobs, now), now)
         part = view.partition(harvest.partition)
         limits = limits_of(
@@ -473,7 +472,7 @@ class StopState:
             drain_notice_s,
             now,
             user=info.user,
-            stop=self.decided_on,
+            stop=self.stop_in_force,
             hidden=self.hidden,
             restricted=part is not None and part.restricted,
             preempted_last_hour=tracker.preempted_since(now - HOUR_S),
@@ -493,14 +492,14 @@ class StopState:
         self.concluded = decision.reason
 
     def _note_stop(self, stop: Stop | None, now: float) -> None:
-        if stop != self.decided_on:
+        if stop != self.stop_in_force:
             kind, why = (
                 ("harvest_resumed", "nothing stops it any more")
                 if stop is None
                 else ("harvest_stopped", stop.reason)
             )
             self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
-        self.decided_on = stop
+        self.stop_in_force = stop
 
     def _note_hidden(self, hidden: str, now: float) -> None:
         if bool(hidden) != bool(self.hidden):

@@ -23,7 +23,7 @@ from scavenger.asyncio_helpers import within
 from scavenger.errors import DaemonUnavailable
 from scavenger.harvest.decide.actions import DrainKind
 from scavenger.harvest.decide.free_capacity import gpu_use
-from scavenger.harvest.driver import Harvester
+from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
 from scavenger.observe.training import TrainingJob
 from scavenger.protocol import keys
@@ -49,7 +49,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         idle=seen.idle if seen is not None else 0,
         others=seen.other_users if seen is not None else 0,
         jobs_pending_other_users=seen.jobs_pending_other_users if seen is not None else 0,
-        stopped=stop_state.seen.reason if stop_state.seen is not None else "",
+        stopped=stop_state.stop_read.reason if stop_state.stop_read is not None else "",
         concluded=stop_state.concluded,
         connected=connected,
         connected_gpus=connected_gpus,

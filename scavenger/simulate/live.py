@@ -1,6 +1,6 @@
 """What one look at a cluster tells of the same question: GPUs that idle now, and what the policy would do about them. Pure.
 
-    ClusterView --harvest.policy.decide--> what it would submit, and why
+    ClusterView --harvest.decide.decide.decide--> what it would submit, and why
                 --harvest.room.find_room--> how many engines fit
 
 Read-only by construction: it is handed a view and returns answers. A site that has no harvest partition yet is shown as if it had one below

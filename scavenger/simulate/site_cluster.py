@@ -7,7 +7,7 @@
 Other users always win: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their
 grace, and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free.
 
-`VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.driver` does, without commands that fail. For whom
+`VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.harvester` does, without commands that fail. For whom
 `gates` holds it is the live one with its defaults: `Idling` watches for how long GPUs are idle and how long such last, the policy says what
 an engine saves, each job is submitted for one node, and one whose node does not come moves (`harvest.decide.standby`). It begins as a
 restarted daemon does, with nothing seen. Who has none takes whatever is idle, wherever Slurm puts it.

@@ -182,8 +182,8 @@ def test_a_drain_holds_until_it_is_undone_and_its_change_is_told_once(tmp_path: 
 
     def stop() -> tuple[str, bool]:
         stop_state.poll()
-        limits = stop_state.limits(view(NOW), PRIVATE, tracker, 30.0, NOW)
-        assert stop_state.seen == stop_state.decided_on
+        limits = stop_state.update_limits(view(NOW), PRIVATE, tracker, 30.0, NOW)
+        assert stop_state.stop_read == stop_state.stop_in_force
         return limits.hold.stop, limits.hold.stop_now
 
     assert stop() == ("", False)
@@ -210,7 +210,7 @@ def test_since_when_a_job_could_start_is_remembered_while_it_can(tmp_path: Path)
     stop_state, tracker = StopState(lambda: settings), Tracker(rules_of(settings, "u", "me"))
     for now, could in ((1.0, (7,)), (2.0, (7, 8)), (3.0, (8,)), (4.0, (8, 7))):
         stop_state.decided(Decision((), "", Code.SERVED, could), now)
-    assert stop_state.limits(view(NOW), INFO, tracker, 30.0, NOW).yielding.could_start_since == (
+    assert stop_state.update_limits(view(NOW), INFO, tracker, 30.0, NOW).yielding.could_start_since == (
         (8, 2.0),
         (7, 4.0),
     )

@@ -58,7 +58,7 @@ def test_the_first_decision_submits_them_before_any_engine_so_that_they_are_the_
     kinds = [isinstance(action, Submit) and action.standby for action in decision.actions]
     assert kinds == [True, True, False, False]
     assert {action.nodelist for action in new_spares(decision)} == {()}
-    assert {action.code for action in new_spares(decision)} == {Code.SPARE}
+    assert {action.code for action in new_spares(decision)} == {Code.STANDBY}
 
 
 def test_the_oldest_goes_where_others_are_too_and_an_idle_node_gets_a_fresh_job() -> None:

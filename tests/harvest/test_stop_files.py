@@ -52,18 +52,18 @@ def test_without_a_descriptor_a_file_that_is_not_there_stops_nobody_and_one_that
     stop_state.poll()
     with no_descriptors():
         stop_state.poll()
-        assert stop_state.seen is None
+        assert stop_state.stop_read is None
         assert stop_state.files.unread == "", "that there is no file is known without one"
         os.link(prepared, path)
         stop_state.poll()
-        assert stop_state.seen is None, "not read yet, and read a moment later"
+        assert stop_state.stop_read is None, "not read yet, and read a moment later"
         assert "Too many open files" in stop_state.files.unread
     stop_state.poll()
-    assert stop_state.seen == Stop("the stop file")
+    assert stop_state.stop_read == Stop("the stop file")
     assert stop_state.files.unread == ""
     with no_descriptors():
         stop_state.poll()
-        assert stop_state.seen == Stop("the stop file"), "what was last known holds"
+        assert stop_state.stop_read == Stop("the stop file"), "what was last known holds"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE])

@@ -313,8 +313,8 @@ def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_fo
     info = replace(INFO, preempt_type="preempt/qos")
     stop_state = StopState(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
     tracker = Tracker(Rules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
-    assert stop_state.limits(cluster, info, tracker, 30.0, NOW).yielding.by_qos
-    assert not stop_state.limits(cluster, INFO, tracker, 30.0, NOW).yielding.by_qos
+    assert stop_state.update_limits(cluster, info, tracker, 30.0, NOW).yielding.by_qos
+    assert not stop_state.update_limits(cluster, INFO, tracker, 30.0, NOW).yielding.by_qos
 
 
 def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() -> None:

@@ -246,5 +246,5 @@ def test_a_history_is_read_only_once_the_attempt_that_asks_for_it_is_durable(
     monkeypatch.setattr("scavenger.ledger.read.reader.replay_groups", lambda *_: order.append("read") or ())
     daemon = Daemon(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}}), None)
     daemon.server, daemon._engine = Committing(), None  # type: ignore[assignment]
-    assert asyncio.run(daemon._history(1, 0)) == ()
+    assert asyncio.run(daemon._read_replay_groups(1, 0)) == ()
     assert order == ["durable", "read"]

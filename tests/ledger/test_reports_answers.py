@@ -376,7 +376,7 @@ def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
         Code.ENDING,
         Code.NODE_DRAINED,
         Code.FRESH,
-        Code.SPARE,
+        Code.STANDBY,
     }
     assert {decision.code for decision, _ in REASONS} == set(Code) - acting
     records: list[r.Record] = []

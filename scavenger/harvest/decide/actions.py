@@ -44,7 +44,7 @@ class Code(StrEnum):
     PLANNED = "planned"  # backfill expects other users' jobs soon where it is idle
     RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
-    SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`start_benefits`)
+    SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`StartBenefits`)
     NO_CAPACITY = "no_capacity"
     HIDDEN = "hidden"  # other users' jobs cannot be seen, and some of them could not preempt us
     # why a job was submitted, cancelled or given back
@@ -61,7 +61,7 @@ class Code(StrEnum):
     VOLUNTARY_PREEMPTION = "voluntary_preemption"  # a user who can preempt us waits all the same, or will
     ENDING = "ending"  # its time limit comes
     NODE_DRAINED = "node_drained"  # its node is taken out of service
-    SPARE = "standby"  # one more that waits for us to say where it begins; or such a one that is not needed
+    STANDBY = "standby"  # one more that waits for us to say where it begins; or such a one that is not needed
     FRESH = "fresh"  # a fresh job starts sooner elsewhere than this one where it waits
 
 
@@ -72,7 +72,7 @@ class OurJob:
     `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
-    `standby`: it waits for us to say where it begins (`standby_jobs`).
+    `standby`: it waits for us to say where it begins (`standby`).
     """
 
     intent_id: str
@@ -262,7 +262,7 @@ class Decision:
     """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
 
     `could_start`: other users' pending jobs that would start now if our engines left, and for which Slurm may preempt us.
-    `start_benefits`: from which age on an idle GPU is worth a start, and the numbers behind it.
+    `free_capacity.StartBenefits`: from which age on an idle GPU is worth a start, and the numbers behind it.
     """
 
     actions: tuple[Action, ...]

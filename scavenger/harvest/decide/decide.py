@@ -3,7 +3,7 @@
     stop, time limits, reservations, drained nodes, other users who wait  --> engines that leave, whatever the demand
     demand --share of max_engines and max_gpus--> allotment a run --less our jobs--> deficit (submit) or surplus (cancel, drain)
     other users' pending jobs, reservations, headroom --`free_capacity`--> where the deficit may go
-    ages of what is idle, what an engine saves its run --`start_benefits`--> which of it is worth a start
+    ages of what is idle, what an engine saves its run --`free_capacity.StartBenefits`--> which of it is worth a start
 
 A waiting job of ours serves demand where it keeps its place (`standby`); one that does not is cancelled, and submitted afresh where there
 is free capacity.
@@ -43,7 +43,7 @@ from scavenger.harvest.decide.free_capacity import (
     waits_for,
 )
 from scavenger.harvest.decide.other_users import OWN_LIMIT, NodeCapacity, QueueScan, scan_queue
-from scavenger.harvest.decide.standby import Move, StandbyJobs, more, not_beneficial_to, wait_or_move
+from scavenger.harvest.decide.standby import Move, StandbyJobs, more, not_beneficial_to, set_aside_or_move
 from scavenger.harvest.decide.voluntary_preemption import could_start
 from scavenger.policy.fleet_size import Demand
 
@@ -106,7 +106,7 @@ def decide(
         code, why = facts.closed
     else:
         benefits = StartBenefits(facts.wanted, limits, now)
-        started, code, why = submit(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
+        started, code, why = start_jobs(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
         actions += started
     if not facts.wanted and not facts.closed:
         code = Code.NO_DEMAND if demand else Code.NO_RUN
@@ -273,7 +273,7 @@ def _summary(facts: Facts, actions: Sequence[Action], serving: Sequence[OurJob],
 Start = Submit | Release | CancelPending
 
 
-def submit(
+def start_jobs(
     facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], start_benefits: StartBenefits
 ) -> tuple[list[Start], Code, str]:
     """Jobs for the demand that `serving` leaves, as far as free capacity and limits go; and what stopped it, as code and words.
@@ -281,68 +281,67 @@ def submit(
     The runs take turns. New standby jobs come first: they are to be older than what is submitted with them. `standby_jobs`: those that
     may be released.
     """
-    view, counted, demand, allotted = facts.view, facts.queue, facts.wanted, facts.allotted
+    view, queue, wanted, allotted = facts.view, facts.queue, facts.wanted, facts.allotted
     limits, now = facts.limits, facts.now
     have = Counter(job.run_id for job in serving)
-    deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
+    deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in wanted}
     waiting = any(job.waits for job in serving)
     if not any(missing > 0 for missing in deficit.values()):
-        stop = _shared_out(demand, allotted, limits)
+        stop = _shared_out(wanted, allotted, limits)
         if stop is not None:
             return [], *stop
         if not waiting:
             return [], Code.SERVED, ""
-    stop = _not_now(view, counted, serving, limits, now)
+    stop = _not_now(view, queue, serving, limits, now)
     if stop is not None:
         return [], *stop
-    free = free_capacity_of(view, counted, facts.capacity, limits, now)
+    free = free_capacity_of(view, queue, facts.capacity, limits, now)
     start_benefits.measure(free)
-    not_beneficial = not_beneficial_to(view, counted, demand, serving, limits, now, start_benefits)
-    moving = [
-        *not_beneficial,
-        *wait_or_move(counted, free, serving, facts.engines, not_beneficial, limits, now),
-    ]
-    user_gpus = counted.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in counted.ours)
+    not_beneficial = not_beneficial_to(view, queue, wanted, serving, limits, now, start_benefits)
+    # Takes from `free` what our waiting jobs will start on; what follows sees the rest.
+    relocating = set_aside_or_move(queue, free, serving, facts.engines, not_beneficial, limits, now)
+    moving = [*not_beneficial, *relocating]
+    user_gpus = queue.user_gpus - sum(job.gpus for job in standby_jobs if job.job_id in queue.ours)
     drafts = _Drafts(view, free, facts.engines, standby_jobs, user_gpus, limits, start_benefits)
-    new, stop = _fill(demand, deficit, drafts, now)
-    moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
-    actions = [*more(standby_jobs, demand, allotted, limits, drafts.least_share(demand)), *moved, *new]
+    new, stop = _fill(wanted, deficit, drafts, now)
+    moved = _move({d.run_id: d for d in wanted}, moving, drafts, now)
+    actions = [*more(standby_jobs, wanted, allotted, limits, drafts.least_share(wanted)), *moved, *new]
     if stop is not None:
         return actions, *stop
     if free.refused:
         return actions, why_no_capacity(free), f"no free capacity for more: {free.explain()}"
-    return actions, *(_shared_out(demand, allotted, limits) or (Code.OWN_PENDING, ""))
+    return actions, *(_shared_out(wanted, allotted, limits) or (Code.OWN_PENDING, ""))
 
 
 def _fill(
-    demand: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
+    wanted: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
 ) -> tuple[list[Start], tuple[Code, str] | None]:
     """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand."""
     begun: list[Start] = []
     while any(missing > 0 for missing in deficit.values()):
-        for want in demand:
+        for want in wanted:
             if deficit[want.run_id] <= 0:
                 continue
-            stop = drafts.stopped(want)
+            stop = drafts.limit_broken(want)
             if stop is not None:
                 return begun, stop
-            place = drafts.place(want)
+            place = drafts.take_place(want)
             deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
             if place is not None:
-                begun.append(drafts.begin(want, place, now))
+                begun.append(drafts.release_or_draft(want, place, now))
     return begun, None
 
 
 def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Start]:
     """Cancel what does not keep its place, and submit it afresh as far as another node has free capacity. Where other users hold GPUs
-    too it goes there as it is, with its age (`standby_jobs`)."""
+    too it goes there as it is, with its age (`standby`)."""
     actions: list[Start] = []
     for move in moving:
         want = by_run[move.job.run_id]
-        place = drafts.place(want) if drafts.stopped(want, instead_of=move.job) is None else None
+        place = drafts.take_place(want) if drafts.limit_broken(want, instead_of=move.job) is None else None
         if place is None and not move.anyway:
             continue  # a smaller engine may still fit
-        if place is not None and drafts.goes(move, place):
+        if place is not None and drafts.can_release_at(move, place):
             actions.append(
                 Release(
                     move.job.intent_id,
@@ -352,7 +351,7 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
                 )
             )
             continue
-        drafts.drop(move.job)
+        drafts.uncount(move.job)
         why, code = (
             (move.why, Code.SETTLING)
             if move.anyway
@@ -360,15 +359,15 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
         )
         actions.append(CancelPending(move.job.intent_id, why, code))
         if place is not None:
-            actions.append(drafts.submit(want, place, now, move.standby_s))
+            actions.append(drafts.draft(want, place, now, move.standby_s))
     return actions
 
 
 def _shared_out(
-    demand: Sequence[Demand], allotted: Mapping[int, int], limits: Limits
+    wanted: Sequence[Demand], allotted: Mapping[int, int], limits: Limits
 ) -> tuple[Code, str] | None:
     """Why less is allotted than is wanted, when it is."""
-    if sum(d.engines for d in demand) <= sum(allotted.values()):
+    if sum(d.engines for d in wanted) <= sum(allotted.values()):
         return None
     if sum(allotted.values()) >= limits.caps.max_engines:
         return Code.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
@@ -376,7 +375,7 @@ def _shared_out(
 
 
 def _not_now(
-    view: ClusterView, counted: QueueScan, serving: Sequence[OurJob], limits: Limits, now: float
+    view: ClusterView, queue: QueueScan, serving: Sequence[OurJob], limits: Limits, now: float
 ) -> tuple[Code, str] | None:
     """Why nothing is submitted now, though it is wanted."""
     partition = view.partition(limits.partition)
@@ -387,7 +386,7 @@ def _not_now(
     if preempted := preempted_enough(limits):
         return Code.PREEMPTIONS, preempted
     for job in serving:
-        listed = counted.ours.get(job.job_id)
+        listed = queue.ours.get(job.job_id)
         if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
             return (
                 Code.ACCOUNT_LIMIT,
@@ -429,7 +428,7 @@ class _Drafts:
         shut = {node for node, _ in limits.hold.quarantined} | {*free.booked, *free.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
-    def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
+    def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
         """The limit that one more job for `want` would break, if any."""
         limits = self.limits
         one, gpus = (
@@ -456,14 +455,14 @@ class _Drafts:
             return Code.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
         return None
 
-    def place(self, want: Demand) -> NodeChoice | None:
+    def take_place(self, want: Demand) -> NodeChoice | None:
         """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it."""
         limits = self.limits
         return self._free.take(
             want.gpus_per_engine, limits.job.cpus, limits.job.memory_mb, self._start_benefits.young(want)
         )
 
-    def drop(self, job: OurJob) -> None:
+    def uncount(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
         self._count(-1, -job.gpus)
 
@@ -474,26 +473,26 @@ class _Drafts:
         found = [share for share in shares if share is not None]
         return (min(cpus for cpus, _ in found), min(memory for _, memory in found)) if found else None
 
-    def begin(self, want: Demand, place: NodeChoice, now: float) -> Start:
+    def release_or_draft(self, want: Demand, place: NodeChoice, now: float) -> Start:
         """An engine on `place`: a standby job where other users hold GPUs too, else, or where there is none left, a fresh job."""
-        standby = self._standby_jobs.take(want) if self._old_here(place) else None
-        if standby is None:
-            return self.submit(want, place, now)
+        standby_job = self._standby_jobs.take(want) if self._wants_oldest_job(place) else None
+        if standby_job is None:
+            return self.draft(want, place, now)
         self._count(1, want.gpus_per_engine)
         why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and other users are there too"
-        return Release(standby.intent_id, place.node, why)
+        return Release(standby_job.intent_id, place.node, why)
 
-    def goes(self, move: Move, place: NodeChoice) -> bool:
+    def can_release_at(self, move: Move, place: NodeChoice) -> bool:
         """Whether a job that waits elsewhere can begin on `place` as it is."""
         pinned = self._nodes.get(waits_for(move.job, self.limits))
-        if pinned is None or not move.ready or move.anyway or not self._old_here(place):
+        if pinned is None or not move.ready or move.anyway or not self._wants_oldest_job(place):
             return False
         return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
 
     def _share(self, node: Node, gpus: int) -> tuple[int, int] | None:
         return self._free.share(node, gpus, self.limits.job.cpus, self.limits.job.memory_mb)
 
-    def _old_here(self, place: NodeChoice) -> bool:
+    def _wants_oldest_job(self, place: NodeChoice) -> bool:
         """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one.
 
         Without standby jobs no job is steered: a site orders by start, or Slurm refused to release one of ours.
@@ -509,7 +508,7 @@ class _Drafts:
         self._engines, self._pending = self._engines + jobs, self._pending + jobs
         self._gpus, self._user_gpus = self._gpus + gpus, self._user_gpus + gpus
 
-    def submit(self, want: Demand, place: NodeChoice, now: float, standby_s: float = 0.0) -> Submit:
+    def draft(self, want: Demand, place: NodeChoice, now: float, standby_s: float = 0.0) -> Submit:
         """A fresh job. `standby_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
         limits, gpus = self.limits, want.gpus_per_engine
         self._count(1, gpus)

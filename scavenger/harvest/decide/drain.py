@@ -62,7 +62,7 @@ def must_end_by(job: OurJob, limits: Limits) -> float:
 
 def asked_to_leave(
     view: ClusterView,
-    counted: QueueScan,
+    queue: QueueScan,
     capacity: NodeCapacity,
     jobs: Sequence[OurJob],
     staying: Sequence[OurJob],
@@ -70,17 +70,17 @@ def asked_to_leave(
     now: float,
 ) -> list[Drain]:
     """What leaves of `staying`: what Slurm would end anyway first, and for other users only what is still needed then."""
-    leaves = _ending(view, counted, staying, limits, now)
+    leaves = _ending(view, queue, staying, limits, now)
     gone = {action.intent_id for action in leaves}
     left = [job for job in staying if job.intent_id not in gone]
     return leaves + [
         _go(job, why, code)
-        for job, code, why in drains_for_other_users(counted, capacity, jobs, left, limits, now)
+        for job, code, why in drains_for_other_users(queue, capacity, jobs, left, limits, now)
     ]
 
 
 def _ending(
-    view: ClusterView, counted: QueueScan, staying: Sequence[OurJob], limits: Limits, now: float
+    view: ClusterView, queue: QueueScan, staying: Sequence[OurJob], limits: Limits, now: float
 ) -> list[Drain]:
     """Engines whose GPUs are not ours for long any more, whether other users want them or not."""
     engines = [job for job in staying if not job.waits]
@@ -91,7 +91,7 @@ def _ending(
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
     found: list[Drain] = []
     for job in engines:
-        listed = counted.ours.get(job.job_id)
+        listed = queue.ours.get(job.job_id)
         if listed is not None and preempted_already(listed):
             continue  # Slurm has asked it already, and it is to keep its place in the queue
         ends_at = listed.end_time if listed is not None and listed.has_gpus_allocated else 0.0

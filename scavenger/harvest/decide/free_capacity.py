@@ -100,7 +100,7 @@ class FreeCapacity:
         self, gpus: int, cpus: int, memory_mb: int, young: Mapping[str, int] | None = None
     ) -> NodeChoice | None:
         """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least. None, and `refused`,
-        when there is none. `young`: GPUs of nodes that are not worth this engine's start (`start_benefits`)."""
+        when there is none. `young`: GPUs of nodes that are not worth this engine's start (`free_capacity.StartBenefits`)."""
         young, settling = young or {}, 0
         best: tuple[int, int, str] | None = None
         share = (cpus, memory_mb)
@@ -205,8 +205,8 @@ def _few(names: Sequence[str], most: int = 4) -> str:
 
 def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: float) -> FreeCapacity:
     """Idle GPUs of the harvest partition's nodes that no other user's job could take, less those that our own pending jobs will."""
-    counted, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
-    free = free_capacity_of(view, counted, capacity, limits, now)
+    queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
+    free = free_capacity_of(view, queue, capacity, limits, now)
     for job in ours:
         if job.waits:
             free.keep(waits_for(job, limits), job.gpus)
@@ -219,7 +219,7 @@ def waits_for(job: OurJob, limits: Limits) -> str:
 
 
 def free_capacity_of(
-    view: ClusterView, counted: QueueScan, capacity: NodeCapacity, limits: Limits, now: float
+    view: ClusterView, queue: QueueScan, capacity: NodeCapacity, limits: Limits, now: float
 ) -> FreeCapacity:
     """The same before our own pending jobs are thought of."""
     part = view.partition(limits.partition)
@@ -233,10 +233,10 @@ def free_capacity_of(
     }
     resources = {name: resources_of(node) for name, node in nodes.items()}
     idle = sum(space.gpus for space in resources.values())
-    claimed = claim(counted.waits, capacity, resources) if part is not None else 0
+    claimed = claim(queue.waits, capacity, resources) if part is not None else 0
     reserved = begins(view, now)
     until = dict(reserved)
-    for name, at in counted.plans.items():
+    for name, at in queue.plans.items():
         until[name] = min(
             until.get(name, float("inf")),
             at - PLAN_STEP_S,
@@ -251,7 +251,7 @@ def free_capacity_of(
     kept = sum(min(space.gpus, limits.headroom.per_node) for space in resources.values())
     for space in resources.values():
         space.gpus = max(0, space.gpus - limits.headroom.per_node)
-    held = {name: space.gpus for name, space in counted.held.items()}
+    held = {name: space.gpus for name, space in queue.held.items()}
     free = FreeCapacity(
         resources,
         nodes,
@@ -267,7 +267,7 @@ def free_capacity_of(
         booked=tuple(sorted(booked)),
         expected=expected,
         full=_full(held, nodes, limits),
-        shared=_shared(nodes, counted),
+        shared=_shared(nodes, queue),
     )
     for name, gpus in held.items():
         if name in nodes:
@@ -275,10 +275,10 @@ def free_capacity_of(
     return free
 
 
-def _shared(nodes: Mapping[str, Node], counted: QueueScan) -> frozenset[str]:
+def _shared(nodes: Mapping[str, Node], queue: QueueScan) -> frozenset[str]:
     """Where somebody else holds GPUs and is not about to give them back."""
     none = NodeResources(0, 0, 0)
-    ours = {name: counted.held.get(name, none).gpus + counted.freed.get(name, none).gpus for name in nodes}
+    ours = {name: queue.held.get(name, none).gpus + queue.freed.get(name, none).gpus for name in nodes}
     return frozenset(name for name, node in nodes.items() if node.gpus_allocated > ours[name])
 
 

@@ -15,7 +15,7 @@ Which of our waiting jobs keep their place in the queue. Pure.
 
     waits for a node that will not come soon, and may fit elsewhere             moves: cancelled once a fresh one can start now
     waits for a node that Slurm keeps for a job that comes before its limit ends   the same: a shorter one may start there
-    would start on GPUs that are not worth a start (`start_benefits`)             leaves anyway: Slurm starts it when they come free
+    would start on GPUs that are not worth a start (`StartBenefits`)              leaves anyway: Slurm starts it when they come free
     else                                                                          stays, and what it will take is set aside
 
 A preempted job comes back to the place that it had. That saves a poll and a submission where its node is soon free for long, and wastes a
@@ -57,7 +57,7 @@ class Move:
 
 def not_beneficial_to(
     view: ClusterView,
-    counted: QueueScan,
+    queue: QueueScan,
     demand: Sequence[Demand],
     serving: Sequence[OurJob],
     limits: Limits,
@@ -75,7 +75,7 @@ def not_beneficial_to(
     found = []
     for job in sorted(waiting, key=_order):
         pinned = waits_for(job, limits)
-        begins_at = now + max(0.0, _begins_in(counted.ours.get(job.job_id), now))
+        begins_at = now + max(0.0, _begins_in(queue.ours.get(job.job_id), now))
         where = [nodes[name] for name in ((pinned,) if pinned else nodes) if name in nodes]
         why = _too_soon(by_run[job.run_id], job, where, begins_at, start_benefits, spoken)
         if why:
@@ -107,8 +107,8 @@ def _too_soon(
     return why
 
 
-def wait_or_move(
-    counted: QueueScan,
+def set_aside_or_move(
+    queue: QueueScan,
     free: FreeCapacity,
     serving: Sequence[OurJob],
     ours: Sequence[OurJob],
@@ -124,7 +124,7 @@ def wait_or_move(
     leaving = {move.job.intent_id for move in not_beneficial}
     found = []
     for job in sorted((job for job in ours if job.waits and job.intent_id not in leaving), key=_order):
-        listed = counted.ours.get(job.job_id)
+        listed = queue.ours.get(job.job_id)
         begins_s = _begins_in(listed, now)
         movable = job.intent_id in free_to_move and _movable(job)
         if begins_s > limits.placement.fresh_after_s:
@@ -221,7 +221,7 @@ def surplus(
                 CancelPending(
                     job.intent_id,
                     f"harvest.standby_jobs = {limits.placement.standby_jobs} are there without it",
-                    Code.SPARE,
+                    Code.STANDBY,
                 )
             )
         else:
@@ -248,7 +248,7 @@ def more(
             limits.partition,
             want.gpus_per_engine,
             f"run {want.run}: to be released where other users leave a gap",
-            code=Code.SPARE,
+            code=Code.STANDBY,
             engine=want.engine,
             cpus=share[0],
             memory_mb=share[1],

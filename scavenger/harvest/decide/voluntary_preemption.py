@@ -53,7 +53,7 @@ class _Engine:
 
 
 def drains_for_other_users(
-    counted: QueueScan,
+    queue: QueueScan,
     capacity: NodeCapacity,
     jobs: Sequence[OurJob],
     staying: Sequence[OurJob],
@@ -65,12 +65,12 @@ def drains_for_other_users(
     The fewest GPUs, and of these the engines with the least to lose. A guest like us gets what is idle; nobody leaves for it. Where Slurm
     preempts by QOS a waiting job's is not seen, so it is treated as one that Slurm might not help: at once, as a peer; but not called one.
     """
-    stands = _Stands(counted, capacity, jobs, staying)
+    stands = _Stands(queue, capacity, jobs, staying)
     tier = capacity.reach(limits.partition)[1]
     seen = dict(limits.yielding.could_start_since)
     failed: set[tuple[str, int, int, int]] = set()
     found: list[tuple[OurJob, Code, str]] = []
-    for wait in counted.waits:
+    for wait in queue.waits:
         if not stands.engines:
             break
         shape = (wait.partition, wait.n_nodes, wait.gpus_per_node, wait.cpus_per_node)
@@ -93,14 +93,14 @@ def drains_for_other_users(
     return found
 
 
-def could_start(counted: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
+def could_start(queue: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
     """Others' jobs that would start now if our engines left, and that Slurm may preempt us for: the first of them, in order."""
     if limits.yielding.by_qos:  # nobody is waited with until Slurm had its chance
         return ()
     tier = capacity.reach(limits.partition)[1]
     found = (
         wait.job_id
-        for wait in counted.waits
+        for wait in queue.waits
         if not wait.needs_at and not wait.harvested and capacity.reach(wait.partition)[1] > tier
     )
     return tuple(islice(found, REMEMBERED))
@@ -128,12 +128,12 @@ class _Stands:
     """What is free, what is on its way out counted, and engines that may still leave; waiting jobs are placed one by one."""
 
     def __init__(
-        self, counted: QueueScan, capacity: NodeCapacity, jobs: Sequence[OurJob], staying: Sequence[OurJob]
+        self, queue: QueueScan, capacity: NodeCapacity, jobs: Sequence[OurJob], staying: Sequence[OurJob]
     ) -> None:
         self._capacity = capacity
         nothing = NodeResources(0, 0, 0)
         self._stands = {
-            name: _Stand(space.gpus + (more := counted.freed.get(name, nothing)).gpus, space.cpus + more.cpus)
+            name: _Stand(space.gpus + (more := queue.freed.get(name, nothing)).gpus, space.cpus + more.cpus)
             for name, space in capacity.free.items()
         }
         self._heaps: dict[str, list[tuple[int, str]]] = {}
@@ -142,7 +142,7 @@ class _Stands:
         self.engines = 0
         kept = {job.intent_id for job in staying}
         for job in jobs:
-            stand, listed = self._stands.get(job.node), counted.ours.get(job.job_id)
+            stand, listed = self._stands.get(job.node), queue.ours.get(job.job_id)
             if job.waits or stand is None or listed is None or JobFlag.COMPLETING in listed.flags:
                 continue
             if job.intent_id in kept and not preempted_already(listed):

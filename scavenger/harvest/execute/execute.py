@@ -331,7 +331,7 @@ class Performer:
                     )
                 ]
             )
-            await self.cancel([CancelPending(action.intent_id, why, Code.SPARE)], inputs)
+            await self.cancel([CancelPending(action.intent_id, why, Code.STANDBY)], inputs)
         else:
             self._tracker.released(action.intent_id, action.node, self._clock())
 

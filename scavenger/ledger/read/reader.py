@@ -24,7 +24,16 @@ from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 from scavenger.weights import manifest as manifests
 
 Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
-Payload = tuple[bytes, bytes, bytes]
+Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs
+
+#: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
+_MOST_NAMED = 500
+#: Remedies: of a read that took too long, and of rows that contradict each other.
+_OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a check), for the daemon's sake: ask for less, or export it"
+_RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
+#: `samples.contents` of a sample whose tokens are not there any more.
+GONE = frozenset({"dropped", "purged"})
+_GONE: Payload = (b"", b"", b"")
 
 
 class LeaseSpan(msgspec.Struct, frozen=True):
@@ -119,12 +128,6 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
         raise LedgerError(f"sample {sample_id}: {at} tokens in its chunks, {length} accepted", _RESTORE)
     tokens, logprobs, raw_logprobs = (b"".join(column) for column in columns)
     return tokens, logprobs, raw_logprobs
-
-
-#: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
-_MOST_NAMED = 500
-_OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a check), for the daemon's sake: ask for less, or export it"
-_RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 
 
 def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
@@ -372,11 +375,6 @@ def _payloads(
         else join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"])
         for row in samples
     }
-
-
-#: `samples.contents` of a sample whose tokens are not there any more.
-GONE = frozenset({"dropped", "purged"})
-_GONE: Payload = (b"", b"", b"")
 
 
 def _job(row: Mapping[str, Any], lives: Sequence[r.EngineLife]) -> r.JobState:

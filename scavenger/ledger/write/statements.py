@@ -4,7 +4,8 @@ Three sets of each kind say which records of another kind must be written before
 
     creates   rows it inserts. They are new, so an insert may always move ahead.
     uses      rows that must exist. It stays behind every kind that creates such rows.
-    sets      columns whose last writer wins (or that depend on each other). Two kinds that share one keep their order.
+    sets      labels `table.what` of state whose last writer wins. A label may stand for several columns (`steps.rewound`: for
+              `steps.rewound_by` and the fall of `runs.last_step`). Two kinds that share a label keep their order.
 
 Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are in no set: their updates commute.
 
@@ -114,7 +115,7 @@ def _value(column: sa.Column[Any], value: Any) -> Any:
     return value
 
 
-def _same(table: Table, names: str) -> dict[str, Any]:
+def _fields(names: str) -> dict[str, Any]:
     """Columns with the names of the record's fields."""
     return {name: f":{name}" for name in names.split()}
 
@@ -153,7 +154,7 @@ KINDS: dict[type[Record], Kind] = {
     r.RunCreated: _kind(
         _insert(
             t.runs,
-            **_same(t.runs, "run_id name owner_key seed config engine tokenizer"),
+            **_fields("run_id name owner_key seed config engine tokenizer"),
             created_at=":at",
             state="active",
             reason="",
@@ -167,34 +168,28 @@ KINDS: dict[type[Record], Kind] = {
     # A run that had ended and is opened again goes on.
     r.AttemptGranted: _kind(
         _insert(
-            t.attempts,
-            **_same(t.attempts, "run_id attempt host job_id resume_step config engine"),
-            started_at=":at",
+            t.attempts, **_fields("run_id attempt host job_id resume_step config engine"), started_at=":at"
         ),
-        _update(
-            t.runs, "run_id", **_same(t.runs, "attempt resume_step"), state="active", reason="", ended_at=None
-        ),
+        _update(t.runs, "run_id", **_fields("attempt resume_step"), state="active", reason="", ended_at=None),
         creates="attempts",
         uses="runs",
         sets="runs.attempt runs.state",
     ),
     r.RunEnded: _kind(
-        _update(t.runs, "run_id", **_same(t.runs, "state reason"), ended_at=":at"),
-        uses="runs",
-        sets="runs.state",
+        _update(t.runs, "run_id", **_fields("state reason"), ended_at=":at"), uses="runs", sets="runs.state"
     ),
     r.VersionPublished: _kind(
         _insert(
             t.weight_versions,
             published_at=":at",
-            **_same(t.weight_versions, "run_id version step attempt root manifest nbytes"),
+            **_fields("run_id version step attempt root manifest nbytes"),
         ),
         _update(t.runs, "run_id", last_version=_at_least(t.runs.c.last_version, "version")),
         creates="weight_versions",
         uses="runs",
     ),
     r.StepCommitted: _kind(
-        _insert(t.steps, **_same(t.steps, "run_id purpose step attempt version metrics"), committed_at=":at"),
+        _insert(t.steps, **_fields("run_id purpose step attempt version metrics"), committed_at=":at"),
         _update(
             t.runs,
             "run_id",
@@ -223,18 +218,15 @@ KINDS: dict[type[Record], Kind] = {
         sets="steps.rewound checkpoints.rewound",
     ),
     r.CheckpointRecorded: _kind(
-        _insert(
-            t.checkpoints, **_same(t.checkpoints, "run_id step version root path kept"), recorded_at=":at"
-        ),
+        _insert(t.checkpoints, **_fields("run_id step version root path kept"), recorded_at=":at"),
         creates="checkpoints",
         sets="checkpoints.rewound",
     ),
     r.GroupCreated: _kind(
         _insert(
             t.groups,
-            **_same(
-                t.groups,
-                "group_id run_id purpose step prompt_index retry version prompt n first_sample_id sampling meta",
+            **_fields(
+                "group_id run_id purpose step prompt_index retry version prompt n first_sample_id sampling meta"
             ),
             created_version=":version",
             created_at=":at",
@@ -243,7 +235,7 @@ KINDS: dict[type[Record], Kind] = {
         _insert(
             t.samples,
             new_samples,
-            **_same(t.samples, "sample_id group_id run_id"),
+            **_fields("sample_id group_id run_id"),
             sample_index=":index",
             state="open",
             reason="",
@@ -270,7 +262,7 @@ KINDS: dict[type[Record], Kind] = {
     r.LeaseGranted: _kind(
         _insert(
             t.leases,
-            **_same(t.leases, "sample_id epoch worker_id version"),
+            **_fields("sample_id epoch worker_id version"),
             start_len=":offset",
             end_len=":offset",
             regenerated=0,
@@ -280,7 +272,7 @@ KINDS: dict[type[Record], Kind] = {
         _update(
             t.samples,
             "sample_id",
-            **_same(t.samples, "epoch worker_id"),
+            **_fields("epoch worker_id"),
             moves=t.samples.c.moves + sa.case((_p("offset") > 0, 1), else_=0),
         ),
         creates="leases",
@@ -289,11 +281,7 @@ KINDS: dict[type[Record], Kind] = {
     ),
     r.LeaseEnded: _kind(
         _update(
-            t.leases,
-            "sample_id epoch",
-            **_same(t.leases, "reason regenerated"),
-            end_len=":length",
-            ended_at=":at",
+            t.leases, "sample_id epoch", **_fields("reason regenerated"), end_len=":length", ended_at=":at"
         ),
         _update(
             t.samples,
@@ -307,7 +295,7 @@ KINDS: dict[type[Record], Kind] = {
     r.LeaseMoved: _kind(
         _insert(
             t.leases,
-            **_same(t.leases, "sample_id worker_id version"),
+            **_fields("sample_id worker_id version"),
             epoch=_next("epoch"),
             start_len=":length",
             end_len=":length",
@@ -316,11 +304,7 @@ KINDS: dict[type[Record], Kind] = {
             granted_at=":at",
         ),
         _update(
-            t.leases,
-            "sample_id epoch",
-            **_same(t.leases, "reason regenerated"),
-            end_len=":length",
-            ended_at=":at",
+            t.leases, "sample_id epoch", **_fields("reason regenerated"), end_len=":length", ended_at=":at"
         ),
         _update(
             t.samples,
@@ -356,11 +340,11 @@ KINDS: dict[type[Record], Kind] = {
         sets="samples.state",
     ),
     r.SampleEnded: _kind(
-        _insert(t.sample_ends, **_same(t.sample_ends, _END)),
+        _insert(t.sample_ends, **_fields(_END)),
         _update(
             t.samples,
             "sample_id",
-            **_same(t.samples, "state reason reward advantage reward_version"),
+            **_fields("state reason reward advantage reward_version"),
             ended_step=":step",
             ended_attempt=":attempt",
             ended_at=":at",
@@ -372,7 +356,7 @@ KINDS: dict[type[Record], Kind] = {
     r.SampleReopened: _kind(
         _insert(
             t.sample_ends,
-            **_same(t.sample_ends, "sample_id attempt at"),
+            **_fields("sample_id attempt at"),
             state="reopened",
             reason="",
             step=0,
@@ -397,9 +381,7 @@ KINDS: dict[type[Record], Kind] = {
     r.WorkerJoined: _kind(
         _insert(
             t.workers,
-            **_same(
-                t.workers, "worker_id run_id kind intent_id session incarnation job_id node gpus engine slot"
-            ),
+            **_fields("worker_id run_id kind intent_id session incarnation job_id node gpus engine slot"),
             joined_at=":at",
             reason="",
             samples=0,
@@ -410,17 +392,14 @@ KINDS: dict[type[Record], Kind] = {
     ),
     r.WorkerLeft: _kind(
         _update(
-            t.workers,
-            "worker_id",
-            **_same(t.workers, "reason notice samples salvaged regenerated"),
-            left_at=":at",
+            t.workers, "worker_id", **_fields("reason notice samples salvaged regenerated"), left_at=":at"
         ),
         uses="workers",
     ),
     r.JobIntended: _kind(
         _insert(
             t.jobs,
-            **_same(t.jobs, "intent_id run_id partition gpus worker_key pinned"),
+            **_fields("intent_id run_id partition gpus worker_key pinned"),
             intended_at=":at",
             job_id=0,
             last_state="",
@@ -439,7 +418,7 @@ KINDS: dict[type[Record], Kind] = {
         sets="jobs.job_id",
     ),
     r.JobObserved: _kind(
-        _insert(t.job_states, **_same(t.job_states, f"intent_id job_id at {_JOB_STATE}")),
+        _insert(t.job_states, **_fields(f"intent_id job_id at {_JOB_STATE}")),
         _update(
             t.jobs,
             "intent_id",
@@ -447,7 +426,7 @@ KINDS: dict[type[Record], Kind] = {
             job_id=":job_id",
             last_state=":state",
             observed_at=":at",
-            **_same(t.jobs, "flags reason node restart_count"),
+            **_fields("flags reason node restart_count"),
         ),
         creates="job_states",
         uses="jobs",
@@ -461,7 +440,7 @@ KINDS: dict[type[Record], Kind] = {
     r.AllocationStarted: _kind(
         _insert(
             t.gpu_allocations,
-            **_same(t.gpu_allocations, "intent_id restart_count job_id node gpus"),
+            **_fields("intent_id restart_count job_id node gpus"),
             started_at=":at",
             reason="",
         ),
@@ -479,7 +458,7 @@ KINDS: dict[type[Record], Kind] = {
             t.gpu_allocations,
             "intent_id restart_count",
             must_match=False,
-            **_same(t.gpu_allocations, "node gpus started_at ended_at reason"),
+            **_fields("node gpus started_at ended_at reason"),
         ),
         uses="gpu_allocations",
         sets="gpu_allocations.end",
@@ -487,20 +466,16 @@ KINDS: dict[type[Record], Kind] = {
     r.ClusterPolled: _kind(
         _insert(
             t.cluster_polls,
-            **_same(
-                t.cluster_polls,
-                "gpus_idle gpus_harvested gpus_other_users gpus_reserved gpus_unusable jobs_pending_other_users at",
+            **_fields(
+                "gpus_idle gpus_harvested gpus_other_users gpus_reserved gpus_unusable jobs_pending_other_users at"
             ),
         ),
         creates="cluster_polls",
     ),
     r.Decision: _kind(
-        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at code")),
-        creates="decisions",
+        _insert(t.decisions, **_fields("policy action subject reason inputs at code")), creates="decisions"
     ),
-    r.Event: _kind(
-        _insert(t.events, **_same(t.events, "kind run_id subject reason detail at")), creates="events"
-    ),
+    r.Event: _kind(_insert(t.events, **_fields("kind run_id subject reason detail at")), creates="events"),
     r.Heartbeat: _kind(),
 }
 
@@ -535,12 +510,3 @@ def describe(record: Record) -> str:
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
     shown = (f"{n}=<{len(v)} bytes>" if isinstance(v, bytes) else f"{n}={str(v)[:40]!r}" for n, v in fields)
     return f"{type(record).__name__}({', '.join(shown)})"
-
-
-def kinds() -> tuple[type[Record], ...]:
-    """Every record kind that exists, whether or not `KINDS` knows it."""
-    return tuple(
-        kind
-        for kind in vars(r).values()
-        if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
-    )

@@ -79,7 +79,7 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
         due, bys = harvester._pace.next, []
 
         def asked(now: float, *, by: float, **more: bool) -> tuple[float, Poll]:
-            bys.append((harvester.stop_state.seen is not None, by <= now))
+            bys.append((harvester.stop_state.stop_read is not None, by <= now))
             return due(now, by=by, **more)
 
         monkeypatch.setattr(harvester._pace, "next", asked)
@@ -89,7 +89,8 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
             await until("it stops, whatever that costs", lambda: world.events("harvest_stopped"))
             resume(world.state_dir)
             await until(
-                "it knows", lambda: harvester.stop_state.seen is None and harvester.stop_state.changed
+                "it knows",
+                lambda: harvester.stop_state.stop_read is None and harvester.stop_state.poll_and_compare(),
             )
             n = len(bys)
             await until("and waits", lambda: len(bys) > n + 1)

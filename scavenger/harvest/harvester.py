@@ -9,9 +9,7 @@ When to poll again, and how much, is `pace`'s. A poll of the queue alone moves o
 poll follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
 
 `Poller` owns the last complete observation, what Slurm says of itself, and the verdict on the partition. A poll of the queue becomes a full
-one where it says too little. Every observation is stamped by our clock, with the time before it was asked for. `Plans` owns the last plans
-that were seen, what backfill plans for waiting jobs: each of its cycles begins by forgetting the starts and nodes of all waiting jobs
-(Slurm's `_clear_job_estimates`) and finds them again one by one, so a queue polled in between shows none.
+one where it says too little. Every observation is stamped by our clock, with the time before it was asked for.
 
 Owns the order of a cycle, the wait between two, and the end. Decides nothing about jobs; knows of no command and no key file.
 """
@@ -54,12 +52,31 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
 from scavenger.policy.idle_gpus import Idling
 
+log = structlog.get_logger()
+
 #: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
 KEPT_S = 300.0
+#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
+INFO_S = 900.0
+#: A drained engine's job that is still there after this is cancelled.
+DRAIN_NOTICE_S = 30.0
+#: How often the demand is compared with what was last decided on.
+DEMAND_TICK_S = 1.0
+#: How long a stop waits for the cycle under way, so that a submission's answer is still recorded.
+STOP_S = 3.0
+#: How long a shutdown that cancels waits for the jobs to leave the queue.
+CANCEL_S = 20.0
+#: Jobs that accounting is asked for at once, and how long one that did not answer is left alone: its commands wait for seconds.
+MOST_JOBS = 200
+ACCOUNT_RETRY_S = 300.0
 
 
 class Plans:
-    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue."""
+    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue.
+
+    Each cycle of backfill begins by forgetting the starts and nodes of all waiting jobs (Slurm's `_clear_job_estimates`) and finds them
+    again one by one, so a queue that is polled in between shows none.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[
@@ -81,10 +98,6 @@ class Plans:
             return job
         self._seen[job.job_id] = found
         return replace(job, planned=found[0].planned, start_time=found[0].start_time)
-
-
-#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
-INFO_S = 900.0
 
 
 class Poller:
@@ -172,21 +185,6 @@ class Poller:
         self.refused = refused
 
 
-log = structlog.get_logger()
-
-#: A drained engine's job that is still there after this is cancelled.
-DRAIN_NOTICE_S = 30.0
-#: How often the demand is compared with what was last decided on.
-DEMAND_TICK_S = 1.0
-#: How long a stop waits for the cycle under way, so that a submission's answer is still recorded.
-STOP_S = 3.0
-#: How long a shutdown that cancels waits for the jobs to leave the queue.
-CANCEL_S = 20.0
-#: Jobs that accounting is asked for at once, and how long one that did not answer is left alone: its commands wait for seconds.
-MOST_JOBS = 200
-ACCOUNT_RETRY_S = 300.0
-
-
 class Harvester:
     """See the module. `uid`: of the ledger, in its jobs' names and comments. `learned` gets what Slurm says of itself when that changes,
     `observed` each view. `drain_notice_s`: how long a drained engine's job may stay."""
@@ -237,11 +235,11 @@ class Harvester:
         )
         self._pace = Pace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
-        self._by = math.inf  # when the first drained engine's job must be gone (`monotonic`)
+        self._drains_due_at = math.inf  # when the first drained engine's job must be gone (`monotonic`)
         self.error_kinds: Counter[str] = (
             Counter()
         )  # failed polls and commands by kind, for status and metrics
-        self._decided_on: tuple[tuple[int, int, int], ...] = ()
+        self._demand_decided_on: tuple[tuple[int, int, int], ...] = ()
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
         self._cycle_lock = asyncio.Lock()
@@ -307,7 +305,7 @@ class Harvester:
                 if self._stopping.is_set():
                     return
                 await self._cycle(poll)
-            poll = await self._pause(stop)
+            poll = await self._wait_for_next_poll(stop)
 
     async def shutdown(self, cancel: bool) -> None:
         """Stop. Jobs stay for the next daemon unless `cancel`: then every one is cancelled, and waited for while that takes `CANCEL_S`."""
@@ -336,19 +334,19 @@ class Harvester:
 
     async def _cycle(self, poll: Poll) -> None:
         """Observe and conclude; after a whole poll also decide and perform."""
-        before = self.cluster.rpc.total
+        rpcs_before_poll = self.cluster.rpc.total
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
         except ClusterError as error:
             if self._poller.info is None and not isinstance(error, ClusterUnavailable):
                 raise  # it never worked: no Slurm on PATH, not a cluster
-            self._failed(error, before)
+            self._failed(error, rpcs_before_poll)
             return
         if failures := self._pace.failures:
             why = f"answers again after {failures} failures"
             self._write([rec.Event("cluster_back", 0, self._poller.name, why, "{}", self._clock())])
-        seen = self.cluster.rpc.total
-        self._pace.polled(poll, seen - before, self._monotonic())
+        rpcs_after_poll = self.cluster.rpc.total
+        self._pace.polled(poll, rpcs_after_poll - rpcs_before_poll, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
         self.tracker.heard(self._router.lives())
         output = self.tracker.observe(view, self._clock())
@@ -356,10 +354,15 @@ class Harvester:
         self._observed(view)
         if poll is Poll.JOBS:
             return  # the nodes in this view are those of the last whole poll: nothing is decided on them
+        await self._decide_and_perform(view, output.orphaned_jobs, rpcs_after_poll)
+
+    async def _decide_and_perform(
+        self, view: ClusterView, orphaned_jobs: tuple[int, ...], rpcs_after_poll: int
+    ) -> None:
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
         self._record_gpu_use(view)
         await self.stop_state.poll_now()
-        demand = self._wanted()
+        demand = self._take_demand()
         now = self._clock()
         info = self._poller.info
         assert info is not None  # by `Poller.observe`
@@ -369,12 +372,12 @@ class Harvester:
         decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
         self.stop_state.decided(decision, now)
         try:
-            await self._performer.cancel_orphaned_jobs(output.orphaned_jobs)
+            await self._performer.cancel_orphaned_jobs(orphaned_jobs)
             await self._performer.perform(decision, demand, info.backend, self._overtaken)
         except ClusterError as error:
-            self._failed(error, seen)
+            self._failed(error, rpcs_after_poll)
             return
-        self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
+        self._pace.spent(self.cluster.rpc.total - rpcs_after_poll, self._monotonic())
         self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
@@ -390,7 +393,7 @@ class Harvester:
 
     def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
         """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""
-        limits = self.stop_state.limits(view, info, self.tracker, self._drain_notice_s, now)
+        limits = self.stop_state.update_limits(view, info, self.tracker, self._drain_notice_s, now)
         standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
         return replace(
             limits,
@@ -405,7 +408,7 @@ class Harvester:
         """
         draining = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
         due = min((must_end_by(job, limits) for job in draining), default=math.inf)
-        self._by = self._monotonic() + max(0.0, due - self._clock())
+        self._drains_due_at = self._monotonic() + max(0.0, due - self._clock())
 
     async def _account(self) -> None:
         """Ask Slurm's accounting for the times of allocations that no poll saw whole. It is no part of a poll: without it all goes on."""
@@ -423,10 +426,10 @@ class Harvester:
             return
         self._absorb(self.tracker.accounted(asked, lives, self._clock()))
 
-    def _failed(self, error: ClusterError, before: int) -> None:
-        """A command failed: what it was to do is decided afresh on the next view. `before`: requests that had been counted by then."""
+    def _failed(self, error: ClusterError, rpcs_before: int) -> None:
+        """A command failed: what it was to do is decided afresh on the next view. `rpcs_before`: requests counted by then."""
         error_kind = error.error_kind if isinstance(error, ClusterUnavailable) else "refused"
-        retry_s = self._pace.failed(error_kind, self.cluster.rpc.total - before, self._monotonic())
+        retry_s = self._pace.failed(error_kind, self.cluster.rpc.total - rpcs_before, self._monotonic())
         self.error_kinds[error_kind] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
@@ -444,9 +447,10 @@ class Harvester:
             if isinstance(record, rec.JobEnded):
                 self._keys.drop(record.intent_id)
 
-    def _wanted(self) -> list[Demand]:
+    def _take_demand(self) -> list[Demand]:
+        """What the runs want now, within their owners' limits; remembered, so that a change of it is seen."""
         asked = list(self._router.demand())
-        self._decided_on = _shape(asked)
+        self._demand_decided_on = _shape(asked)
         demand = within_owners(asked, self.config.owners.most_gpus)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
@@ -457,27 +461,25 @@ class Harvester:
         assert self.view is not None
         await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
-        return old or self._stopping.is_set() or self.stop_state.seen != self.stop_state.decided_on
+        return old or self._stopping.is_set() or self.stop_state.stop_read != self.stop_state.stop_in_force
 
     # ---------------------------------------------------------------- time
 
-    async def _pause(self, stop: asyncio.Event) -> Poll:
+    async def _wait_for_next_poll(self, stop: asyncio.Event) -> Poll:
         """Until the next poll is due, or it is time to stop. Says which poll that is."""
         poll = Poll.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
-            changed = self.stop_state.changed
-            if (
-                self._pace.failures and self.stop_state.seen is not None
-            ):  # no poll, no decision: what needs no Slurm is done now
-                for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.seen.reason):
-                    self._performer.drain(action, "{}")
-            moved = self._poked.is_set() or changed or _shape(self._router.demand()) != self._decided_on
+            changed = self.stop_state.poll_and_compare()
+            self._drain_while_slurm_fails()
+            moved = (
+                self._poked.is_set() or changed or _shape(self._router.demand()) != self._demand_decided_on
+            )
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
                 d.engines for d in self._router.demand()
             )
             # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of polls.
-            by = now if changed and self.stop_state.seen is not None else self._by
+            by = now if changed and self.stop_state.stop_read is not None else self._drains_due_at
             due_at, poll = self._pace.next(
                 now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by
             )
@@ -492,6 +494,12 @@ class Harvester:
         if poll is Poll.FULL:
             self._poked.clear()
         return poll
+
+    def _drain_while_slurm_fails(self) -> None:
+        """Somebody stopped us, and there is no poll to decide on: what needs no Slurm is done now."""
+        if self._pace.failures and self.stop_state.stop_read is not None:
+            for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.stop_read.reason):
+                self._performer.drain(action, "{}")
 
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
