@@ -231,6 +231,24 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class Qos:
+    """One QOS of slurmdbd. `preempts`: names of the QOS whose jobs it may preempt.
+
+    `preempt_mode`: what happens to its jobs when they are preempted; None: what the partition says.
+    `exempt_s`: PreemptExemptTime, in place of the cluster's; None: the cluster's.
+    `limits`: those that are set, as Slurm spells them.
+    """
+
+    name: str
+    preempts: frozenset[str]
+    preempt_mode: PreemptMode | None = None
+    grace_s: float = 0.0
+    exempt_s: float | None = None
+    usage_factor: float = 1.0
+    limits: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterInfo:
     """What does not change from one observation to the next (until a reconfigure)."""
 
@@ -248,6 +266,7 @@ class ClusterInfo:
         frozenset()
     )  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
     accounting: bool = False  # slurmdbd keeps every life of a job: `port.Cluster.accounting` can be asked
+    qos: tuple[Qos, ...] | None = None  # by name; None: the site has no slurmdbd, or it has not replied yet
 
     @property
     def preempts_by(self) -> str:

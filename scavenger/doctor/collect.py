@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
-from scavenger.doctor.facts import QOS_FIELDS, CommandOutput, Facts, Wanted
+from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.errors import ClusterError
 
 DEADLINE_S = 20.0
@@ -34,10 +34,7 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
     """The questions for slurmdbd, asked only where the site has one: elsewhere sacctmgr can only fail."""
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
-    return {
-        "qos": [*quiet, "qos", f"format={','.join(QOS_FIELDS)}"],
-        "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"],
-    }
+    return {"qos": commands.qos_argv(), "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"]}
 
 
 def environment(env: Mapping[str, str] | None) -> dict[str, str]:

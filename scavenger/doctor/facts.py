@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from scavenger.cluster.model import Node, Partition
+from scavenger.cluster.model import Node, Partition, Qos
 from scavenger.cluster.slurm import commands
 from scavenger.cluster.slurm import text as slurm_text
 from scavenger.errors import ClusterError
@@ -52,33 +52,6 @@ class Wanted:
     fast_poll_interval_s: float = 15.0
     absent_s: float = 30.0
     user: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Qos:
-    """One line of `sacctmgr show qos`."""
-
-    name: str
-    preempt: frozenset[str]
-    preempt_mode: str
-    grace_s: float
-    exempt_s: float
-    usage_factor: float
-    limits: tuple[tuple[str, str], ...]  # those of the limits that are set, as Slurm spells them
-
-
-QOS_FIELDS = (
-    "Name",
-    "Preempt",
-    "PreemptMode",
-    "GraceTime",
-    "PreemptExemptTime",
-    "UsageFactor",
-    "MaxTRESPU",
-    "MaxJobsPU",
-    "MaxSubmitPU",
-    "GrpTRES",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +163,7 @@ class Facts:
 
     @property
     def qos(self) -> tuple[Qos, ...]:
-        return tuple(_qos(line) for line in self.text("qos").splitlines() if line.strip())
+        return _read(commands.parse_qos, self.text("qos"))
 
     def grace_s(self, wanted: Wanted) -> float:
         """The GraceTime that our jobs get: of the QOS where Slurm preempts by QOS, else of the partition."""
@@ -204,20 +177,3 @@ def _read(parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except ClusterError as error:
         raise Missing(error.cause) from error
-
-
-def _qos(line: str) -> Qos:
-    cells = line.split("|")
-    if len(cells) != len(QOS_FIELDS):
-        raise Missing(f"sacctmgr show qos printed {len(cells)} fields, {len(QOS_FIELDS)} were asked for")
-    row = dict(zip(QOS_FIELDS, cells, strict=True))
-    factor = row["UsageFactor"]
-    return Qos(
-        row["Name"],
-        frozenset(name for name in row["Preempt"].split(",") if name),
-        row["PreemptMode"],
-        _read(slurm_text.parse_duration, row["GraceTime"] or "0"),
-        _read(slurm_text.parse_duration, row["PreemptExemptTime"] or "0"),
-        float(factor) if re.fullmatch(r"\d+(\.\d+)?", factor) else 1.0,
-        tuple((name, row[name]) for name in QOS_FIELDS[6:] if row[name]),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scavenger.cluster.model import JobLife
+from scavenger.cluster.model import JobLife, PreemptMode
 from scavenger.cluster.slurm import commands
 from scavenger.errors import ClusterUnavailable
 
@@ -57,3 +57,25 @@ PreemptType             = preempt/partition_prio
 SLURM_VERSION           = 22.05.8
 """
     assert commands.parse_info(config, user="u").accounting is there
+
+
+def test_the_qos_of_slurmdbd_are_read() -> None:
+    assert commands.qos_argv()[:2] == ["sacctmgr", "--noheader"]
+    low, normal = commands.parse_qos(
+        "normal|low,lower|cluster|00:00:00||1.000000||||\n"
+        "low||cancel,gang|00:01:00|00:05:00|0.000000|gres/gpu=4|||cpu=9\n"
+    )
+    assert (normal.preempts, normal.preempt_mode, normal.exempt_s) == ({"low", "lower"}, None, None)
+    assert (low.preempt_mode, low.grace_s, low.exempt_s, low.usage_factor) == (
+        PreemptMode.CANCEL,
+        60.0,
+        300.0,
+        0.0,
+    )
+    assert low.limits == (("MaxTRESPU", "gres/gpu=4"), ("GrpTRES", "cpu=9"))
+
+
+@pytest.mark.parametrize("line", ["low|normal", "||cluster|||||||", "low||sometimes|00:00:00||1||||"])
+def test_a_qos_that_is_not_as_it_was_asked_for_is_refused(line: str) -> None:
+    with pytest.raises(ClusterUnavailable, match="sacctmgr's answer is malformed"):
+        commands.parse_qos(line + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.model import Job, JobState, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
@@ -56,6 +56,32 @@ def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it
     assert [end.reason for end in world.of(rec.AllocationEnded)] == ["preempted", "cancelled"]
     assert [(gone.incarnation, gone.crashed) for gone in world.of(JobGone)] == [(0, False), (1, False)]
     assert len(world.of(rec.JobIntended)) == 1
+
+
+def test_where_slurm_cancels_what_it_preempts_a_fresh_job_comes_and_nothing_is_blamed(tmp_path: Path) -> None:
+    normal, scavenge = layout().partitions
+    cancels = msgspec.structs.replace(scavenge, preempt_mode=PreemptMode.CANCEL)
+    with SlurmSandbox(msgspec.structs.replace(layout(), partitions=(normal, cancels))) as sandbox:
+        cluster = SlurmCluster(sandbox.env)
+        world = World(cluster, tmp_path, tmp_path / "state")
+
+        async def play() -> None:
+            world.want(1)
+            async with running(world.harvester(drain_notice_s=0.5, quarantine_after=1), cancel=True):
+                await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted), 90.0)
+                theirs = [cluster.submit(spec(workdir="/tmp")) for _ in range(2)]
+                await until("the router knows", lambda: world.of(JobGone), 90.0)
+                await until("its job has ended", lambda: world.of(rec.JobEnded), 90.0)
+                await asyncio.to_thread(cluster.cancel, tuple(theirs))
+                await until("another holds", lambda: len(world.of(rec.AllocationStarted)) == 2, 90.0)
+
+        asyncio.run(play())
+    first, second = world.of(rec.AllocationStarted)
+    assert first.job_id != second.job_id
+    assert (first.restart_count, second.restart_count) == (0, 0)
+    assert world.of(rec.AllocationEnded)[0].reason == "preempted"
+    assert not any(gone.crashed for gone in world.of(JobGone))
+    assert not world.events("node_quarantined")
 
 
 def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.model import ClusterInfo, Partition, PreemptMode
+from scavenger.cluster.model import ClusterInfo, Partition, PreemptMode, Qos
 from scavenger.cluster.partition_check import check
 from scavenger.cluster.slurm.commands import parse_info
 from scavenger.errors import ConfigError
@@ -53,12 +53,48 @@ def test_what_would_block_others_is_refused(
     assert error.value.remedy
 
 
-def test_preemption_by_qos_needs_a_qos_of_ours() -> None:
-    check(replace(INFO, preempt_type="preempt/qos"), PARTITIONS, "scavenge", "scavenger")
+LOW, ABOVE, BESIDE = Qos("low", frozenset()), Qos("normal", frozenset({"low"})), Qos("long", frozenset())
 
 
-def test_a_qos_of_ours_may_have_an_exempt_time_of_its_own() -> None:
-    check(replace(INFO, exempt_s=3600.0), PARTITIONS, "scavenge", "scavenger")
+def by_qos(*qos: Qos, preempt_type: str = "preempt/qos", exempt_s: float = 0.0) -> ClusterInfo:
+    return replace(INFO, preempt_type=preempt_type, exempt_s=exempt_s, accounting=True, qos=qos)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        by_qos(LOW, ABOVE, BESIDE),
+        by_qos(replace(LOW, preempt_mode=PreemptMode.CANCEL), ABOVE),
+        by_qos(replace(LOW, exempt_s=0.0), ABOVE, exempt_s=3600.0),
+        by_qos(replace(LOW, exempt_s=0.0), preempt_type="preempt/partition_prio", exempt_s=3600.0),
+        replace(by_qos(), qos=None, exempt_s=3600.0),  # slurmdbd does not reply: not known, not refused
+    ],
+)
+def test_a_qos_that_another_may_preempt_passes(info: ClusterInfo) -> None:
+    check(info, PARTITIONS, "scavenge", "low")
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        (by_qos(ABOVE), "'low'.* has no such QOS"),
+        (by_qos(LOW, BESIDE), "no QOS of cluster .* may preempt it"),
+        (by_qos(replace(LOW, preempt_mode=PreemptMode.SUSPEND), ABOVE), "'low' suspends"),
+        (by_qos(replace(LOW, preempt_mode=PreemptMode.OFF), ABOVE), "'low' is not preemptible"),
+        (by_qos(replace(LOW, exempt_s=60.0), ABOVE), "QOS low has PreemptExemptTime = 60 s"),
+        (by_qos(LOW, ABOVE, exempt_s=60.0), "cluster .* has PreemptExemptTime = 60 s"),
+        (by_qos(ABOVE, preempt_type="preempt/partition_prio"), "has no such QOS"),
+    ],
+)
+def test_a_qos_that_would_be_in_others_way_is_refused(info: ClusterInfo, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        check(info, PARTITIONS, "scavenge", "low")
+    assert error.value.remedy
+
+
+def test_where_slurm_preempts_by_partition_the_mode_of_a_qos_says_nothing() -> None:
+    qos = replace(LOW, preempt_mode=PreemptMode.SUSPEND)
+    check(by_qos(qos, ABOVE, preempt_type="preempt/partition_prio"), PARTITIONS, "scavenge", "low")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from scavenger.cluster import processes
 from scavenger.cluster.error_kind import ErrorKind
-from scavenger.cluster.model import JobState
+from scavenger.cluster.model import JobState, PreemptMode
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.pyslurm.client import PyslurmCluster
 from scavenger.cluster.sandbox import accounting
@@ -234,3 +235,40 @@ def test_slurmdbd_is_down(tmp_path: Path) -> None:
             "requeued" if end.intent_id in asked else "preempted" for end in ends
         ]
         empty(SlurmCluster(made.env))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}")
+def test_a_qos_that_nobody_may_preempt_any_more_gets_no_more_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slurmdbd is asked who may preempt whom: at the start, and again as often as for the configuration."""
+    monkeypatch.setattr("scavenger.harvest.harvester.INFO_S", 0.0)
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=True)) as made:
+        cluster = SlurmCluster(made.env)
+        world = World(cluster, tmp_path, tmp_path / "state")
+
+        def set_qos(name: str, value: str) -> None:
+            argv = ["sacctmgr", "-i", "modify", "qos", name, "set", value]
+            subprocess.run(argv, env=made.env, check=True, capture_output=True, timeout=60)
+
+        low, normal = sorted(cluster.info().qos or (), key=lambda one: one.name != "scavenge")
+        assert (low.name, low.preempt_mode, low.exempt_s) == ("scavenge", PreemptMode.REQUEUE, None)
+        assert (normal.name, normal.preempts) == ("normal", {"scavenge"})
+        for value, exempt_s in (("PreemptExemptTime=00:05:00", 300.0), ("PreemptExemptTime=00:00:00", 0.0)):
+            set_qos("scavenge", value)
+            assert {one.exempt_s for one in cluster.info().qos or () if one.name == "scavenge"} == {exempt_s}
+
+        async def play() -> None:
+            world.want(1)
+            async with running(world.harvester(qos="scavenge"), cancel=True):
+                await until("an engine runs", lambda: world.of(rec.AllocationStarted), 60.0)
+                await asyncio.to_thread(set_qos, "normal", "Preempt=")
+                await until("that is noticed", lambda: world.events("partition_refused"), 60.0)
+                await until("the engine has left", lambda: world.of(rec.AllocationEnded), 60.0)
+                await asyncio.to_thread(set_qos, "normal", "Preempt=scavenge")
+                await until("so is this", lambda: world.events("partition_allowed"), 60.0)
+                await until("another one runs", lambda: len(world.of(rec.AllocationStarted)) == 2, 60.0)
+
+        asyncio.run(play())
+        assert "no QOS of cluster" in world.events("partition_refused")[0].reason

@@ -41,6 +41,7 @@ from scavenger.cluster.model import (
     JobSpec,
     Node,
     Partition,
+    Qos,
     Reservation,
 )
 from scavenger.cluster.port import RpcCounter
@@ -136,6 +137,8 @@ _JOB_BASE = (
     "SLURM_CONF",
 )
 _CANCEL_BATCH = 500
+#: So long slurmdbd is not asked for QOS again after it did not reply.
+QOS_AGAIN_S = 300.0
 #: Characters of a value that a warning shows.
 _SHOWN = 200
 #: Admins make reservations hours before; asking more often would only cost requests.
@@ -170,6 +173,8 @@ class SlurmCluster:
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
         self._switches: tuple[tuple[str, str], ...] | None = None
+        self._qos: tuple[Qos, ...] | None = None
+        self._ask_qos_at = -math.inf
         self._settled: frozenset[Life] = frozenset()
         self._warned: set[str] = set()
         self.rpc = RpcCounter()
@@ -192,7 +197,17 @@ class SlurmCluster:
                 commands.topology_argv(), port.TOPOLOGY
             )  # a site without a topology may answer with an error: it then has none
             self._switches = commands.parse_topology(topology.stdout if topology.returncode == 0 else "")
-        return replace(info, switches=self._switches)
+        return replace(info, switches=self._switches, qos=self._qos_of(info))
+
+    def _qos_of(self, info: ClusterInfo) -> tuple[Qos, ...] | None:
+        """The site's QOS as slurmdbd last had them; None where there is none, or it never replied. slurmctld is not asked."""
+        if info.accounting and time.monotonic() >= self._ask_qos_at:
+            try:
+                self._qos = commands.parse_qos(self._ask(commands.qos_argv(), {}))
+            except ClusterError as error:
+                self._ask_qos_at = time.monotonic() + QOS_AGAIN_S  # each question may last until its deadline
+                log.warning("qos_not_read", reason=error.cause, means="what was read before holds")
+        return self._qos if info.accounting else None
 
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then has its owner in the queue (`agree`); in the other order a GPU would be

@@ -24,7 +24,18 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from operator import attrgetter
 
-from scavenger.cluster.model import ClusterInfo, Job, JobLife, JobSpec, Node, Partition, Reservation, Unread
+from scavenger.cluster.model import (
+    ClusterInfo,
+    Job,
+    JobLife,
+    JobSpec,
+    Node,
+    Partition,
+    PreemptMode,
+    Qos,
+    Reservation,
+    Unread,
+)
 from scavenger.cluster.slurm.text import (
     NOTHING,
     REMEMBERED,
@@ -618,6 +629,50 @@ def _life(line: str) -> JobLife:
         _accounting_time(end),
         () if nodes in _NO_NODES else tuple(expand(nodes)),
         job_gpus(Asked(tres, "", "", "", ""), int(n_nodes) if n_nodes.isdecimal() else 0, 0),
+    )
+
+
+#: `sacctmgr show qos`: what decides, and then the limits.
+_QOS_FIELDS = ("Name", "Preempt", "PreemptMode", "GraceTime", "PreemptExemptTime", "UsageFactor")
+_QOS_LIMITS = ("MaxTRESPU", "MaxJobsPU", "MaxSubmitPU", "GrpTRES")
+#: Of a QOS, "cluster" is that it has no mode of its own.
+_QOS_MODES = {
+    "": None,
+    "cluster": None,
+    "off": PreemptMode.OFF,
+    "requeue": PreemptMode.REQUEUE,
+    "cancel": PreemptMode.CANCEL,
+    "suspend": PreemptMode.SUSPEND,
+}
+
+
+def qos_argv() -> list[str]:
+    fields = ",".join(_QOS_FIELDS + _QOS_LIMITS)
+    return ["sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={fields}"]
+
+
+def parse_qos(stdout: str) -> tuple[Qos, ...]:
+    """QOS from `qos_argv`, sorted by name. Raises `ClusterUnavailable` on a record that is not as it was asked for."""
+    return tuple(sorted(map(_qos, filter(None, stdout.split("\n"))), key=attrgetter("name")))
+
+
+def _qos(line: str) -> Qos:
+    cells = line.split("|")
+    if len(cells) != len(_QOS_FIELDS) + len(_QOS_LIMITS):
+        raise ClusterUnavailable(f"sacctmgr's answer is malformed: {line[:120]!r}")
+    name, preempts, mode, grace, exempt, factor, *limits = cells
+    words = mode.lower().split(",")  # "gang" and "within" may stand beside a mode, and change none
+    unknown = [word for word in words if word not in (*_QOS_MODES, "gang", "within")]
+    if unknown or not name:
+        raise ClusterUnavailable(f"sacctmgr's answer is malformed: QOS {name!r}, PreemptMode {mode[:40]!r}")
+    return Qos(
+        name,
+        frozenset(word for word in preempts.split(",") if word),
+        next((_QOS_MODES[word] for word in words if _QOS_MODES.get(word) is not None), None),
+        parse_duration(grace or "0"),
+        parse_duration(exempt) if exempt else None,
+        float(factor) if re.fullmatch(r"\d+(\.\d+)?", factor) else 1.0,
+        tuple((key, value) for key, value in zip(_QOS_LIMITS, limits, strict=True) if value),
     )
 
 

@@ -172,11 +172,11 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
             f"there is no QOS {wanted.qos!r}",
             "sacctmgr add qos, as docs/admin.md has it",
         )
-    above = sorted(one.name for one in facts.qos if ours.name in one.preempt)
+    above = sorted(one.name for one in facts.qos if ours.name in one.preempts)
     if facts.preempts_by == "qos" and not above:
         observed = f"no QOS may preempt {ours.name!r}: others would wait for our engines"
         return Finding("qos", Level.PROBLEM, observed, f"sacctmgr modify qos normal set preempt+={ours.name}")
-    others = sorted(one.name for one in facts.qos if one.name != ours.name and ours.name not in one.preempt)
+    others = sorted(one.name for one in facts.qos if one.name != ours.name and ours.name not in one.preempts)
     observed = f"QOS {ours.name}" + (f" may be preempted by {', '.join(above)}" if above else "")
     observed += "".join(f", {key}={value}" for key, value in ours.limits)
     if facts.preempts_by == "qos" and others:

@@ -108,8 +108,8 @@ def preempt_mode(facts: Facts, wanted: Wanted) -> Finding:
 def _mode(facts: Facts, wanted: Wanted) -> str:
     if facts.preempts_by == "qos":
         ours = next((one for one in facts.qos if one.name == wanted.qos), None)
-        if ours is not None and ours.preempt_mode.upper() not in ("", "CLUSTER"):
-            return ours.preempt_mode.upper()
+        if ours is not None and ours.preempt_mode is not None:
+            return ours.preempt_mode.value
     return facts.partition(wanted.partition).preempt_mode.value
 
 
@@ -154,7 +154,7 @@ def exempt_time(facts: Facts, wanted: Wanted) -> Finding:
         if wanted.qos and facts.accounting
         else None
     )
-    if ours is not None and ours.exempt_s:
+    if ours is not None and ours.exempt_s is not None:
         exempt_s, where = ours.exempt_s, f"PreemptExemptTime of QOS {ours.name}"
     if not exempt_s:
         return Finding(
