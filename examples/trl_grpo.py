@@ -28,9 +28,10 @@ from scavenger.client import Client, Run
 from scavenger.config import RunConfig, read_run
 from scavenger.errors import ScavengerError, describe
 from scavenger.protocol import messages
+from scavenger.protocol.keys import read_rendezvous
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightSource, serving_interface
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -75,7 +76,10 @@ class Scavenged(TrainerCallback):
         self._config = config
         self._reward = reward
         self._client = Client.connect(config.run.state_dir, config.run.key)
-        self._source = WeightSource(config.weights.listen, config.weights.advertise)
+        self._source = WeightSource(
+            serving_interface(config.weights.listen, read_rendezvous(config.run.state_dir).endpoint),
+            config.weights.advertise,
+        )
         self._run: Run | None = None
         self._version = 0
         self._root = b""

@@ -9,7 +9,6 @@ Before the run is open it ends at once.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import socket
 import sys
@@ -31,7 +30,7 @@ from scavenger.errors import (
     describe,
 )
 from scavenger.protocol import keys, messages
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightSource, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
 from trainer.algorithms.reward_pool import RewardPool, open_pool
@@ -128,20 +127,25 @@ def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
 def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSource:
     """Where this rank serves its share of the weights. Every rank calls it. Raises `ConfigError` where engines could not reach it.
 
-    `ending` is told when it cannot serve any more: engines would wait for this rank's share.
+    `ending` is told when it cannot serve any more: engines would wait for this rank's share. Raises `DaemonUnavailable` on rank 0 where
+    `weights.listen` is empty and no daemon says where it listens.
     """
     weights, here = config.weights, socket.gethostname()
     lead = comm.share(here.encode()).decode()
-    if lead != here and _is_loopback(weights.listen):
+    endpoint = ""
+    if comm.rank == 0 and not weights.listen:
+        endpoint = keys.read_rendezvous(config.run.state_dir).endpoint
+    listen = serving_interface(weights.listen, comm.share(endpoint.encode()).decode())
+    if lead != here and is_loopback(listen):
         raise ConfigError(
-            f'weights.listen = "{weights.listen}" is reached from {here} alone, and rank 0 is on {lead}: engines could not pull from both',
+            f"weights on {listen} are reached from {here} alone, and rank 0 is on {lead}: engines could not pull from both",
             'set weights.listen = "0.0.0.0" in run.toml',
         )
     advertise = (
         weights.advertise if lead == here else ""
     )  # it names rank 0's host; another one goes by its own name
     return WeightSource(
-        weights.listen,
+        listen,
         advertise,
         encrypt=weights.encrypt,
         deltas=weights.deltas,
@@ -283,7 +287,7 @@ def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:
     """Raises `ConfigError` when engines cannot pull weights: with a daemon elsewhere engines are elsewhere too, and loopback is not."""
     weights = config.weights
     for key, name in (("listen", weights.listen), ("advertise", weights.advertise)):
-        if daemon_host != this_host and _is_loopback(name):
+        if daemon_host != this_host and is_loopback(name):
             raise ConfigError(
                 f'weights.{key} = "{name}" is reached from {this_host} alone, and the daemon is on {daemon_host}: engines could not pull',
                 'set weights.listen = "0.0.0.0" in run.toml'
@@ -293,13 +297,6 @@ def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:
                     else ""
                 ),
             )
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 def open_run(

@@ -11,17 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from scavenger.config.section import (
-    Allowed,
-    Fraction,
-    Host,
-    Name,
-    NonNegative,
-    Positive,
-    Seconds,
-    Section,
-    Share,
-)
+from scavenger.config.section import Allowed, Fraction, Name, NonNegative, Positive, Seconds, Section, Share
 from scavenger.protocol.messages.common import MAX_GROUP_SAMPLES
 
 Column = Annotated[str, Field(min_length=1), Allowed("column name")]
@@ -444,12 +434,12 @@ class WeightsSection(Section):
 
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the published weights. The trainer's own are float32 (`deterministic`: float64)."""
-    listen: Host = "127.0.0.1"
-    """Interface of each training rank's host that engines pull from. `0.0.0.0`: all of them, which ranks on
-    several hosts need. The system chooses the ports."""
+    listen: Annotated[str, Allowed("host name or IPv4 address")] = ""
+    """Interface of each training rank's host that engines pull from. Empty: all of them (`0.0.0.0`), or
+    `127.0.0.1` where the daemon announces a loopback address. The system chooses the ports."""
     advertise: Annotated[str, Allowed("host name")] = ""
     """Host name of rank 0 that engines connect to. Empty, and on other hosts: `listen`, or the host's name
-    where `listen` is `0.0.0.0`."""
+    where that is all interfaces."""
     deltas: Annotated[int, Field(ge=0, le=8)] = 4
     """Engines that have one of so many last versions get only what changed since, where that is less. 0:
     always everything."""

@@ -7,6 +7,7 @@ chunks one by one, so it sets the pace; one that does not read holds up its own 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import secrets
 import socket
@@ -46,6 +47,22 @@ UNPROVEN_S = 5.0  # a connection that has not shown that it knows a token ends a
 ACCEPT_AGAIN_S = 0.1  # after an accept that failed
 _PIECE = 256 << 10  # a paced source sends so much at a time
 _log = structlog.get_logger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address reaches its own host alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serving_interface(listen: str, daemon_endpoint: str) -> str:
+    """`weights.listen`, or where that is "" the interface that engines can reach when they can reach the daemon's `tcp://HOST:PORT`."""
+    if listen:
+        return listen
+    host = daemon_endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if is_loopback(host) else "0.0.0.0"
 
 
 class WeightSource:

@@ -80,8 +80,6 @@ wake_after_s = 2.0
 [checkpoint]
 every = 4
 keep = 2
-[weights]
-listen = "0.0.0.0"
 """
 
 

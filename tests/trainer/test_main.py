@@ -14,7 +14,9 @@ import pytest
 
 import trainer.__main__ as program
 from scavenger.config import RunConfig, read_run
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, DaemonUnavailable
+from scavenger.protocol import keys
+from scavenger.weights.source import serving_interface
 from tests.trainer.test_local import write_run
 from trainer.checkpoint import checkpoint
 from trainer.local import LocalRun
@@ -36,7 +38,7 @@ def config(**weights: str) -> RunConfig:
 @pytest.mark.parametrize(
     "weights",
     [
-        {},
+        {"listen": "127.0.0.1"},
         {"listen": "127.0.1.1"},
         {"listen": "localhost"},
         {"listen": "::1"},
@@ -50,10 +52,36 @@ def test_weights_on_loopback_are_refused_where_the_daemon_is_elsewhere(weights: 
 
 
 @pytest.mark.parametrize(
-    "weights", [{"listen": "0.0.0.0"}, {"listen": "10.0.0.7"}, {"listen": "0.0.0.0", "advertise": "node7-ib"}]
+    "weights",
+    [{}, {"listen": "0.0.0.0"}, {"listen": "10.0.0.7"}, {"listen": "0.0.0.0", "advertise": "node7-ib"}],
 )
 def test_weights_that_others_can_reach_are_accepted(weights: dict[str, str]) -> None:
     program.check_reach(config(**weights), "login1", "node7")
+
+
+@pytest.mark.parametrize(
+    ("listen", "endpoint", "interface"),
+    [
+        ("", "tcp://login1:5555", "0.0.0.0"),
+        ("", "tcp://10.0.0.7:5555", "0.0.0.0"),
+        ("", "tcp://127.0.0.1:5555", "127.0.0.1"),
+        ("", "tcp://localhost:5555", "127.0.0.1"),
+        ("10.0.0.8", "tcp://127.0.0.1:5555", "10.0.0.8"),
+    ],
+)
+def test_who_can_reach_the_daemon_can_reach_the_weights(
+    tmp_path: Path, listen: str, endpoint: str, interface: str
+) -> None:
+    assert serving_interface(listen, endpoint) == interface
+    chosen = config(**({"listen": listen} if listen else {}))
+    chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"state_dir": tmp_path})})
+    if not listen:
+        with pytest.raises(DaemonUnavailable, match="no daemon has announced itself"):
+            program.weights_source(chosen, Solo(), Ending())
+        keys.write_rendezvous(tmp_path, keys.Rendezvous(endpoint, "k", 1, 1, "login1"))
+        host = "127.0.0.1" if interface == "127.0.0.1" else socket.gethostname()
+        with program.weights_source(chosen, Solo(), Ending()) as source:
+            assert source.endpoint.startswith(f"tcp://{host}:")
 
 
 def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tmp_path: Path) -> None:
@@ -83,7 +111,7 @@ def test_a_rank_does_not_start_a_run_that_could_stand_without_any_engine(
 def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there: Any = SimpleNamespace(share=lambda frame: b"node1")
+    there: Any = SimpleNamespace(rank=1, share=lambda frame: b"node1")
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     with pytest.raises(
         ConfigError, match=r'reached from node2 alone, and rank 0 is on node1(.|\n)*"0.0.0.0"'
@@ -91,7 +119,7 @@ def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(
         program.weights_source(config(listen="127.0.0.1"), there, Ending())
     with program.weights_source(config(listen="0.0.0.0", advertise="front.node1"), there, Ending()) as source:
         assert source.endpoint.startswith("tcp://node2:")
-    here: Any = SimpleNamespace(share=lambda frame: frame)
+    here: Any = SimpleNamespace(rank=0, share=lambda frame: frame)
     with program.weights_source(config(listen="0.0.0.0", advertise="front.node2"), here, Ending()) as source:
         assert source.endpoint.startswith("tcp://front.node2:")
 

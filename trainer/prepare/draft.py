@@ -376,9 +376,6 @@ keep = 2
 every = 50
 prompts = {data.eval_prompts}
 {held_out}
-[weights]
-listen = "0.0.0.0"                  # engines on other nodes pull from here
-
 [trainer]
 micro_batch_tokens = {chosen.micro_tokens}
 activation_checkpointing = {"true" if chosen.checkpointing else "false"}

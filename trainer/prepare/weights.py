@@ -7,7 +7,6 @@ Boundary: the checks of `[lora]` and `[weights]`.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from scavenger import config as configs
 from scavenger.config import DaemonConfig, RunConfig
 from scavenger.errors import ConfigError
 from scavenger.weights import manifest, rdma
+from scavenger.weights.source import is_loopback
 from trainer.prepare import memory
 from trainer.prepare.memory import PublishedSize
 from trainer.prepare.model import ModelFacts
@@ -51,7 +51,7 @@ def version_of(config: RunConfig, facts: ModelFacts) -> PublishedSize:
 def check(config: RunConfig, facts: ModelFacts, nodes: int, at_hand: Path | None) -> str:
     """Raises `ConfigError`. `nodes`: of the training job. `at_hand`: a daemon's configuration, perhaps this run's."""
     section, version = config.weights, version_of(config, facts)
-    if nodes > 1 and _is_loopback(section.listen):
+    if nodes > 1 and is_loopback(section.listen):
         raise ConfigError(
             f'weights.listen = "{section.listen}" is reached from its own host alone, and the job has {nodes} nodes: engines pull from all',
             'set weights.listen = "0.0.0.0"',
@@ -123,10 +123,3 @@ def _daemon_config(config: RunConfig, at_hand: Path | None) -> tuple[Path, Daemo
         return None
     found = configs.read_daemon(at_hand)
     return (at_hand, found) if found.daemon.state_dir.resolve() == config.run.state_dir.resolve() else None
-
-
-def _is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"

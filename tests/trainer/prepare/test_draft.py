@@ -33,7 +33,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert (config.reward.function, config.reserved.workers, config.weights.listen) == (
         "trainer.verifiers:math",
         2,
-        "0.0.0.0",
+        "",
     )
     assert config.model.context_length == 64
     assert config.sampling.max_tokens == 32

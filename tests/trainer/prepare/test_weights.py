@@ -16,7 +16,10 @@ from trainer.prepare import check, model, weights
 
 
 def settled(run: Path, section: str, lines: str) -> None:
-    """Add keys to a section of the drafted file."""
+    """Add keys to a section of the drafted file, which may have none of it yet."""
+    text = run.read_text()
+    if f"[{section}]\n" not in text:
+        run.write_text(f"{text}\n[{section}]\n")
     change(run, f"[{section}]\n", f"[{section}]\n{lines}\n")
 
 
@@ -88,7 +91,7 @@ def test_a_spool_without_room_for_three_versions_is_refused_with_both_figures(
 
 
 def test_weights_that_engines_could_not_fetch_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(run, 'listen = "0.0.0.0"', 'listen = "127.0.0.1"\nnixl = true')
+    settled(run, "weights", 'listen = "127.0.0.1"\nnixl = true')
     assert 'remedy: set weights.listen = "0.0.0.0"' in weights_told(run, nodes=2)
     monkeypatch.setattr(rdma, "installed", lambda: False)
     assert 'pip install ".[nixl]"' in weights_told(run)
