@@ -20,10 +20,14 @@ def _value(value: Any) -> str:
     raise TypeError(f"{type(value).__name__} has no place in our TOML documents")
 
 
-def dumps(document: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of plain keys, in the order given."""
+def dumps(document: Mapping[str, Mapping[str, Any]], why: Mapping[str, str] | None = None) -> str:
+    """Sections of plain keys, in the order given. `why`: comments above keys, by `section.key`."""
+    comments = {key: f"# {' '.join(text.split())}\n" for key, text in (why or {}).items()}
     sections = (
-        f"[{name}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in body.items())
+        f"[{name}]\n"
+        + "".join(
+            f"{comments.get(f'{name}.{key}', '')}{key} = {_value(value)}\n" for key, value in body.items()
+        )
         for name, body in document.items()
     )
     return "\n".join(sections)

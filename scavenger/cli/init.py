@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,9 +25,12 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.protocol import keys
 
+if TYPE_CHECKING:
+    from scavenger.doctor.proposal import Proposal
+
 RUN = "Of a run"
 #: Options for a site's files only, and for a run's only. Given with the other kind they are refused, not ignored.
-OF_SITE = frozenset({"listen", "ledger"})
+OF_SITE = frozenset({"site", "listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
 )
@@ -82,6 +85,9 @@ def init(
     partition: Annotated[
         str, typer.Option(help="a run: where it trains (reserved); a site: what is harvested (scavenge)")
     ] = "",
+    site: Annotated[
+        bool, typer.Option("--site", help="a site: ask Slurm for what its scavenger.toml can take from it")
+    ] = False,
     listen: Annotated[str, typer.Option(help="a site: interface that workers reach")] = "0.0.0.0",
     ledger: Annotated[
         str,
@@ -121,7 +127,9 @@ def init(
         words = [f"{name}={value}" for name, value in told.items() if value]
         _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
     elif not check:
-        _site(directory, {"partition": partition or "scavenge", "listen": listen, "ledger": ledger}, said)
+        proposal = _ask_slurm(partition) if site else None
+        named = str(proposal.value("harvest.partition")) if proposal else partition or "scavenge"
+        _site(directory, {"partition": named, "listen": listen, "ledger": ledger}, said, proposal)
     if check:
         folder = directory.resolve()
         if not (folder / "run.toml").is_file():
@@ -248,7 +256,31 @@ def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> Non
         )
 
 
-def _site(directory: Path, wanted: Mapping[str, str], said: frozenset[str]) -> None:
+def _ask_slurm(partition: str) -> Proposal:
+    """Raises `ConfigError` where Slurm does not answer, or nothing of it may be harvested."""
+    from scavenger.doctor import collect, proposal
+    from scavenger.doctor.facts import Missing, Wanted
+
+    user = getpass.getuser()
+    try:
+        return proposal.propose(collect.gather(Wanted(partition, user=user)), user, partition)
+    except Missing as missing:
+        raise ConfigError(f"Slurm cannot be asked: {missing}", missing.remedy) from missing
+
+
+def _local_ledger(state_dir: Path) -> str:
+    """A URL for an SQLite ledger where `state_dir` is on a network file system, and this user's home is not; "" elsewhere."""
+    from scavenger.ledger import store
+
+    shared = store.file_system_of(state_dir) in store.NETWORK_FILE_SYSTEMS
+    if not shared or store.file_system_of(Path.home()) in store.NETWORK_FILE_SYSTEMS:
+        return ""
+    return f"sqlite:///{Path.home() / 'ledger.sqlite3'}"
+
+
+def _site(
+    directory: Path, wanted: Mapping[str, str], said: frozenset[str], proposal: Proposal | None = None
+) -> None:
     path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()
     if path.exists():
         _refuse_unapplied(path, {name: value for name, value in wanted.items() if name in said})
@@ -268,15 +300,30 @@ def _site(directory: Path, wanted: Mapping[str, str], said: frozenset[str]) -> N
     reached = {"listen": wanted["listen"]} | (
         {} if wanted["listen"] == "0.0.0.0" else {"advertise": os.uname().nodename}
     )
+    ledger = wanted["ledger"] or (_local_ledger(state_dir) if proposal else "")
     document: dict[str, dict[str, object]] = {
-        "daemon": {"state_dir": state_dir, **reached}
-        | ({"ledger": wanted["ledger"]} if wanted["ledger"] else {}),
+        "daemon": {"state_dir": state_dir, **reached} | ({"ledger": ledger} if ledger else {}),
         "harvest": {"partition": wanted["partition"], **host},
     }
-    keys.write_private(path, toml.dumps(document).encode())  # a ledger's URL may hold a password
+    why: dict[str, str] = {}
+    if proposal is not None:
+        document["daemon"]["public_dir"] = directory.resolve() / "public"
+        why["daemon.public_dir"] = "where researchers find the daemon: scavenger join"
+        for one in proposal.keys:
+            section, _, key = one.key.partition(".")
+            document.setdefault(section, {})[key] = one.value
+            why[one.key] = one.why
+    keys.write_private(path, toml.dumps(document, why).encode())  # a ledger's URL may hold a password
     print(f"wrote {path}")
-    print("\n".join(_assumed(config.read_daemon(path), said)))
-    print(f"next: scavenger check-config {path}, then scavenger daemon --config {path}")
+    if proposal is None:
+        print("\n".join(_assumed(config.read_daemon(path), said)))
+        print(f"next: scavenger check-config {path}, then scavenger daemon --config {path}")
+        return
+    print("taken from Slurm:")
+    print("\n".join(f"  {one.key} = {one.value!r}: {one.why}" for one in proposal.keys))
+    print("yours to decide (docs/config.md):")
+    print("\n".join(f"  {line}" for line in proposal.open))
+    print(f"next: scavenger doctor --config {path}, then scavenger daemon --config {path}")
 
 
 def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:

@@ -34,7 +34,11 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
     """The questions for slurmdbd, asked only where the site has one: elsewhere sacctmgr can only fail."""
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
-    return {"qos": commands.qos_argv(), "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"]}
+    return {
+        "qos": commands.qos_argv(),
+        "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"],
+        "accounts": [*quiet, "assoc", f"user={wanted.user}", "format=Account"],
+    }
 
 
 def environment(env: Mapping[str, str] | None) -> dict[str, str]:

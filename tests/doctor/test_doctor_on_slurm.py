@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from scavenger import toml
 from scavenger.cli.main import app
+from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.model import JobState
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -19,7 +22,9 @@ from scavenger.doctor import collect, probe
 from scavenger.doctor.facts import Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.doctor.rules import run
+from scavenger.errors import ConfigError
 from tests.clusters import unfinished, wait_for
+from tests.harvest.world import spec
 
 pytestmark = pytest.mark.slurm
 
@@ -125,3 +130,48 @@ def test_a_host_without_slurm_is_told_so_in_every_line(
     assert done.exit_code == 1, done.output
     assert "there is no scontrol on this host's PATH" in " ".join(done.output.split())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_site_s_file_is_drafted_once_the_lines_that_it_asked_for_are_in_slurm_conf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scavenger init --site` on a Slurm with one partition, that nobody may preempt, of the lowest tier by Slurm's defaults."""
+    nodes = ("node1", "node2")
+    normal = PartitionLayout(name="normal", nodes=nodes, priority_tier=1)
+    with SlurmSandbox(Layout(nodes=nodes, partitions=(normal,))) as sandbox:
+        conf = Path(sandbox.env["SLURM_CONF"])
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        monkeypatch.setenv("PATH", sandbox.env["PATH"])
+        refused = CliRunner().invoke(app, ["init", str(tmp_path / "site"), "--site"])
+        assert isinstance(refused.exception, ConfigError)
+        assert not (tmp_path / "site").exists(), "nothing is written before something fits"
+        lines = [line.strip() for line in refused.exception.remedy.splitlines()[1:]]
+        assert [line.split()[0] for line in lines] == ["PartitionName=scavenge"]
+        with conf.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+        sandbox.run("scontrol", "reconfigure")
+        wait_for(
+            "it has the partition",
+            lambda: "PartitionName=scavenge" in sandbox.run("scontrol", "show", "partition"),
+        )
+
+        done = CliRunner().invoke(app, ["init", str(tmp_path / "site"), "--site"])
+        assert done.exit_code == 0, done.exception
+        path = tmp_path / "site/scavenger.toml"
+        read = DaemonConfig.model_validate(tomllib.loads(path.read_text()))
+        assert (read.harvest.partition, read.harvest.cpus_per_engine) == ("scavenge", 8)
+        assert read.daemon.public_dir == tmp_path / "site/public"
+        assert "# PriorityTier 0, below every other partition" in path.read_text()
+        assert "owners.groups or owners.users: who may train" in done.output
+        assert CliRunner().invoke(app, ["check-config", str(path)]).exit_code == 0
+        found = run.judge(collect.gather(Wanted("scavenge", cpus=8)), Wanted("scavenge", cpus=8))
+        assert [one for one in found if one.level is Level.PROBLEM] == []
+        view = SlurmCluster(sandbox.env)
+        ours = view.submit(spec("scavenge", gpus=4, nodelist=("node1",), workdir="/tmp"))
+        wait_for("it runs", lambda: ours in running(view))
+        theirs = view.submit(spec("normal", gpus=4, nodelist=("node1",), workdir="/tmp"))
+        wait_for("the other users' job has its GPUs", lambda: theirs in running(view), 60.0)
+
+
+def running(cluster: SlurmCluster) -> set[int]:
+    return {job.job_id for job in cluster.jobs() if job.state is JobState.RUNNING}
