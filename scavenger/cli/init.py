@@ -23,7 +23,7 @@ from scavenger import config, toml
 from scavenger.cli.options import DEFAULT_CONFIG
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, ScavengerError
-from scavenger.protocol import keys
+from scavenger.protocol import key_requests, keys
 
 if TYPE_CHECKING:
     from scavenger.doctor.proposal import Proposal
@@ -307,7 +307,8 @@ def _site(
     }
     why: dict[str, str] = {}
     if proposal is not None:
-        document["daemon"]["public_dir"] = directory.resolve() / "public"
+        document["daemon"]["public_dir"] = public_dir = directory.resolve() / "public"
+        key_requests.make_public(public_dir)  # a service manager may let the daemon write only what is there
         why["daemon.public_dir"] = "where researchers find the daemon: scavenger join"
         for one in proposal.keys:
             section, _, key = one.key.partition(".")

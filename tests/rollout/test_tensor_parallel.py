@@ -88,8 +88,8 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
             assert [len(told) for told in said] == [gpus] * 3, "each rank was asked what it holds"
             if gpus == 2:
                 fused = "model.layers.0.self_attn.qkv_proj.weight"
-                assert said[0][0][1][fused] != said[0][1][1][fused], "the ranks hold different slices"
-                swapped = [said[0][0], (said[0][1][0], said[0][0][1], *said[0][1][2:])]
+                assert said[0][0].held[fused] != said[0][1].held[fused], "the ranks hold different slices"
+                swapped = [said[0][0], said[0][1]._replace(held=said[0][0].held)]
                 with pytest.raises(EngineError, match="does not sit in the engine as published"):
                     verify(9, swapped)
             assert engine.info().gpus == gpus

@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 WHO: dict[str, dict[str, Any]] = {
-    # At this pace the reserved engine alone would take a minute: the harvested one comes meanwhile, and the reserved one sleeps then.
-    "harvested": {"run": {"name": "harvested"}, "engine": {"pace": 0.3}},
+    # At this pace the reserved engine alone would take three minutes: the harvested one comes meanwhile, and the reserved one sleeps then.
+    "harvested": {"run": {"name": "harvested"}, "engine": {"pace": 0.1}},
     "reserved": {"run": {"name": "reserved", "harvest": False}, "engine": {}},
 }
 

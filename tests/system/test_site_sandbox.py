@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 DAEMON = """\
 [daemon]
-state_dir = "/shared/scavenger/site/state"
+state_dir = "/shared/scavenger/state"
 ledger = "postgresql://scavenger@pg/scavenger"
 listen = "0.0.0.0"
 advertise = "head"
@@ -132,19 +133,24 @@ def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
         "/home/scavenger/.pgpass", f"pg:5432:scavenger:scavenger:{password}\n", mode="0600", owner="scavenger"
     )
     mine = ("install", "-d", "-o", "scavenger", "-g", "scavenger", "-m")
-    head.run(*mine, "0755", "/shared/scavenger", PUBLIC)
+    head.run(*mine, "0755", "/shared/scavenger")
     head.run(*mine, "0700", "/shared/runs")
     head.run("install", "-d", "-o", "scavenger", "-g", "scavenger", "/etc/scavenger")
     as_scavenger(
         head,
         SCAVENGER,
         "init",
-        "/shared/scavenger/site",
-        "--partition",
-        "scavenge",
+        "/shared/scavenger",
+        "--site",
         "--ledger",
         "postgresql://scavenger@pg/scavenger",
     )
+    drafted = tomllib.loads(head.run("cat", "/shared/scavenger/scavenger.toml"))
+    harvest, wanted = drafted["harvest"], tomllib.loads(config)["harvest"]
+    assert {key: harvest.get(key) for key in ("partition", "account")} == {
+        key: wanted[key] for key in ("partition", "account")
+    }, "Slurm was asked for what is set here; intervals and limits are the test's own"
+    assert drafted["daemon"]["public_dir"] == PUBLIC
     head.write(CONFIG, config, mode="0600", owner="scavenger")
     head.write("/etc/systemd/system/scavenger.service", (ROOT / "scripts/scavenger.service").read_text())
     head.run("systemctl", "daemon-reload")
@@ -189,7 +195,7 @@ def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_kil
     head = site["head"]
     start_daemon(head, start_postgres(site["pg"]))
     as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model")
-    job = submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/site/state")
+    job = submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/state")
 
     def log() -> str:
         return head.run("tail", "-n", "40", "/shared/runs/train.log", check=False)
@@ -264,7 +270,17 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
         env = {"XDG_CONFIG_HOME": f"{folder}/config"}
         head.run("install", "-d", "-o", user, "-m", "0700", folder)
         assert f"{user} may own runs here" in head.run(SCAVENGER, "join", PUBLIC, user=user, env=env)
-        head.run(PYTHON, "-m", "trainer.tiny", "make", "--out", f"{folder}/model", user=user, env=env)
+        head.run(
+            PYTHON,
+            "-m",
+            "trainer.tiny",
+            "make",
+            "--out",
+            f"{folder}/model",
+            user=user,
+            env=env,
+            timeout_s=600.0,
+        )
     jobs["u1"] = submit(head, "u1", "/shared/u1", "of-u1", 12, PUBLIC)
     harvested = "SELECT count(*) FROM workers WHERE kind = 'harvested'"
     wait_for(
@@ -276,8 +292,8 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
         "/shared/u1/",
         "/shared/u1/run.toml",
         "/shared/u1/config/scavenger/owner.key",
-        "/shared/scavenger/site/state/",
-        "/shared/scavenger/site/state/keys/owner.key",
+        "/shared/scavenger/state/",
+        "/shared/scavenger/state/keys/owner.key",
         CONFIG,
         f"{PUBLIC}/requests/",
     )
