@@ -10,17 +10,26 @@ from scavenger.demo import session
 
 def test_the_limit_begins_when_the_training_job_starts() -> None:
     deadline = session.Deadline(420.0, since=1000.0)  # whatever the boot and the model took until then
-    assert deadline.passed(None, 1100.0) == ""
-    assert deadline.passed(JobState.PENDING, 1400.0) == ""
-    assert deadline.passed(JobState.RUNNING, 1410.0) == ""
-    assert deadline.passed(JobState.RUNNING, 1830.0) == ""
-    assert deadline.passed(None, 1831.0) == "the training job did not end within 420 s"
-    assert deadline.passed(JobState.COMPLETED, 1831.0) == ""
+    assert deadline.passed(None, 0, 1100.0) == ""
+    assert deadline.passed(JobState.PENDING, 0, 1400.0) == ""
+    assert deadline.passed(JobState.RUNNING, 0, 1410.0) == ""
+    assert deadline.passed(JobState.RUNNING, 0, 1830.0) == ""
+    assert deadline.passed(None, 0, 1831.0) == "the training job took no step for 420 s, after 0"
+    assert deadline.passed(JobState.COMPLETED, 0, 1831.0) == ""
+
+
+def test_a_slow_run_that_goes_on_is_waited_for() -> None:
+    deadline = session.Deadline(420.0, since=0.0)
+    assert [deadline.passed(JobState.RUNNING, n, 400.0 * n) for n in range(10)] == [""] * 10
+    assert (
+        deadline.passed(JobState.RUNNING, 9, 3600.0 + 421.0)
+        == "the training job took no step for 420 s, after 9"
+    )
 
 
 def test_a_job_that_never_starts_is_given_up_too() -> None:
     deadline = session.Deadline(420.0, since=1000.0)
-    assert deadline.passed(JobState.PENDING, 1421.0) == "the training job did not start within 420 s"
+    assert deadline.passed(JobState.PENDING, 0, 1421.0) == "the training job did not start within 420 s"
 
 
 def test_the_log_that_has_something_in_it_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from scavenger import toml
 from scavenger.cli.main import app
 from scavenger.cluster.local.client import LocalServer
-from scavenger.config import read_daemon
+from scavenger.config import DaemonConfig, read_daemon
 from scavenger.daemon import check_config
 from scavenger.ledger import store
 from scavenger.protocol import keys
@@ -135,6 +136,21 @@ def test_a_key_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check-config", str(written(tmp_path, harvest={"max_engine": 3}))])
     assert done.exit_code != 0
     assert "unknown key 'harvest.max_engine'" in str(done.exception)
+
+
+def test_who_may_train_is_explained(tmp_path: Path) -> None:
+    def owners(daemon: Mapping[str, object], **section: object) -> str:
+        read = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **daemon}, "owners": section})
+        return next(
+            line for line in check_config.explain(read, "scavenger", "login1") if line.startswith("owners")
+        )
+
+    assert owners({}).endswith("daemon.public_dir is not set")
+    public = {"public_dir": tmp_path / "public"}
+    assert owners(public).endswith("owners.users and owners.groups are empty")
+    said = owners(public, users=["ada"], groups=["ml", "7003"], max_gpus=4, max_gpus_of={"bob": 8})
+    assert "users ada and members of ml, 7003 may train, by `scavenger join" in said
+    assert said.endswith("engines of each hold 4 GPUs at most, bob 8")
 
 
 def test_the_sites_example_is_explained() -> None:

@@ -295,3 +295,12 @@ def test_owners_without_a_public_folder_are_refused(tmp_path: Path) -> None:
         config.read_daemon(path)
     with pytest.raises((AuthError, DaemonUnavailable)):
         keys.read_rendezvous(tmp_path)
+
+
+def test_joining_a_folder_that_is_no_site_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with pytest.raises(ConfigError, match="is no site's public folder"):
+        join(tmp_path)
+    assert not (tmp_path / "config").exists()

@@ -26,6 +26,7 @@ def join(
     wait_s: Annotated[float, typer.Option("--wait", min=0.0, help="seconds to wait for the answer")] = 30.0,
 ) -> None:
     """Ask the site's daemon to accept your key, so that you can own runs. Makes the key where you have none."""
+    key_requests.require_site(public_dir)
     path = keys.own_key_path()
     fresh = new or not path.exists()
     pair = keys.generate() if fresh else keys.read_keypair(path)

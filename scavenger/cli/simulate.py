@@ -193,9 +193,6 @@ def site_command(
     message_timeout_s: Annotated[
         float, number("--message-timeout", "slurm.conf's MessageTimeout, s", 0)
     ] = 10.0,
-    sched_interval_s: Annotated[
-        float, number("--sched-interval", "SchedulerParameters' sched_interval, s", 0)
-    ] = 60.0,
     reserved_gpus: Annotated[
         int,
         typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none, at once"),
@@ -228,14 +225,14 @@ def site_command(
     if live:
         if html is not None:
             raise typer.BadParameter("--live has no report: one poll is no series")
-        _decide_live(config_path, partition, gpus, engines, sched_interval_s)
+        _decide_live(config_path, partition, gpus, engines)
         return
     from scavenger.simulate import presets
     from scavenger.simulate.survey.survey import Question
     from scavenger.simulate.survey.waits import Timing
 
     spec = presets.engine(model, gpu, gpus)
-    timing = Timing(grace_s, kill_wait_s, message_timeout_s, sched_interval_s)
+    timing = Timing(grace_s, kill_wait_s, message_timeout_s)
     cold_s = presets.COLD_CACHE.mean_s(spec.model.weight_bytes) if cold_start_s is None else cold_start_s
     only = (gpu_type, partition)
     observed = _observed(sacct, nodes, ignore or [], only, trace, source, gpus_per_node)
@@ -298,9 +295,7 @@ def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Pa
         console.print(f"wrote {html}", markup=False)
 
 
-def _decide_live(
-    config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float
-) -> None:
+def _decide_live(config_path: Path, partition: str, gpus: int, engines: int | None) -> None:
     from scavenger.cli import tables
     from scavenger.cluster import choose
     from scavenger.harvest.limits import StopState, rules_of
@@ -320,7 +315,7 @@ def _decide_live(
     stop_state = StopState(lambda: settings)
     stop_state.poll()
     limits = stop_state.update_limits(view, info, Tracker(rules_of(settings, "", info.user)), 0.0, now)
-    wish = live.EngineRequest(gpus, engines, sched_interval_s)
+    wish = live.EngineRequest(gpus, engines)
     found = live.poll(view, info, wish, limits, now, settings.harvest.qos)
     console = tables.console()
     seen = datetime.fromtimestamp(view.observed_at).astimezone()

@@ -23,6 +23,21 @@ from scavenger.ledger.read import reader
 from scavenger.protocol import keys
 
 
+def _owners(config: DaemonConfig, user: str) -> str:
+    """Who may own runs, and what these may hold. Pure."""
+    public, owners = config.daemon.public_dir, config.owners
+    who = [f"users {', '.join(owners.users)}"] if owners.users else []
+    who += [f"members of {', '.join(owners.groups)}"] if owners.groups else []
+    if public is None or not who:
+        lacks = (
+            "daemon.public_dir is not set" if public is None else "owners.users and owners.groups are empty"
+        )
+        return f"owners    {user} alone may train, and whom `scavenger enroll` names: {lacks}"
+    most = "any number of GPUs" if owners.max_gpus is None else f"{owners.max_gpus} GPUs"
+    single = "".join(f", {name} {count}" for name, count in sorted(owners.max_gpus_of.items()))
+    return f"owners    {' and '.join(who)} may train, by `scavenger join {public}`; engines of each hold {most} at most{single}"
+
+
 def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
     """The configuration in sentences. Pure."""
     d, h, c, keep = config.daemon, config.harvest, config.cluster, config.ledger
@@ -33,7 +48,8 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         "drop": f"a sample's tokens are dropped, {keep.retention_steps} steps after no kept checkpoint needs them",
     }[keep.retention]
     said = [
-        f"state     {d.state_dir}: keys and the rendezvous file; daemon, engines and trainers read it, all as one user (you are {user})",
+        f"state     {d.state_dir}: keys and the rendezvous file; the daemon and its engines read it, as one user (you are {user})",
+        _owners(config, user),
         f"ledger    {store.parse(config.ledger_url).render_as_string()}; {kept}",
         f"address   listens on {d.listen}, port {d.port or 'given by the system'}; engines and trainers connect to {reached}",
     ]

@@ -48,7 +48,7 @@ def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: floa
     yield f"  {decision.reason}"
     for action in decision.actions:
         if isinstance(action, Submit) and action.standby:
-            yield f"  would submit a job of {action.gpus} GPUs to {action.partition} that waits: {action.reason}"
+            yield f"  would submit a standby job (no GPU until it is released, then {action.gpus}): {action.reason}"
         elif isinstance(action, Submit):
             where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
             yield f"  would submit a job of {action.gpus} GPU{'s' if action.gpus > 1 else ''} to {action.partition}{where}: {action.reason}"

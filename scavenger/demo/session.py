@@ -56,7 +56,7 @@ class DemoSettings:
 class DemoOptions:
     """`preempt_every_s`: mean seconds between two jobs of other users; 0 = nobody else comes.
 
-    `time_limit_s`: for the training job from its start, whatever booting and warming up took; its wait in the queue has as long.
+    `time_limit_s`: for the training job to start, and from there for each of its steps: a slow machine takes long and is not stuck.
     """
 
     out: Path
@@ -288,7 +288,7 @@ def _watch(
                 return
             if verdict.failed:
                 raise ScavengerError(*_died(verdict.failed, site.dir))
-            if late := deadline.passed(state, now):
+            if late := deadline.passed(state, len(seen.steps) if seen is not None else 0, now):
                 raise ScavengerError(late, f"look at {_log_of_failure(site.dir)}")
             if other_users is not None and trained_since is not None:
                 _arrive(site, other_users, now - trained_since)
@@ -307,18 +307,21 @@ def _died(why: str, folder: Path) -> tuple[str, str]:
 
 
 class Deadline:
-    """Two limits of `limit_s` each: for the training job's wait, from `since` on, and from when it is first seen to run. Pure."""
+    """`limit_s` for the training job's wait, from `since` on, and for each step from when the job is first seen to run. Pure."""
 
     def __init__(self, limit_s: float, since: float) -> None:
-        self._limit_s, self._since, self._started = limit_s, since, False
+        self._limit_s, self._since, self._started, self._steps = limit_s, since, False, 0
 
-    def passed(self, state: JobState | None, now: float) -> str:
-        """What did not happen in time, given the job's state (None: not known); "" while there is time."""
-        if state is JobState.RUNNING and not self._started:
-            self._started, self._since = True, now
+    def passed(self, state: JobState | None, steps: int, now: float) -> str:
+        """What did not happen in time, given the job's state (None: not known) and how many steps and evaluations are done; "" while
+        there is time."""
+        if (state is JobState.RUNNING and not self._started) or steps > self._steps:
+            self._started, self._since, self._steps = True, now, max(steps, self._steps)
         if now - self._since <= self._limit_s or state not in (None, JobState.PENDING, JobState.RUNNING):
             return ""
-        return f"the training job did not {'end' if self._started else 'start'} within {self._limit_s:.0f} s"
+        if not self._started:
+            return f"the training job did not start within {self._limit_s:.0f} s"
+        return f"the training job took no step for {self._limit_s:.0f} s, after {self._steps}"
 
 
 def _log_of_failure(folder: Path) -> Path:

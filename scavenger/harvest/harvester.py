@@ -240,6 +240,9 @@ class Harvester:
             Counter()
         )  # failed polls and commands by kind, for status and metrics
         self._demand_decided_on: tuple[tuple[int, int, int], ...] = ()
+        self._owners: dict[
+            int, str
+        ] = {}  # by run, of every run that ever wanted engines: those of a run that ended leave later
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
         self._cycle_lock = asyncio.Lock()
@@ -369,7 +372,9 @@ class Harvester:
         limits = self._limits(view, info, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
-        decision = decide.decide(view, demand, self.tracker.jobs(self._router.leases()), limits, now)
+        decision = decide.decide(
+            view, demand, self.tracker.jobs(self._router.leases(), self._owners), limits, now
+        )
         self.stop_state.decided(decision, now)
         try:
             await self._performer.cancel_orphaned_jobs(orphaned_jobs)
@@ -451,6 +456,7 @@ class Harvester:
         """What the runs want now, within their owners' limits; remembered, so that a change of it is seen."""
         asked = list(self._router.demand())
         self._demand_decided_on = _shape(asked)
+        self._owners |= {want.run_id: want.owner for want in asked}
         demand = within_owners(asked, self.config.owners.most_gpus)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]

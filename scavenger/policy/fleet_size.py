@@ -223,7 +223,8 @@ class Demand:
     """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
 
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
-    where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known.
+    where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
+    `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, leaving ones counted; None: no limit.
     """
 
     run_id: int
@@ -234,12 +235,14 @@ class Demand:
     engine: str = "reference"
     benefit: Benefit | None = None
     owner: str = ""
+    owner_gpus: int | None = None
 
 
 def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | None]) -> list[Demand]:
     """The demand, with the engines of each owner's runs within `most_gpus` of the owner together (None: no limit).
 
-    An owner's engines are given out one by one, to the run that has the fewest; of equal ones, to the older.
+    An owner's engines are given out one by one, to the run that has the fewest; of equal ones, to the older. Engines that leave are
+    not known here: whoever submits counts them (`Demand.owner_gpus`).
     """
     given: dict[int, int] = {}
     for owner in sorted({want.owner for want in demand}):
@@ -254,7 +257,10 @@ def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | Non
             chosen = min(fitting, key=lambda want: (given[want.run_id], want.run_id))
             given[chosen.run_id] += 1
             left -= chosen.gpus_per_engine
-    return [_cut(want, given.get(want.run_id, want.engines)) for want in demand]
+    return [
+        _cut(replace(want, owner_gpus=most_gpus(want.owner)), given.get(want.run_id, want.engines))
+        for want in demand
+    ]
 
 
 def _cut(want: Demand, engines: int) -> Demand:

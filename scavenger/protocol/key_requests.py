@@ -115,6 +115,15 @@ def answer(public_dir: Path, uid: int, given: KeyAnswer) -> None:
 # ---------------------------------------------------------------- the user's end
 
 
+def require_site(public_dir: Path) -> None:
+    """Raises `ConfigError` where no daemon takes requests."""
+    if not requests_dir(public_dir).is_dir():
+        raise ConfigError(
+            f"{public_dir} is no site's public folder: it has no {requests_dir(public_dir).name}",
+            "name daemon.public_dir of the site's scavenger.toml; ask the site's admin",
+        )
+
+
 def ask(public_dir: Path, request: KeyRequest) -> None:
     """Leave a request. Raises `ConfigError` where no daemon takes any."""
     path = requests_dir(public_dir) / f"{os.getuid()}-{secrets.token_hex(8)}"

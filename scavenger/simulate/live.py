@@ -83,7 +83,6 @@ class EngineRequest:
 
     gpus_per_engine: int
     engines: int | None = None
-    sched_interval_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def poll(
         engines=sum(not job.waits for job in ours),
         pending=sum(job.waits for job in ours),
         decision=decision,
-        timing=Timing(part.grace_s, info.kill_wait_s, info.message_timeout_s, wish.sched_interval_s),
+        timing=Timing(part.grace_s, info.kill_wait_s, info.message_timeout_s),
         pending_other_users=gpus.jobs_pending_other_users,
     )
 

@@ -9,9 +9,9 @@ import pytest
 
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
+from scavenger.cluster.preemption_notice import notice
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.doctor.rules.preemption import notice
 from tests.clusters import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from scavenger.cluster.preemption_notice import notice
 from scavenger.doctor import findings
 from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.doctor.rules import limits, preemption, run
 from scavenger.doctor.rules import site as rules_site
-from scavenger.doctor.rules.preemption import notice
 from tests.doctor.site import AT, NAMES, WANTED, qos_lines, site
 
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scavenger.config.site import OwnersSection
+from scavenger.harvest.decide.decide import Code, Decision, DrainKind, OurJob, Submit, decide
 from scavenger.policy.fleet_size import Demand, within_owners
+from tests.harvest.test_yielding import LIMITS, NOW, engine, listed
+from tests.harvest.views import view
 
 
 def demand(run_id: int, owner: str, engines: int, gpus: int = 1) -> Demand:
@@ -19,7 +25,8 @@ def test_an_owners_engines_are_dealt_to_the_runs_that_have_fewest() -> None:
     given_ = within_owners(asked, owners.most_gpus)
     assert [want.engines for want in given_] == [3, 2, 50], "1 + 2, 1 + 2, then one more of one GPU"
     assert given_[0].reason == "useful; its owner may have 3 of 9 (owners.max_gpus)"
-    assert given_[1:] == asked[1:]
+    assert [want.reason for want in given_[1:]] == ["useful", "useful"]
+    assert [want.owner_gpus for want in given_] == [7, 7, 100], "whoever submits counts those that leave"
     assert within_owners(asked, OwnersSection().most_gpus) == asked
     assert [d.engines for d in within_owners(asked, OwnersSection(max_gpus_of={"ada": 0}).most_gpus)] == [
         0,
@@ -42,3 +49,32 @@ def test_no_owner_holds_more_and_nothing_that_fits_is_withheld(
     assert left >= 0
     assert all(want.engines == was.engines or want.gpus_per_engine > left for want, was in hers)
     assert [want for want in found if want.owner == "b"] == [was for was in asked if was.owner == "b"]
+
+
+def played(*leaving: OurJob, most: int | None = 2, engines: int = 2) -> Decision:
+    """Ada's run 1 wants engines and has those that leave; bob's run 2 wants two."""
+    asked = [demand(1, "ada", engines), demand(2, "bob", 2)]
+    wanted = within_owners(asked, lambda owner: most if owner == "ada" else None)
+    return decide(view(NOW, [listed(one) for one in leaving]), wanted, list(leaving), LIMITS, NOW)
+
+
+def submitted(decision: Decision) -> dict[str, int]:
+    return Counter(action.owner for action in decision.actions if isinstance(action, Submit))
+
+
+def test_engines_that_leave_count_against_their_owners_limit_and_stop_no_other_owner() -> None:
+    leaving = [engine(n, owner="ada", leaving=DrainKind.DRAINING, asked_at=NOW) for n in (1, 2)]
+    assert submitted(played()) == {"ada": 2, "bob": 2}
+    assert submitted(played(*leaving)) == {"bob": 2}
+    assert submitted(played(leaving[0])) == {"ada": 1, "bob": 2}
+    assert submitted(played(*leaving, most=None)) == {"ada": 2, "bob": 2}
+
+
+def test_engines_of_a_run_that_ended_count_too_and_the_decision_says_why_nothing_begins() -> None:
+    left = [
+        replace(engine(n, owner="ada", leaving=DrainKind.DRAINING, asked_at=NOW), run_id=9) for n in (1, 2)
+    ]
+    wanted = within_owners([demand(1, "ada", 2)], lambda _: 2)
+    decision = decide(view(NOW, [listed(one) for one in left]), wanted, left, LIMITS, NOW)
+    assert (submitted(decision), decision.code) == ({}, Code.MAX_PER_OWNER)
+    assert "owner ada has 2 of 2 GPUs (owners.max_gpus; leaving ones count)" in decision.reason

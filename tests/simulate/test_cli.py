@@ -55,7 +55,7 @@ def test_a_dump_is_answered(tmp_path: Path) -> None:
     # (290 - 125) GPU s idle of 290: see test_survey.py
     assert rows["idle"].split() == ["0.05", "GPU-hours", "5.7", "of", "10", "GPUs", "on", "average", "(57%)"]
     assert rows["other users wait longer"].startswith("5 s at most")
-    assert rows["should an engine hang"].startswith("100 s at most")
+    assert rows["should an engine hang"].startswith("40 s at most")
     assert rows["expected speed-up, Qwen3-8B"].startswith("not computed")
     assert "note: nodes and their GPUs are the most ever in use" in text
     assert "what idle GPUs could give" in page.read_text(encoding="utf-8")
@@ -69,8 +69,6 @@ def test_slurm_s_settings_and_the_engine_change_the_answers() -> None:
         "60",
         "--kill-wait",
         "2",
-        "--sched-interval",
-        "10",
         "--cold-start",
         "1",
         "--notice",
@@ -87,7 +85,7 @@ def test_slurm_s_settings_and_the_engine_change_the_answers() -> None:
         "scavenge",
     )
     assert "65 s at most" in text
-    assert "70 s at most" in text
+    assert "92 s at most" in text
     assert "cold start of Qwen3-14B on 2 x H200" in text
     assert "(at most 1)" in text
     assert "2 jobs in scavenge count as idle" in text
@@ -165,7 +163,6 @@ def measured(tmp_path: Path) -> Path:
         ((), "--grace"),
         ((), "--kill-wait"),
         ((), "--message-timeout"),
-        ((), "--sched-interval"),
         (("run.toml",), "--from"),
         (("run.toml",), "--sigma"),
         (("run.toml",), "--capped-share"),

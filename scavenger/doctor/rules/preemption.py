@@ -1,42 +1,16 @@
 """The checks on preemption of our jobs: modes, notice, requeue, and how long other users' jobs wait. Pure: facts in, one finding each.
 
-Also computes the notice that a preempted engine gets, and how long a hung engine delays the job that takes its GPUs.
-
-Measured on Slurm 22.05 (docs/admin.md has the table). At the start of a GraceTime, or at once where there is none, processes under `srun`
-get SIGCONT and SIGTERM. With a GraceTime SIGKILL comes no earlier than the larger of GraceTime and KillWait + MessageTimeout, and then
-only at one of the controller's checks of limits; without one it comes after KillWait. Seconds throughout.
-
 Boundary: pure rules, one subject.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, PreemptMode
+from scavenger.cluster.preemption_notice import LIMIT_CHECK_S, Notice, notice
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.errors import ConfigError
-
-#: The controller looks at the limits of jobs so often (`PERIODIC_TIMEOUT` in slurmctld).
-LIMIT_CHECK_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """`least_s`: from SIGTERM to SIGKILL at least. `most_s`: the longest that a process which ignores SIGTERM keeps its GPUs."""
-
-    least_s: float
-    most_s: float
-
-
-def notice(grace_s: float, kill_wait_s: float, message_timeout_s: float) -> Notice:
-    if grace_s <= 0:
-        return Notice(kill_wait_s, kill_wait_s + message_timeout_s)
-    least_s = max(grace_s, kill_wait_s + message_timeout_s)
-    return Notice(least_s, least_s + LIMIT_CHECK_S + kill_wait_s)
-
 
 #: Below so many seconds of notice an engine may not get its last tokens away and its job put back.
 SHORT_NOTICE_S = 3.0

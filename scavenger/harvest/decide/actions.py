@@ -34,6 +34,7 @@ class Code(StrEnum):
     MAX_GPUS = "max_gpus"
     MAX_PENDING = "max_pending"
     MAX_PER_USER = "max_per_user"
+    MAX_PER_OWNER = "max_per_owner"  # owners.max_gpus: engines of this owner's runs, leaving ones counted
     ACCOUNT_LIMIT = (
         "account_limit"  # Slurm itself holds a job of ours back: a limit of its QOS, account or user
     )
@@ -72,7 +73,7 @@ class OurJob:
     `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
-    `standby`: it waits for us to say where it begins (`standby`).
+    `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known.
     """
 
     intent_id: str
@@ -91,6 +92,7 @@ class OurJob:
     since: float = 0.0
     why_draining: Code | None = None
     standby: bool = False
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,8 +316,11 @@ def start_jobs(
 def _fill(
     wanted: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
 ) -> tuple[list[Start], tuple[Code, str] | None]:
-    """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand."""
+    """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand. A limit of one
+    owner ends it only where nothing begins.
+    """
     begun: list[Start] = []
+    of_owner: tuple[Code, str] | None = None
     while any(missing > 0 for missing in deficit.values()):
         for want in wanted:
             if deficit[want.run_id] <= 0:
@@ -325,11 +328,14 @@ def _fill(
             stop = drafts.limit_broken(want)
             if stop is not None:
                 return begun, stop
+            if owners_stop := drafts.owner_limit_broken(want):
+                deficit[want.run_id], of_owner = 0, owners_stop  # runs of other owners go on
+                continue
             place = drafts.take_place(want)
             deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
             if place is not None:
                 begun.append(drafts.release_or_draft(want, place, now))
-    return begun, None
+    return begun, None if begun else of_owner
 
 
 def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Start]:
@@ -338,7 +344,8 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
     actions: list[Start] = []
     for move in moving:
         want = by_run[move.job.run_id]
-        place = drafts.take_place(want) if drafts.limit_broken(want, instead_of=move.job) is None else None
+        broken = drafts.limit_broken(want, move.job) or drafts.owner_limit_broken(want, move.job)
+        place = drafts.take_place(want) if broken is None else None
         if place is None and not move.anyway:
             continue  # a smaller engine may still fit
         if place is not None and drafts.can_release_at(move, place):
@@ -423,6 +430,9 @@ class _Drafts:
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
         self._gpus = sum(job.gpus for job in ours)
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
+        self._owner_gpus = Counter[str]()
+        for job in ours:
+            self._owner_gpus[job.owner] += job.gpus
         part = view.partition(limits.partition)
         # Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
         shut = {node for node, _ in limits.hold.quarantined} | {*free.booked, *free.full}
@@ -455,6 +465,14 @@ class _Drafts:
             return Code.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
         return None
 
+    def owner_limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
+        """The limit of the run's owner, if one more job for `want` would break it."""
+        gpus = want.gpus_per_engine - (instead_of.gpus if instead_of is not None else 0)
+        if want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
+            return None
+        why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; leaving ones count)"
+        return Code.MAX_PER_OWNER, why
+
     def take_place(self, want: Demand) -> NodeChoice | None:
         """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it."""
         limits = self.limits
@@ -464,7 +482,7 @@ class _Drafts:
 
     def uncount(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
-        self._count(-1, -job.gpus)
+        self._count(-1, -job.gpus, job.owner)
 
     def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
         """CPUs and memory that an engine of any run would get on whichever node; None where there is none for it."""
@@ -478,7 +496,7 @@ class _Drafts:
         standby_job = self._standby_jobs.take(want) if self._wants_oldest_job(place) else None
         if standby_job is None:
             return self.draft(want, place, now)
-        self._count(1, want.gpus_per_engine)
+        self._count(1, want.gpus_per_engine, want.owner)
         why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and other users are there too"
         return Release(standby_job.intent_id, place.node, why)
 
@@ -504,14 +522,15 @@ class _Drafts:
             and place.until == float("inf")
         )
 
-    def _count(self, jobs: int, gpus: int) -> None:
+    def _count(self, jobs: int, gpus: int, owner: str) -> None:
+        self._owner_gpus[owner] += gpus
         self._engines, self._pending = self._engines + jobs, self._pending + jobs
         self._gpus, self._user_gpus = self._gpus + gpus, self._user_gpus + gpus
 
     def draft(self, want: Demand, place: NodeChoice, now: float, standby_s: float = 0.0) -> Submit:
         """A fresh job. `standby_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
         limits, gpus = self.limits, want.gpus_per_engine
-        self._count(1, gpus)
+        self._count(1, gpus, want.owner)
         why = f"run {want.run}: {want.reason}; {self._free.explain()}"
         why += f"; {worth}" if (worth := self._start_benefits.why(want, place.node)) else ""
         most_s = 0.0

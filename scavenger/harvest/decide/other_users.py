@@ -1,7 +1,7 @@
 """What other users' pending jobs could take. Pure.
 
-    ClusterView --census--> Wait, ...  those that more GPUs would start, in the order in which we care for them
-    Wait        --claim-->  idle GPUs that are not idle for us (and `yielding`: engines of ours that leave for it)
+    ClusterView --QueueScan--> Wait, ...  those that more GPUs would start, in the order in which we care for them
+    Wait        --claim-->     idle GPUs that are not idle for us (`voluntary_preemption`: engines of ours that leave for it)
 
 A job *could start* if our engines were gone, on nodes of its own partitions. One that waits for something else, a dependency, a hold, or
 more GPUs than could be free, leaves idle GPUs idle: we may use them until it can start. What is needed now comes before what the

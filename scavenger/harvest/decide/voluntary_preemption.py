@@ -2,7 +2,7 @@
 
 The fewest GPUs, and of these the engines with the least to lose. What is on its way out counts as free: nobody leaves twice for one job.
 
-Owns the choice. Who waits, and for how much, is `others`'s.
+Owns the choice. Who waits, and for how much, is `other_users`'s.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 
 import msgspec
 
@@ -306,8 +307,10 @@ class Tracker:
 
     # ---------------------------------------------------------------- for the policy
 
-    def jobs(self, leases: Mapping[str, tuple[int, float]]) -> list[OurJob]:
-        """Our jobs that hold GPUs or may come to. `leases`: intent -> (leases held, idle since), from the router."""
+    def jobs(
+        self, leases: Mapping[str, tuple[int, float]], owners: Mapping[int, str] = MappingProxyType({})
+    ) -> list[OurJob]:
+        """Our jobs that hold GPUs or may come to. `leases`: intent -> (leases held, idle since), from the router. `owners`: by run."""
         found = []
         for intent_id in sorted(self.intents):
             one = self.intents[intent_id]
@@ -332,6 +335,7 @@ class Tracker:
                     one.since,
                     one.drain_code,
                     one.standby and one.allocation is None,
+                    owners.get(one.intended.run_id, ""),
                 )
             )
         return found

@@ -172,8 +172,10 @@ def _engines(found: Survey) -> tuple[TableRow, ...]:
 
 def waits(timing: Timing) -> tuple[TableRow, ...]:
     """How much longer other users wait, with the arithmetic."""
-    kill = f"KillWait {timing.kill_wait_s:g} + MessageTimeout {timing.message_timeout_s:g}"
-    hung = f"max(GraceTime {timing.grace_s:g}, {kill}) + sched_interval {timing.sched_interval_s:g} s"
+    hung = (
+        f"what a process that ignores SIGTERM has: GraceTime {timing.grace_s:g}, KillWait {timing.kill_wait_s:g}, "
+        f"MessageTimeout {timing.message_timeout_s:g} s (docs/admin.md)"
+    )
     return (
         TableRow(
             "other users wait longer",

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from scavenger.cluster.preemption_notice import notice
 from scavenger.simulate.fleet import Occupation
 from scavenger.simulate.survey.engines import SurveyedEngine
 
@@ -18,12 +19,11 @@ JOB_END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Slurm's settings, by its names. The defaults are slurm.conf's own (0, 30, 10 and 60 s)."""
+    """Slurm's settings, by its names. The defaults are slurm.conf's own (0, 30 and 10 s)."""
 
     grace_s: float = 0.0
     kill_wait_s: float = 30.0
     message_timeout_s: float = 10.0
-    sched_interval_s: float = 60.0
 
     def preemption_s(self) -> float:
         """A job that preempts an engine which leaves when it is told to starts within `GraceTime + 5 s`.
@@ -33,11 +33,8 @@ class Timing:
         return self.grace_s + JOB_END_S
 
     def hung_s(self) -> float:
-        """A job that preempts an engine which hangs starts within `max(GraceTime, KillWait + MessageTimeout) + sched_interval`.
-
-        Slurm kills what is left at the larger of the two, and looks at the queue again at the latest one scheduling interval later.
-        """
-        return max(self.grace_s, self.kill_wait_s + self.message_timeout_s) + self.sched_interval_s
+        """A job that preempts an engine which hangs has its GPUs within this (`scavenger doctor` says the same)."""
+        return notice(self.grace_s, self.kill_wait_s, self.message_timeout_s).most_s
 
 
 @dataclass(frozen=True, slots=True)
