@@ -13,6 +13,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -189,29 +190,57 @@ with psycopg.connect("postgresql://scavenger@pg/scavenger") as connection:
 """
 
 
-def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_killed(
-    site: SiteSandbox,
-) -> None:
+@dataclass
+class Training:
+    """A training job of the user scavenger, over the two training hosts."""
+
+    head: Host
+    job: str
+
+    def state(self) -> str:
+        return self.head.run("squeue", "-h", "-j", self.job, "-o", "%T", check=False).strip()
+
+    def reached(self, step: int) -> bool:
+        state = self.state()
+        assert state or steps_done(self.head) >= step, (
+            f"the training job is gone: {self.head.run('tail', '-n', '40', '/shared/runs/train.log', check=False)}"
+        )
+        return steps_done(self.head) >= step
+
+    def goes_on(self, by: int = 1) -> float:
+        """Seconds until it has taken so many more steps."""
+        began, before = time.monotonic(), steps_done(self.head)
+        wait_for(f"{by} more steps", lambda: self.reached(min(STEPS, before + by)), 300)
+        return time.monotonic() - began
+
+    def finishes(self) -> None:
+        wait_for("all steps", lambda: self.reached(STEPS), 600)
+        wait_for("the training job's end", lambda: not self.state(), 120)
+        assert "sound" in as_scavenger(self.head, SCAVENGER, "ledger", "check")
+
+
+def start_training(site: SiteSandbox) -> Training:
+    """A whole run, from the daemon's start until an engine works on each of the three hosts."""
     head = site["head"]
     start_daemon(head, start_postgres(site["pg"]))
-    as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model")
-    job = submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/state")
-
-    def log() -> str:
-        return head.run("tail", "-n", "40", "/shared/runs/train.log", check=False)
-
-    def reached(step: int) -> bool:
-        state = head.run("squeue", "-h", "-j", job, "-o", "%T", check=False).strip()
-        assert state or steps_done(head) >= step, f"the training job is gone: {log()}"
-        return steps_done(head) >= step
-
-    wait_for("two steps", lambda: reached(2), 300)
+    as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model", timeout_s=600.0)
+    training = Training(
+        head, submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/state")
+    )
+    wait_for("two steps", lambda: training.reached(2), 300)
     engines = "SELECT count(DISTINCT node) FROM workers WHERE kind = 'harvested'"
     wait_for(
         "an engine on each of the three hosts",
         lambda: as_scavenger(head, PYTHON, "-c", _QUERY, engines).strip() == "3",
         300,
     )
+    return training
+
+
+def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_killed(
+    site: SiteSandbox,
+) -> None:
+    training, head = start_training(site), site["head"]
     for name in (
         "gpu1",
         "head",
@@ -220,19 +249,53 @@ def test_a_whole_run_over_nine_hosts_survives_cut_links_and_a_daemon_that_is_kil
         site.link_down(name)
         time.sleep(15.0)  # the fault itself: how long the link is down
         site.link_up(name)
-    before = steps_done(head)
-    wait_for("a step after the cuts", lambda: reached(min(STEPS, before + 1)), 300)
+    training.goes_on()
     pid = head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip()
     head.run("kill", "-KILL", pid)
-    wait_for("all steps", lambda: reached(STEPS), 600)
-    wait_for(
-        "the training job's end",
-        lambda: not head.run("squeue", "-h", "-j", job, "-o", "%T", check=False).strip(),
-        120,
-    )
+    training.finishes()
     assert head.run("systemctl", "is-active", "scavenger").strip() == "active", "systemd started it again"
     assert head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip() != pid
-    assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")
+
+
+def test_a_run_survives_hosts_that_cannot_reach_one_another_crash_or_have_no_room_at_100_megabits(
+    site: SiteSandbox,
+) -> None:
+    """Each fault lasts longer than `daemon.dead_s`; what it cost the run is printed."""
+    training = start_training(site)
+    for name in site.hosts:
+        site.limit_rate(name, 100.0)
+    cost = {"100 Mbit/s to every host": training.goes_on(2)}
+
+    site.cut_off("gpu1", "head")
+    time.sleep(15.0)  # the fault itself
+    site.reconnect("gpu1", "head")
+    cost["a GPU host that cannot reach the daemon for 15 s"] = training.goes_on(2)
+
+    for name in ("train1", "train2"):
+        site.cut_off("gpu2", name)
+    time.sleep(15.0)  # the fault itself
+    for name in ("train1", "train2"):
+        site.reconnect("gpu2", name)
+    cost["a GPU host that cannot reach the trainer for 15 s"] = training.goes_on(2)
+
+    site["gpu1"].run("mount", "-t", "tmpfs", "-o", "size=64k", "none", "/tmp")
+    site["gpu1"].run("dd", "if=/dev/zero", "of=/tmp/full", "bs=1k", check=False)
+    cost["a GPU host whose /tmp is full"] = training.goes_on(2)
+
+    site["gpu3"].crash()
+    cost["a GPU host that crashed"] = training.goes_on(2)
+    site.boot_again("gpu3")
+    since = time.time()
+    back = f"SELECT count(*) FROM workers WHERE node = 'gpu3' AND joined_at > {since}"
+    wait_for(
+        "an engine works on the host that is back",
+        lambda: (
+            training.reached(STEPS) or as_scavenger(training.head, PYTHON, "-c", _QUERY, back).strip() != "0"
+        ),
+        300,
+    )
+    training.finishes()
+    print("\n".join(f"two more steps after {what}: {seconds:.0f} s" for what, seconds in cost.items()))
 
 
 #: As another user's process: everything that might be hers, and what the daemon says to calls for her run.

@@ -248,6 +248,11 @@ class Host:
             text=text,
         )
 
+    def crash(self) -> None:
+        """Cut its power: every process ends at once, and nothing is written any more."""
+        os.kill(self.init_pid(), signal.SIGKILL)
+        self._process.wait(20)
+
     def stop(self) -> None:
         """Power it off; kill it when that takes long."""
         if not self.alive:
@@ -317,7 +322,23 @@ class SiteSandbox:
             self._owner.wait()
             self._owner = None
 
+    def boot_again(self, name: str) -> None:
+        """Boot a host that crashed; what it wrote to its own disk is gone. Returns when Slurm's daemon runs there."""
+        before = self.hosts[name]
+        assert not before.alive
+        host = self.hosts[name] = self._boot(before.spec)
+        wait_for(f"{name} has booted", lambda: _has_booted(host), BOOT_S)
+        if "slurmd" in host.spec.units:
+            host.run("systemctl", "restart", "slurmd")
+
     # ---------------------------------------------------------------- the network
+
+    def cut_off(self, name: str, other: str) -> None:
+        """Drop all that this host sends to that one; each still reaches everybody else."""
+        self.hosts[name].run("ip", "route", "add", "blackhole", f"{self.hosts[other].spec.address}/32")
+
+    def reconnect(self, name: str, other: str) -> None:
+        self.hosts[name].run("ip", "route", "del", "blackhole", f"{self.hosts[other].spec.address}/32")
 
     def link_down(self, name: str) -> None:
         """Pull the host's network cable."""
