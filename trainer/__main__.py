@@ -40,7 +40,7 @@ from trainer.checkpoint import checkpoint
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
 from trainer.local import LocalRun, LocalSource
-from trainer.loop.comm import Comm, Solo, connect, disconnect, join
+from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
 from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
 from trainer.loop.monitor import Monitor, chosen
 from trainer.loop.publish import Publisher
@@ -150,6 +150,7 @@ def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSourc
         encrypt=weights.encrypt,
         deltas=weights.deltas,
         nixl=weights.nixl,
+        port=weights.port + local_rank() if weights.port else 0,
         on_fault=ending.fail,
     )
 

@@ -436,7 +436,11 @@ class WeightsSection(Section):
     """Type of the published weights. The trainer's own are float32 (`deterministic`: float64)."""
     listen: Annotated[str, Allowed("host name or IPv4 address")] = ""
     """Interface of each training rank's host that engines pull from. Empty: all of them (`0.0.0.0`), or
-    `127.0.0.1` where the daemon announces a loopback address. The system chooses the ports."""
+    `127.0.0.1` where the daemon announces a loopback address."""
+    port: Annotated[int, Field(ge=0, le=65535 - 63)] = 0
+    """TCP port of the first rank on each training host; each further rank on the host takes the next one. 0: the
+    system chooses. Set it where a firewall stands between training and compute nodes: to another one for each
+    run that may share a host."""
     advertise: Annotated[str, Allowed("host name")] = ""
     """Host name of rank 0 that engines connect to. Empty, and on other hosts: `listen`, or the host's name
     where that is all interfaces."""

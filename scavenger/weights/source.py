@@ -80,9 +80,10 @@ class WeightSource:
         nbytes_per_s: float = 0.0,
         deltas: int | Chains = 0,
         nixl: bool = False,
+        port: int = 0,
         on_fault: Callable[[WeightsError], None] = end_process,
     ) -> None:
-        """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
+        """Bind `port` (0: one that the system gives) on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
         on this machine. `deltas`: from so many versions back, made here; or those that came from elsewhere. `nbytes_per_s`: what it
@@ -103,18 +104,20 @@ class WeightSource:
         self._curve: CurveServer | None = None
         try:
             if encrypt:
-                self._curve = CurveServer(self._store, socket.gethostbyname(listen), on_fault)
-                port = self._curve.port
+                self._curve = CurveServer(self._store, socket.gethostbyname(listen), on_fault, port)
+                bound = self._curve.port
             else:
-                server = socket.create_server((socket.gethostbyname(listen), 0), backlog=64)
-                port = server.getsockname()[1]
+                server = socket.create_server((socket.gethostbyname(listen), port), backlog=64)
+                bound = server.getsockname()[1]
                 self._listen(server)
             self.local = self._listen_locally() if local else ""
         except (OSError, RuntimeError, WeightsError) as error:  # also: no thread for it
             self.close()
-            cause = f"the weights source cannot bind {listen}: {error}"
-            raise WeightsError(cause, "set weights.listen to an interface of this host") from error
-        self.endpoint = f"tcp://{host}:{port}"
+            cause = f"the weights source cannot bind {listen}{f', port {port}' if port else ''}: {error}"
+            remedy = "set weights.listen to an interface of this host"
+            remedy += ", and weights.port to one that no other run uses there" if port else ""
+            raise WeightsError(cause, remedy) from error
+        self.endpoint = f"tcp://{host}:{bound}"
         self.server_key = self._curve.server_key if self._curve else ""
 
     @property

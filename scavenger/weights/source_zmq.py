@@ -40,10 +40,16 @@ class CurveServer:
     """`close` may be called from any thread. `fault`: why it serves no more."""
 
     def __init__(
-        self, store: VersionStore, address: str, on_fault: Callable[[WeightsError], None] = end_process
+        self,
+        store: VersionStore,
+        address: str,
+        on_fault: Callable[[WeightsError], None] = end_process,
+        port: int = 0,
     ) -> None:
-        """`on_fault` is called once, from the server's thread, when that can serve no more. Raises `WeightsError` when the address cannot
-        be bound."""
+        """`port` 0: one that the system gives. `on_fault` is called once, from the server's thread, when that can serve no more.
+
+        Raises `WeightsError` when the address cannot be bound.
+        """
         self._store = store
         self._on_fault = on_fault
         self.fault: WeightsError | None = None
@@ -64,7 +70,9 @@ class CurveServer:
         ):
             router.setsockopt(option, value)
         try:
-            self.port = router.bind_to_random_port(f"tcp://{address}")
+            if port:
+                router.bind(f"tcp://{address}:{port}")
+            self.port = port or router.bind_to_random_port(f"tcp://{address}")
         except zmq.ZMQError as error:
             router.close()
             self._context.term()

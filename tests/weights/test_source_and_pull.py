@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 
@@ -246,3 +247,14 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
         one, two = asyncio.run(both())
         assert one.view == two.view == blob
         assert slow.stats.parts < 1.5 * count
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_source_serves_at_the_port_that_a_firewall_lets_through(encrypt: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with WeightSource(port=port, encrypt=encrypt, local=False) as source:
+        assert source.endpoint == f"tcp://127.0.0.1:{port}"
+        with pytest.raises(WeightsError, match=f"cannot bind 127.0.0.1, port {port}") as error:
+            WeightSource(port=port, encrypt=encrypt, local=False)
+        assert "weights.port" in error.value.remedy

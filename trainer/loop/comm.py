@@ -185,7 +185,7 @@ def join(comm: Comm) -> DeviceMesh:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
     store: Any
     if comm.size == 1:
         store = HashStore()
@@ -225,7 +225,8 @@ def _meeting_host(comm: Comm) -> str:
     return host
 
 
-def _local_rank() -> int:
+def local_rank() -> int:
+    """Which of its host's ranks this one is, from 0, as the launcher says it; 0 where it says nothing."""
     for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"):
         if value := os.environ.get(name):
             return int(value)
