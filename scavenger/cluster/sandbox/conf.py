@@ -89,7 +89,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={site.dbd_port}
 AccountingStoragePass={site.dir}/run/munge.socket
 AccountingStorageTRES=gres/gpu
-AccountingStorageEnforce=associations,qos"""
+AccountingStorageEnforce=associations,limits,qos"""
 
 
 def slurm_conf(layout: Layout, site: Site) -> str:
