@@ -46,6 +46,7 @@ from trainer.loop.monitor import Monitor, chosen
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
 from trainer.loop.run import Loop, RunStart
+from trainer.loop.sample_log import SampleLog, one_in
 from trainer.loop.step import Run
 from trainer.loop.watchdog import Here, Watch, meet
 from trainer.model.learner import Learner, model_config_text
@@ -220,8 +221,12 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             monitor.say(
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
             )
+        every = one_in(
+            config.monitor.sample_groups, config.data.prompts_per_step, 2 * len(prompts.held_out())
+        )
+        kept = SampleLog(config.run.out_dir, every, tokenizer, monitor.say)
         scoring = Scoring(
-            runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens
+            runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens, kept.write
         )
         ending.listen()
         loop = Loop(

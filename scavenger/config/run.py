@@ -492,6 +492,10 @@ class TrainerSection(Section):
 class MonitorSection(Section):
     """Where a step's metrics go, beside `<out_dir>/metrics.jsonl` and standard output."""
 
+    sample_groups: NonNegative = 2
+    """About so many groups of each step and of each evaluation: their prompts, completions and rewards are
+    appended to `<out_dir>/samples.jsonl` (mode 0600). 0: none. The ledger has all of them (`scavenger
+    samples`)."""
     tensorboard: bool = False
     """`true`: metrics go to `<out_dir>/tensorboard` too (extra `[tensorboard]`)."""
     wandb: Literal["off", "offline", "online"] = "off"

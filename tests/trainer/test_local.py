@@ -76,6 +76,17 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(
         ("eval", 2),
     ]
     assert whole[1]["tokens"] > 0
+    log = tmp_path / "whole" / "local" / "samples.jsonl"
+    assert log.stat().st_mode & 0o777 == 0o600
+    kept = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {(one["purpose"], one["step"]) for one in kept} == {
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    }
+    assert len({one["group"] for one in kept if one["step"] == 1}) == 3, "one in 3 // 2"
+    assert all(one["prompt"] and one["reward"] is not None and one["tokens"] > 0 for one in kept)
     assert [path.name for path in checkpoint.found(tmp_path / "whole" / "local")] == [
         "step-00000001",
         "step-00000002",

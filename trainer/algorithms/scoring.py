@@ -91,6 +91,10 @@ class _Pending:
         return [future for _, future in self.samples if future is not None and not future.done()]
 
 
+def _ignore(judged: Judged) -> None:
+    pass
+
+
 class Scoring:
     """Scores the groups of one run: `begin` each as it comes, `take_scored` when it may be done. `say`: a line for each masked sample."""
 
@@ -102,7 +106,10 @@ class Scoring:
         algorithm: AlgorithmSection,
         say: Callable[[str], None],
         max_tokens: int = 1,
+        seen: Callable[[Judged], None] = _ignore,
     ) -> None:
+        """`seen`: told of each group as it was scored."""
+        self._seen = seen
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._mask_errors = reward.on_reward_error == "mask"
@@ -168,7 +175,9 @@ class Scoring:
         good = [
             found.result() for _, found in pending.samples if found is not None and found.exception() is None
         ]
-        return Judged(pending.group, samples, tuple(reward.parts for reward in good if reward.parts))
+        judged = Judged(pending.group, samples, tuple(reward.parts for reward in good if reward.parts))
+        self._seen(judged)
+        return judged
 
     def rewards(self, group: messages.GroupDone) -> list[tuple[messages.DoneSample, float, str]]:
         """(sample, reward, "") of each sample in index order, waited for; reward NaN and the reason where it is masked."""
