@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,10 +23,10 @@ from scavenger.cli.init import _known_state_dir
 from scavenger.cli.join import join
 from scavenger.client import Connection
 from scavenger.config.site import OwnersSection
-from scavenger.daemon.key_requests import CHECK_S, MOST_KEYS, KeyRequests, User
+from scavenger.daemon.key_requests import CHECK_S, MOST_KEYS, Directory, KeyRequests, User, admission, refusal
 from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, ScavengerError
 from scavenger.protocol import key_requests, keys, messages
-from scavenger.protocol.key_requests import KeyRequest
+from scavenger.protocol.key_requests import KeyRequest, new_request
 
 U1, U2, NOBODY = 61_001, 61_002, 65_534
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users: needs root")
@@ -76,22 +77,42 @@ class Site:
         keys.init_state(self.state, "scavenger")
         key_requests.make_public(self.public)
         self.users: dict[int, User] = {
-            U1: User(U1, "u1", frozenset({"ml", "70"})),
-            U2: User(U2, "u2", frozenset({"70"})),
+            U1: User(U1, "u1", frozenset({7, 70})),
+            U2: User(U2, "u2", frozenset({70})),
         }
+        self.groups = {"ml": 7, "nogroup": 65_534, "other": 9}
         self.now = 0.0
         self.requests = KeyRequests(
-            self.state, self.public, OwnersSection(groups=("ml", "70")), lambda: self.now, self.users.get
+            self.state,
+            self.public,
+            OwnersSection(groups=("ml", "70")),
+            lambda: self.now,
+            Directory(lambda uid: self.users.get(uid), lambda name: self.groups.get(name)),
         )
+        self.last = KeyRequest("k" * 40, "0" * 16)
 
     def ask(self, uid: int, public: str, *, only: bool = False) -> None:
-        assert as_user(uid, lambda: key_requests.ask(self.public, KeyRequest(public, only))) == ""
+        self.last = request = new_request(public, only=only)
+        assert as_user(uid, lambda: key_requests.ask(self.public, request)) == ""
 
-    def answered(self, uid: int) -> key_requests.KeyAnswer:
-        self.requests.give(self.requests.poll())
-        found = key_requests.read_answer(self.public, uid)
+    def answered(self, uid: int) -> key_requests.KeyReply:
+        self.requests.send(self.requests.poll())
+        found = key_requests.read_reply(self.public, uid, self.last)
         assert found is not None
         return found
+
+    def join(self, uid: int, *, only: bool = False) -> str:
+        """A fresh key of that user, accepted."""
+        public = keys.generate().public
+        self.ask(uid, public, only=only)
+        assert self.answered(uid).refused == ""
+        return public
+
+    def check(self) -> dict[str, str]:
+        """The keys in force, once it was checked who is admitted."""
+        self.now += CHECK_S
+        self.requests.poll()
+        return keys.enrolled_owners(self.state)
 
 
 @pytest.fixture
@@ -104,12 +125,12 @@ def test_a_member_of_a_group_is_enrolled_under_the_unix_name_and_a_stranger_is_t
 ) -> None:
     mine = keys.generate().public
     daemon.ask(U1, mine)
-    assert daemon.answered(U1) == key_requests.KeyAnswer(mine, "u1")
+    assert daemon.answered(U1) == key_requests.KeyReply(mine, daemon.last.nonce, "u1")
     assert keys.enrolled_owners(daemon.state)[mine] == mine
     daemon.ask(NOBODY, keys.generate().public)
     given = daemon.answered(NOBODY)
     assert ("knows no user 65534" in given.refused, "site's admin" in given.remedy) == (True, True)
-    daemon.users[NOBODY] = User(NOBODY, "nobody", frozenset({"nogroup"}))
+    daemon.users[NOBODY] = User(NOBODY, "nobody", frozenset({65_534}))
     daemon.ask(NOBODY, keys.generate().public)
     assert daemon.answered(NOBODY).refused == "nobody may not own runs"
     assert set(keys.owner_keys(daemon.state)) == {"scavenger", "u1"}
@@ -126,7 +147,7 @@ def test_no_user_can_speak_for_another(daemon: Site, site: Path) -> None:
 
     def write_letter() -> None:
         letter.parent.chmod(0o755)
-        letter.write_bytes(b'{"public":"%s","only":true}' % evil.encode())
+        letter.write_bytes(b'{"public":"%s","nonce":"%s","only":true}' % (evil.encode(), b"0" * 16))
         letter.chmod(0o644)
 
     assert as_user(U2, write_letter) == ""
@@ -144,7 +165,7 @@ def test_no_user_can_speak_for_another(daemon: Site, site: Path) -> None:
         with pytest.raises(PermissionError):
             (daemon.public / "rendezvous.json").write_text("{}")
         with pytest.raises(PermissionError):
-            key_requests.answer_path(daemon.public, U2).write_text("{}")
+            key_requests.reply_path(daemon.public, U2).write_text("{}")
 
     assert as_user(U1, attack) == ""
     daemon.ask(U1, hers)  # her public key is no secret
@@ -171,24 +192,139 @@ def test_a_new_key_can_retire_the_lost_one_and_a_retired_key_never_comes_back(da
     assert "none may be added" in daemon.answered(U1).refused
 
 
-def test_who_leaves_the_group_loses_the_keys_and_a_directory_that_is_away_takes_none(daemon: Site) -> None:
-    mine, hers = keys.generate().public, keys.generate().public
-    daemon.ask(U1, mine)
-    daemon.ask(U2, hers)
-    daemon.requests.poll()
+def test_a_user_who_leaves_the_group_is_suspended_and_one_whom_nobody_knows_just_now_is_not(
+    daemon: Site,
+) -> None:
+    mine, hers = daemon.join(U1), daemon.join(U2)
     known = dict(daemon.users)
     daemon.users.clear()
-    daemon.now += CHECK_S
+    assert {mine, hers} <= set(daemon.check())
+    daemon.users |= known | {U1: User(U1, "u1", frozenset({7}))}
+    del daemon.groups["ml"]  # the directory of groups is away
+    assert {mine, hers} <= set(daemon.check())
+    daemon.ask(U1, keys.generate().public)
+    assert "does not know a group" in daemon.answered(U1).refused
+    daemon.groups["ml"] = 8  # and back: u1 is not in it
+    assert (mine in daemon.check(), hers in daemon.check()) == (False, True)
+    assert {one.state for one in keys.listed(daemon.state) if one.who == "u1"} == {
+        "suspended: [owners] does not admit the user"
+    }
+    daemon.users[U1] = known[U1]
+    assert mine in daemon.check(), "the user's keys are in force again, as they were"
+    daemon.requests.reconfigure(OwnersSection(users=("u1",)))
     daemon.requests.poll()
-    assert {mine, hers} <= set(keys.enrolled_owners(daemon.state))
-    daemon.users |= known | {U1: User(U1, "u1", frozenset({"other"}))}
-    daemon.now += CHECK_S
+    assert hers not in keys.enrolled_owners(daemon.state), "the configuration was changed"
+    daemon.requests.reconfigure(OwnersSection(users=("u1", "u2"), groups=("70",), deny=("u1",)))
     daemon.requests.poll()
     owners = keys.enrolled_owners(daemon.state)
     assert (mine in owners, hers in owners) == (False, True)
-    daemon.requests.obey(OwnersSection(users=("u1",)))
+    daemon.ask(U1, mine)
+    assert daemon.answered(U1).refused == "u1 may not own runs"
+
+
+def test_a_file_that_is_broken_or_gone_is_nobody_elses_affair(daemon: Site) -> None:
+    for uid in (U1, U2):
+        daemon.join(uid)
+    (daemon.state / "keys/owners/u1.pub").unlink()
+    (keys.joined_dir(daemon.state) / "a").write_text("not a uid")
+    (daemon.state / "keys/owners/broken.pub").write_text("x" * 100_000)
+    (daemon.state / "keys/owners/broken.pub").chmod(0o600)
+    daemon.users[U2] = User(U2, "u2", frozenset())
+    daemon.users[U1] = User(U1, "u1", frozenset())
+    daemon.now += CHECK_S
     daemon.requests.poll()
-    assert hers not in keys.enrolled_owners(daemon.state), "the configuration was changed"
+    said: list[str] = []
+    owners = keys.enrolled_owners(daemon.state, lambda name, error: said.append(f"{name}: {error.cause}"))
+    assert [
+        owner for owner in owners.values() if owner not in keys.enrolled_owners(daemon.state, print)
+    ] == []
+    assert set(keys.owner_keys(daemon.state, lambda *_: None)) == {"scavenger", "u2"}
+    assert keys.is_suspended(daemon.state, "u2")
+    assert "100000 bytes: it is no key file" in said[0]
+    daemon.users[U1] = User(U1, "u1", frozenset({7}))
+    daemon.join(U1)
+
+
+def test_many_new_keys_neither_lose_the_first_nor_break_the_file(daemon: Site) -> None:
+    first = daemon.join(U1)
+    for _ in range(keys.RETIRED_KEPT + 20):
+        newest = daemon.join(U1, only=True)
+    assert keys.enrolled_owners(daemon.state)[newest] == first
+    assert len(keys.owner_keys(daemon.state)["u1"]) == keys.RETIRED_KEPT + 2
+    assert (daemon.state / "keys/owners/u1.pub").stat().st_size < 4096
+
+
+def test_a_name_that_was_enrolled_by_hand_is_not_taken_over(daemon: Site) -> None:
+    keys.enroll(daemon.state, "u1", keys.generate().public)
+    daemon.ask(U1, keys.generate().public)
+    assert daemon.answered(U1).refused == "an owner u1 was enrolled by hand"
+    daemon.join(U2)
+    daemon.users[NOBODY] = User(NOBODY, "u2", frozenset({70}))  # the name was given to another account
+    daemon.ask(NOBODY, keys.generate().public)
+    assert "was another user" in daemon.answered(NOBODY).refused
+
+
+def test_one_users_files_hold_up_no_other_user(daemon: Site) -> None:
+    """Folders that cannot be removed, unfinished files and many requests: the newest of each user is read."""
+    folder = key_requests.requests_dir(daemon.public)
+
+    def crowd() -> None:
+        for n in range(100):
+            (folder / f"folder-{n}" / "in").mkdir(parents=True)
+            (folder / f"many-{n}").write_bytes(b"{}")
+        (folder / ".unfinished").write_bytes(b"")
+
+    assert as_user(U2, crowd) == ""
+    daemon.join(U1)
+    assert {one.name for one in folder.iterdir() if not one.is_dir()} == {".unfinished"}
+    os.utime(folder / ".unfinished", (1.0, 1.0))
+    daemon.requests.poll()
+    assert not (folder / ".unfinished").exists()
+
+
+def test_a_reply_to_an_earlier_request_is_never_taken_for_this_ones(daemon: Site) -> None:
+    public = daemon.join(U1)
+    earlier = daemon.last
+    daemon.users[U1] = User(U1, "u1", frozenset())
+    daemon.ask(U1, public)
+    assert key_requests.read_reply(daemon.public, U1, daemon.last) is None
+    assert key_requests.read_reply(daemon.public, U1, earlier) is not None
+    assert daemon.answered(U1).refused == "u1 may not own runs"
+
+
+@pytest.mark.parametrize(
+    ("owners", "gids", "admitted"),
+    [
+        (OwnersSection(users=("u1",)), set(), True),
+        (OwnersSection(users=("u1",), deny=("u1",)), set(), False),
+        (OwnersSection(groups=("ml",)), {7}, True),
+        (OwnersSection(groups=("ml",)), {8}, False),
+        (OwnersSection(groups=("70",)), {70}, True),
+        (OwnersSection(groups=("away",)), {7}, None),
+        (OwnersSection(groups=("away", "ml")), {7}, True),
+        (OwnersSection(groups=("away",), deny=("u1",)), {7}, False),
+        (OwnersSection(), {7}, False),
+    ],
+)
+def test_who_is_admitted(owners: OwnersSection, gids: set[int], admitted: bool | None) -> None:
+    assert admission(User(U1, "u1", frozenset(gids)), owners, {"ml": 7}.get) is admitted
+
+
+def test_a_request_is_refused_with_what_to_do() -> None:
+    mine, other = keys.OwnerKey("a" * 40), keys.OwnerKey("b" * 40)
+    full = [keys.OwnerKey(f"{n:040}") for n in range(MOST_KEYS)]
+    request = new_request(mine.public)
+    assert refusal("u1", request, {}, joined=False) == ("", "")
+    assert refusal("u1", request, {"u1": [mine]}, joined=True) == ("", "")
+    for known, joined, why in (
+        ({"u1": [mine]}, False, "enrolled by hand"),
+        ({"u1": [other], "u2": [mine]}, True, "another owner's"),
+        ({"u1": [keys.OwnerKey(mine.public, 1.0, 2.0)]}, True, "retired"),
+        ({"u1": full}, True, "none may be added"),
+    ):
+        said, remedy = refusal("u1", request, known, joined=joined)
+        assert (why in said, bool(remedy)) == (True, True)
+    assert refusal("u1", new_request(mine.public, only=True), {"u1": full}, joined=True) == ("", "")
 
 
 def test_a_folder_in_which_somebody_else_could_write_is_refused(site: Path) -> None:
@@ -249,17 +385,30 @@ def test_a_user_joins_a_daemon_that_runs_and_connects_to_it(site: Path) -> None:
         assert as_user(NOBODY, call) == ""
         path.write_text(toml.dumps(config | {"owners": {"groups": ["root"]}}))
         process.send_signal(signal.SIGHUP)
-        until(
-            lambda: "nobody may not own runs" in as_user(NOBODY, lambda: join(site / "public", wait_s=30.0))
-        )
         until(lambda: keys.read_keypair(key_of(key)).public not in keys.enrolled_owners(site / "state"))
+        assert "nobody may not own runs" in as_user(NOBODY, lambda: join(site / "public", wait_s=30.0))
+        path.write_text(toml.dumps(config))
+        process.send_signal(signal.SIGHUP)
+        until(lambda: keys.read_keypair(key_of(key)).public in keys.enrolled_owners(site / "state"))
+        assert as_user(NOBODY, lambda: join(site / "public", wait_s=30.0)) == "", "not the refusal of before"
     finally:
         os.environ.pop("XDG_CONFIG_HOME", None)
         process.terminate()
         assert process.wait(30) == 0
-    assert "no answer within 0 s" in as_user(
-        NOBODY, lambda: answer_of(site / "public", keys.generate().public)
-    )
+    os.environ["XDG_CONFIG_HOME"] = str(site / f"home-{NOBODY}")
+    try:
+        assert "no reply within 0 s" in as_user(NOBODY, lambda: join(site / "public", new=True, wait_s=0.0))
+        pending = key.with_name("owner.key.new")
+        assert pending.exists(), "the daemon may accept it later: it is asked about again"
+        public = keys.read_keypair(key_of(pending)).public
+        again = KeyRequests(site / "state", site / "public", OwnersSection(users=("nobody",)), time.time)
+        again.send(again.poll())
+        assert public in keys.enrolled_owners(site / "state")
+        threading.Timer(1.0, lambda: again.send(again.poll())).start()
+        assert as_user(NOBODY, lambda: join(site / "public", wait_s=30.0)) == ""
+        assert (keys.read_keypair(key_of(key)).public, pending.exists()) == (public, False)
+    finally:
+        os.environ.pop("XDG_CONFIG_HOME", None)
 
 
 def key_of(path: Path) -> Path:
@@ -271,12 +420,6 @@ def key_of(path: Path) -> Path:
 
 def note_is(public_dir: Path) -> None:
     assert _known_state_dir() == str(public_dir.resolve()), "`scavenger init` knows the site"
-
-
-def answer_of(public_dir: Path, public: str) -> None:
-    from scavenger.cli.join import _answer
-
-    _answer(public_dir, public, 0.0)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

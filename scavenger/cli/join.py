@@ -23,38 +23,44 @@ def join(
     new: Annotated[
         bool, typer.Option("--new", help="make another key, and let no older one of yours connect any more")
     ] = False,
-    wait_s: Annotated[float, typer.Option("--wait", min=0.0, help="seconds to wait for the answer")] = 30.0,
+    wait_s: Annotated[float, typer.Option("--wait", min=0.0, help="seconds to wait for the reply")] = 30.0,
 ) -> None:
     """Ask the site's daemon to accept your key, so that you can own runs. Makes the key where you have none."""
     key_requests.require_site(public_dir)
-    path = keys.own_key_path()
-    fresh = new or not path.exists()
-    pair = keys.generate() if fresh else keys.read_keypair(path)
-    there = path.with_name(path.name + ".new") if new else path
-    if fresh:
-        keys.write_keypair(there, pair)
-    key_requests.ask(public_dir, key_requests.KeyRequest(pair.public, only=new))
-    given = _answer(public_dir, pair.public, wait_s)
-    if given.refused:
-        raise AuthError(given.refused, given.remedy)
+    path, pending = keys.own_key_path(), keys.own_key_path().with_name("owner.key.new")
+    if (
+        pending.exists()
+    ):  # an earlier `--new` had no reply: the daemon may have accepted that key, and no other, meanwhile
+        new, pair = True, keys.read_keypair(pending)
+    elif new or not path.exists():
+        pair = keys.generate()
+        keys.write_keypair(pending if new else path, pair)
+    else:
+        pair = keys.read_keypair(path)
+    request = key_requests.new_request(pair.public, only=new)
+    key_requests.ask(public_dir, request)
+    reply = _wait(public_dir, request, wait_s)
+    if reply.refused:
+        pending.unlink(missing_ok=True)
+        raise AuthError(reply.refused, reply.remedy)
     if new:
-        os.replace(there, path)  # not before: who is refused keeps the key that is accepted
+        os.replace(pending, path)  # not before: a user who is refused keeps the key that is accepted
     keys.note_site(public_dir.resolve())
-    print(f"{given.name} may own runs here, with {path}")
+    print(f"{reply.name} may own runs here, with {path}")
     print(
         f'in run.toml: [run] state_dir = "{public_dir.resolve()}"; `scavenger init` writes it so from now on'
     )
 
 
-def _answer(public_dir: Path, public: str, wait_s: float) -> key_requests.KeyAnswer:
+def _wait(public_dir: Path, request: key_requests.KeyRequest, wait_s: float) -> key_requests.KeyReply:
     by = time.monotonic() + wait_s
     while True:
-        given = key_requests.read_answer(public_dir, os.getuid())
-        if given is not None and given.public == public:
-            return given
+        found = key_requests.read_reply(public_dir, os.getuid(), request)
+        if found is not None:
+            return found
         if time.monotonic() >= by:
             raise DaemonUnavailable(
-                f"no answer within {wait_s:g} s: the request waits in {key_requests.requests_dir(public_dir)}",
+                f"no reply within {wait_s:g} s: the request waits in {key_requests.requests_dir(public_dir)}",
                 "ask the site's admin whether the daemon runs; then join again",
             )
         time.sleep(_POLL_S)

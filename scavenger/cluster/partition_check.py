@@ -94,7 +94,7 @@ def _check_qos(info: ClusterInfo, name: str, qos: Qos | None) -> None:
     if not name:
         why = f"cluster {info.name} preempts by QOS, and harvest.qos is empty; harvested jobs would block other users' jobs"
         raise ConfigError(why, "set harvest.qos to a QOS that the others' QOS may preempt")
-    if qos is not None and not any(name in other.preempts for other in info.qos or ()):
+    if qos is not None and not any(name in other.preempts and other.name != name for other in info.qos or ()):
         raise ConfigError(
             f"harvest.qos = {name!r}: no QOS of cluster {info.name} may preempt it; harvested jobs would block other users' jobs",
             f"ask the admin for: sacctmgr modify qos normal set preempt+={name}",

@@ -94,6 +94,9 @@ class OwnersSection(Section):
     """Users whose keys the daemon accepts when they ask (`scavenger join`)."""
     groups: Annotated[tuple[str, ...], Allowed("list of group names or gids")] = ()
     """The same for all members of these Unix groups. Who leaves them loses access within a minute."""
+    deny: Annotated[tuple[str, ...], Allowed("list of user names")] = ()
+    """Users who may not, whatever else names them. Their keys are out of force within seconds of a reload, and in
+    force again once they are taken out of this list."""
     max_gpus: NonNegative | None = None
     """GPUs that harvested engines of one owner's runs hold at most, all runs together. None: no limit but
     `harvest.max_gpus`."""
@@ -423,6 +426,7 @@ LIVE = frozenset(
         "harvest.timezone",
         "harvest.wckey",
         "harvest.yield_after_s",
+        "owners.deny",
         "owners.groups",
         "owners.max_gpus",
         "owners.max_gpus_of",

@@ -13,11 +13,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import structlog
+
 from scavenger.ledger.records import Event, Record
 from scavenger.protocol import keys
 from scavenger.router.core.events import Identity
 from scavenger.router.edge.keyring import KeyRing
 
+log = structlog.get_logger()
 Owner = tuple[str, str]  # role ("daemon" | "owner"), name
 
 
@@ -38,10 +41,12 @@ class Enrolment:
         self._reported = dict(in_force)
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._warned: set[str] = set()
 
     def read(self) -> None:
-        """Read the files; a removed file or a retired key revokes at once. Raises `AuthError`, `OSError`: then all stays as it was."""
-        enrolled, owners = keys.owner_keys(self._state_dir), keys.enrolled_owners(self._state_dir)
+        """Read the files; a removed or unusable file, a retired or suspended key revokes at once. Raises `OSError`: then all stays."""
+        enrolled = keys.owner_keys(self._state_dir, self._warn)
+        owners = keys.enrolled_owners(self._state_dir, self._warn)
         for gone in set(self._owners) - set(owners):
             self._keyring.revoke(gone)
         for public, recorded in owners.items():
@@ -57,17 +62,28 @@ class Enrolment:
         self._names = names
         in_force: dict[str, Owner] = {self._server_public: ("daemon", "")}
         in_force |= {
-            key.public: ("owner", name) for name, its in enrolled.items() for key in its if key.allowed
+            key.public: ("owner", name)
+            for name, its in enrolled.items()
+            for key in its
+            if key.public in owners
         }
         events += changes(
             self._reported,
             in_force,
             {key.public for its in enrolled.values() for key in its if not key.allowed},
+            {key.public for its in enrolled.values() for key in its if key.allowed},
             now,
         )
         self._reported = in_force
         if events:
             self._write(events)
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if (line := f"{name}: {error}") not in self._warned:
+            self._warned.add(line)
+            log.error(
+                "an owner's file cannot be used: no key of theirs is accepted", owner=name, reason=str(error)
+            )
 
     def name_of(self, owner_key: str) -> str:
         """Who owns the runs that are recorded under this key; "" where the owner's file is gone."""
@@ -75,9 +91,11 @@ class Enrolment:
 
 
 def changes(
-    before: Mapping[str, Owner], after: Mapping[str, Owner], retired: set[str], at: float
+    before: Mapping[str, Owner], after: Mapping[str, Owner], retired: set[str], kept: set[str], at: float
 ) -> list[Record]:
-    """The events of a change of the keys in force. `retired`: keys that their owner's file still names, as not accepted. Pure."""
+    """The events of a change of the keys in force. `retired`, `kept`: keys that their owner's file names as not accepted, and as accepted:
+    of the latter one that is not in force is suspended. Pure.
+    """
     events: list[Record] = []
     for public in sorted(set(before) - set(after)):
         role, name = before[public]
@@ -86,6 +104,8 @@ def changes(
             if role == "daemon"
             else "retired"
             if public in retired
+            else "suspended: [owners] does not admit the user"
+            if public in kept
             else "removed from the owner's file"
         )
         events.append(_event("key_revoked", public, role, name, why, at))

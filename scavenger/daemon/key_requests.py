@@ -1,22 +1,23 @@
-"""Who may own runs by being a user of this site: requests for keys are admitted by `[owners]`, and those admitted are looked at again.
+"""Users of the site who own runs: what `[owners]` admits, requests for keys, and keys that are suspended while their user is not admitted.
 
-    request (uid, key) --uid's name and groups--> admitted: the key is one of NAME's     answers/UID.json says so
-                                              '-> refused: why, what to do
-    every `CHECK_S`: whoever joined and is admitted no more loses all keys
+    request (uid, key) --the user and the groups--> admitted: the key is one of NAME's    replies/UID.json says so
+                                                '-> refused: why, and what to do
+    every `CHECK_S`: the keys of each user that joined are in force while the user is admitted
 
-Owns the rules and the note of who joined (`keys/joined/NAME`). What is in force, `enrolment` reads from the key files as ever.
+`admission` and `refusal` are the rules, pure. `KeyRequests` carries them out: each user by itself, so that one broken file, or a user whom
+the site's directory does not know just now, is nobody else's affair. What is in force `enrolment` reads from the key files, as ever.
 
 Boundary: files that other users write, and the site's directory of users, which may take its time: a thread's work, IO.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import grp
 import math
 import os
 import pwd
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,11 @@ import structlog
 from scavenger.config.site import OwnersSection
 from scavenger.errors import AuthError
 from scavenger.protocol import keys
-from scavenger.protocol.key_requests import KeyAnswer, KeyRequest, answer, take
+from scavenger.protocol.key_requests import KeyReply, KeyRequest, reply, take
 
-#: Who joined is looked up this often.
+#: Requests are read this often.
+POLL_S = 2.0
+#: Whether those who joined are admitted is checked this often.
 CHECK_S = 60.0
 #: Keys of one user that may connect at once: a user who needs more has lost some.
 MOST_KEYS = 8
@@ -38,33 +41,79 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user of the site. `groups`: their names, and their gids as text."""
+    """A user of the site. `gids`: of all groups that the user is in."""
 
     uid: int
     name: str
-    groups: frozenset[str]
+    gids: frozenset[int]
 
 
-def look_up(uid: int) -> User | None:
-    """As the host's directory has the user now; None where it knows none, which it may again later."""
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The site's users and groups. Each gives None for what it does not know now, which it may know later."""
+
+    user: Callable[[int], User | None]
+    gid: Callable[[str], int | None]
+
+
+def _user(uid: int) -> User | None:
     try:
         entry = pwd.getpwuid(uid)
-    except KeyError:
+        return User(uid, entry.pw_name, frozenset(os.getgrouplist(entry.pw_name, entry.pw_gid)))
+    except (KeyError, OSError):
         return None
-    gids = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    names = set()
-    for gid in gids:
-        with contextlib.suppress(KeyError):
-            names.add(grp.getgrgid(gid).gr_name)
-    return User(uid, entry.pw_name, frozenset(names | {str(gid) for gid in gids}))
 
 
-def is_admitted(user: User, owners: OwnersSection) -> bool:
-    return user.name in owners.users or bool(user.groups & set(owners.groups))
+def _gid(group: str) -> int | None:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, OSError):
+        return None
+
+
+#: As this host has them: /etc/passwd, LDAP, SSSD.
+OF_THIS_HOST = Directory(_user, _gid)
+
+
+# ---------------------------------------------------------------- the rules
+
+
+def admission(user: User, owners: OwnersSection, gid: Callable[[str], int | None]) -> bool | None:
+    """Whether this user may own runs; None where a group of `owners` that might decide it is not known now."""
+    if user.name in owners.deny:
+        return False
+    if user.name in owners.users:
+        return True
+    found = [int(group) if group.isdigit() else gid(group) for group in owners.groups]
+    if any(one in user.gids for one in found):
+        return True
+    return None if None in found else False
+
+
+def refusal(
+    name: str, request: KeyRequest, known: Mapping[str, Sequence[keys.OwnerKey]], joined: bool
+) -> tuple[str, str]:
+    """Why an admitted user's key is not accepted, and what to do; "" where it is. `known`: every owner's keys; `joined`: this name did."""
+    anew = "make a new one: `scavenger join --new`"
+    if name in known and not joined:
+        return f"an owner {name} was enrolled by hand", "ask the site's admin to remove that one first"
+    for owner, its in known.items():
+        for key in its:
+            if key.public == request.public and owner != name:
+                return "the key is another owner's", anew
+            if key.public == request.public and not key.allowed:
+                return "the key was retired", anew
+    others = [key for key in known.get(name, ()) if key.allowed and key.public != request.public]
+    if len(others) >= MOST_KEYS and not request.only:
+        return f"{name} has {MOST_KEYS} keys, none may be added", anew
+    return "", ""
+
+
+# ---------------------------------------------------------------- the files
 
 
 class KeyRequests:
-    """See the module. Call `poll` now and then, from one thread at a time; then read the key files again, and `give`."""
+    """See the module. `directory` may block; `poll` and `send` are called in a thread, one at a time."""
 
     def __init__(
         self,
@@ -72,81 +121,114 @@ class KeyRequests:
         public_dir: Path,
         owners: OwnersSection,
         clock: Callable[[], float],
-        look_up: Callable[[int], User | None] = look_up,
+        directory: Directory = OF_THIS_HOST,
     ) -> None:
         self._state_dir, self._public_dir, self._owners = state_dir, public_dir, owners
-        self._clock, self._look_up = clock, look_up
+        self._clock, self._directory = clock, directory
         self._checked_at = clock()
+        self._warned: set[str] = set()
 
-    def obey(self, owners: OwnersSection) -> None:
-        """Admit by this from now on; who joined before is looked at again."""
+    async def run(self, read_key_files: Callable[[], None]) -> None:
+        """Answer requests for as long as the daemon runs. `read_key_files`: puts in force what the files say. A fault here ends nothing."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                replies = await asyncio.to_thread(self.poll)
+                if replies:
+                    read_key_files()
+                    await asyncio.to_thread(self.send, replies)
+            except (OSError, ValueError, AuthError) as error:
+                log.warning("requests for keys are not answered now", reason=str(error))
+
+    def reconfigure(self, owners: OwnersSection) -> None:
+        """Admit by this from now on; users who joined before are checked at the next poll."""
         self._owners, self._checked_at = owners, -math.inf
 
-    def poll(self) -> list[tuple[int, KeyAnswer]]:
-        """Decide on what was asked since the last poll; the answers are for `give`, once the key files were read again.
-
-        Raises `OSError`, `AuthError`: then the next poll goes on.
-        """
-        answers = [(uid, self._decide(uid, request)) for uid, request in take(self._public_dir)]
+    def poll(self) -> list[tuple[int, KeyReply]]:
+        """Decide on what was asked since the last poll; the replies are for `send`, once the key files were read again."""
+        replies = [(uid, self._decide(uid, request)) for uid, request in take(self._public_dir)]
         if self._clock() - self._checked_at >= CHECK_S:
             self._checked_at = self._clock()
-            self._check_joined()
-        return answers
+            for path in sorted(keys.joined_dir(self._state_dir).glob("*")):
+                self._check(path)
+        return replies
 
-    def give(self, answers: Iterable[tuple[int, KeyAnswer]]) -> None:
-        """Whoever reads that a key is accepted may connect with it."""
-        for uid, given in answers:
-            answer(self._public_dir, uid, given)
-            log.info(
-                "a key was asked for", uid=uid, user=given.name, public=given.public, refused=given.refused
-            )
+    def send(self, replies: Iterable[tuple[int, KeyReply]]) -> None:
+        """Tell those who asked. A user who reads that a key is accepted may connect with it."""
+        for uid, sent in replies:
+            log.info("a key was asked for", uid=uid, user=sent.name, public=sent.public, refused=sent.refused)
+            try:
+                reply(self._public_dir, uid, sent)
+            except OSError as error:
+                log.warning("a reply was not written", uid=uid, reason=str(error))
 
-    def _decide(self, uid: int, request: KeyRequest) -> KeyAnswer:
-        user = self._look_up(uid)
+    def _decide(self, uid: int, request: KeyRequest) -> KeyReply:
+        user = self._directory.user(uid)
         if user is None:
-            return KeyAnswer(request.public, "", f"the daemon's host knows no user {uid}", _ASK_ADMIN)
-        if not is_admitted(user, self._owners):
-            return KeyAnswer(request.public, user.name, f"{user.name} may not own runs", _ASK_ADMIN)
+            return self._reply(request, "", f"the daemon's host knows no user {uid}", _ASK_ADMIN)
+        admitted = admission(user, self._owners, self._directory.gid)
+        if admitted is None:
+            why = "the daemon's host does not know a group of owners.groups now"
+            return self._reply(
+                request, user.name, why, "try again later; if it stays so, ask the site's admin"
+            )
+        if not admitted:
+            return self._reply(request, user.name, f"{user.name} may not own runs", _ASK_ADMIN)
         try:
-            why = self._refusal(user, request, keys.owner_keys(self._state_dir))
+            joined = keys.joined_uid(self._state_dir, user.name)
+            why, remedy = refusal(
+                user.name, request, keys.owner_keys(self._state_dir, self._warn), joined is not None
+            )
+            if joined not in (None, uid):
+                why, remedy = f"{user.name} was another user (uid {joined}) when it joined", _ASK_ADMIN
             if not why:
                 self._accept(user, request)
-        except AuthError as error:
-            return KeyAnswer(request.public, user.name, error.cause, _ASK_ADMIN)
-        return KeyAnswer(
-            request.public, user.name, why, "make a new one: `scavenger join --new`" if why else ""
-        )
+        except (AuthError, OSError) as error:
+            log.error("a key could not be accepted", user=user.name, reason=str(error))
+            return self._reply(request, user.name, "the daemon could not write the key down", _ASK_ADMIN)
+        return self._reply(request, user.name, why, remedy)
 
-    def _refusal(self, user: User, request: KeyRequest, known: dict[str, list[keys.OwnerKey]]) -> str:
-        for name, its in known.items():
-            for key in its:
-                if key.public == request.public and name != user.name:
-                    return "the key is another owner's"
-                if key.public == request.public and not key.allowed:
-                    return "the key was retired"
-        others = [key for key in known.get(user.name, ()) if key.allowed and key.public != request.public]
-        if len(others) >= MOST_KEYS and not request.only:
-            return f"{user.name} has {MOST_KEYS} keys, none may be added"
-        return ""
+    @staticmethod
+    def _reply(request: KeyRequest, name: str, refused: str, remedy: str) -> KeyReply:
+        return KeyReply(request.public, request.nonce, name, refused, remedy)
 
     def _accept(self, user: User, request: KeyRequest) -> None:
-        if user.name in keys.owner_keys(self._state_dir):
+        keys.note_joined(self._state_dir, user.name, user.uid)
+        if user.name in keys.owner_keys(self._state_dir, self._warn):
             keys.add_owner_key(self._state_dir, user.name, request.public)
             if request.only:
                 keys.retire_other_keys(self._state_dir, user.name, request.public)
         else:
             keys.enroll(self._state_dir, user.name, request.public)
-        keys.write_private(self._joined(user.name), f"{user.uid}\n".encode())
+        keys.resume_owner(self._state_dir, user.name)
 
-    def _joined(self, name: str) -> Path:
-        return self._state_dir / "keys" / "joined" / name
+    def _check(self, path: Path) -> None:
+        """Suspend the keys of a user who is not admitted any more, and resume those of one who is again.
 
-    def _check_joined(self) -> None:
-        """Whoever joined and may not own runs any more. A user whom the directory does not name just now keeps what they have."""
-        for path in sorted((self._state_dir / "keys" / "joined").glob("*")):
-            user = self._look_up(int(path.read_text()))
-            if user is None or (user.name == path.name and is_admitted(user, self._owners)):
-                continue
-            keys.revoke_owner(self._state_dir, path.name)
-            path.unlink()
-            log.warning("an owner's keys were revoked", user=path.name, reason="no longer named by [owners]")
+        What is not known changes nothing.
+        """
+        name = path.name
+        try:
+            uid = keys.joined_uid(self._state_dir, name)
+            user = self._directory.user(uid) if uid is not None else None
+            if user is None:
+                return
+            admitted = user.name == name and admission(user, self._owners, self._directory.gid)
+            suspended = keys.is_suspended(self._state_dir, name)
+            if admitted is False and not suspended:
+                keys.suspend_owner(self._state_dir, name)
+                log.warning(
+                    "an owner's keys are suspended", user=name, reason="[owners] does not admit the user"
+                )
+            elif admitted and suspended:
+                keys.resume_owner(self._state_dir, name)
+                log.warning(
+                    "an owner's keys are in force again", user=name, reason="[owners] admits the user"
+                )
+        except (AuthError, OSError, ValueError) as error:
+            self._warn(name, error)
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if (line := f"{name}: {error}") not in self._warned:
+            self._warned.add(line)
+            log.warning("an owner's files cannot be used", user=name, reason=str(error))

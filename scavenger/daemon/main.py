@@ -148,7 +148,7 @@ class Daemon:
             ),
         ]
         if self._key_requests is not None:
-            works.append(self._answer_key_requests(self._key_requests))
+            works.append(self._key_requests.run(self._enrolment.read))
         works += [part.run(stop) for part in (harvester, keeper) if part is not None]
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -352,24 +352,12 @@ class Daemon:
             except (OSError, AuthError) as error:
                 log.warning("owners not read again; those known stay", reason=str(error))
 
-    async def _answer_key_requests(self, requests: KeyRequests) -> None:
-        """Users of the site ask to own runs. A fault here ends nothing; a directory of users that hangs holds up nobody else."""
-        while True:
-            await asyncio.sleep(2.0)
-            try:
-                answers = await asyncio.to_thread(requests.poll)
-                if answers:
-                    self._enrolment.read()
-                    await asyncio.to_thread(requests.give, answers)
-            except (OSError, ValueError, AuthError) as error:
-                log.warning("requests for keys are not answered now", reason=str(error))
-
     def _obey(self, config: DaemonConfig) -> None:
         """Take over what may change live. Raises `ConfigError`, and then nothing changed."""
         if self.harvester is not None:
             self.harvester.reconfigure(config)
         if self._key_requests is not None:
-            self._key_requests.obey(config.owners)
+            self._key_requests.reconfigure(config.owners)
 
     def _defend_rendezvous(self) -> None:
         """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""

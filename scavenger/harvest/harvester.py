@@ -380,7 +380,7 @@ class Harvester:
             await self._performer.cancel_orphaned_jobs(orphaned_jobs)
             await self._performer.perform(decision, demand, info.backend, self._overtaken)
         except ClusterError as error:
-            self._failed(error, rpcs_after_poll)
+            self._failed(error, rpcs_after_poll, polling=False)
             return
         self._pace.spent(self.cluster.rpc.total - rpcs_after_poll, self._monotonic())
         self._poll_when_drains_are_due(limits)
@@ -431,10 +431,11 @@ class Harvester:
             return
         self._absorb(self.tracker.accounted(asked, lives, self._clock()))
 
-    def _failed(self, error: ClusterError, rpcs_before: int) -> None:
+    def _failed(self, error: ClusterError, rpcs_before: int, *, polling: bool = True) -> None:
         """A command failed: what it was to do is decided afresh on the next view. `rpcs_before`: requests counted by then."""
         error_kind = error.error_kind if isinstance(error, ClusterUnavailable) else "refused"
-        retry_s = self._pace.failed(error_kind, self.cluster.rpc.total - rpcs_before, self._monotonic())
+        rpcs = self.cluster.rpc.total - rpcs_before
+        retry_s = self._pace.failed(error_kind, rpcs, self._monotonic(), polling=polling)
         self.error_kinds[error_kind] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures

@@ -81,9 +81,12 @@ class Pace:
         self._roll()
         self.failures, self._retry_at = 0, -math.inf
 
-    def failed(self, error_kind: str, rpcs: int, now: float) -> float:
-        """A poll, or a command, failed. Returns the seconds until the next try."""
-        self._spent_on_poll(rpcs, now)
+    def failed(self, error_kind: str, rpcs: int, now: float, *, polling: bool = True) -> float:
+        """A poll, or a command after one (not `polling`), failed. Returns the seconds until the next try."""
+        if polling:
+            self._spent_on_poll(rpcs, now)
+        else:
+            self.spent(rpcs, now)
         self.failures += 1
         self._roll()
         first_s = (

@@ -1,19 +1,23 @@
 """How a user of the site asks the daemon to accept a key: a file whose owner is the proof of who asks.
 
     <public_dir>/rendezvous.json      where the daemon listens             readable by all, written by the daemon's user alone
-    <public_dir>/requests/            one file a request, mode 1733        anybody may add a file, nobody else may list or change it
-    <public_dir>/answers/UID.json     what became of the newest request    as rendezvous.json
+    <public_dir>/requests/            one file a request, mode 1733        every user may add a file, and list or change no other's
+    <public_dir>/replies/UID.json     what became of the newest request    as rendezvous.json
 
 The public half of a key is no secret. The owner of a file is: only that user, or root, can have made it on a file system whose clients are
-trusted, as the homes of a cluster are. Owns the names, the format and both ends of the exchange; who may own runs the daemon decides.
+trusted, as the homes of a cluster are. A reply repeats the request's nonce: an older one is never taken for it. Owns the names, the format
+and both ends of the exchange; who may own runs the daemon decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -23,21 +27,31 @@ from scavenger.errors import AuthError, ConfigError
 from scavenger.protocol import keys
 
 MOST_BYTES = 1024
-#: Requests that are read at once; the others wait for the next time.
+#: Users whose requests are read at once, the oldest first; the others wait for the next time.
 MOST_READ = 64
+#: Entries of the folder that are looked through at once: what a user of the site leaves there takes no more of the daemon's time.
+MOST_SCANNED = 10_000
+#: A request is written under a name that begins so, and then renamed. One that is older than this was given up.
+_UNFINISHED, UNFINISHED_S = ".", 300.0
 
 
 class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`only`: from now on no other key of this user is accepted."""
+    """`only`: from now on no other key of this user is accepted. `nonce`: repeated in the reply."""
 
     public: Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{40}\Z")]
+    nonce: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     only: bool = False
 
 
-class KeyAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+def new_request(public: str, *, only: bool = False) -> KeyRequest:
+    return KeyRequest(public, secrets.token_hex(8), only)
+
+
+class KeyReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`refused`: why the key is not accepted; "" where it is, as one of the owner `name`."""
 
     public: str
+    nonce: str
     name: str
     refused: str = ""
     remedy: str = ""
@@ -47,19 +61,19 @@ def requests_dir(public_dir: Path) -> Path:
     return public_dir / "requests"
 
 
-def answer_path(public_dir: Path, uid: int) -> Path:
-    return public_dir / "answers" / f"{uid}.json"
+def reply_path(public_dir: Path, uid: int) -> Path:
+    return public_dir / "replies" / f"{uid}.json"
 
 
 # ---------------------------------------------------------------- the daemon's end
 
 
 def make_public(public_dir: Path) -> None:
-    """Make the folders, for the daemon's user. Raises `ConfigError` where somebody else could write in them."""
+    """Make the folders, for the daemon's user. Raises `ConfigError` where another user could write in them."""
     for folder, mode in (
         (public_dir, 0o755),
         (requests_dir(public_dir), 0o1733),
-        (public_dir / "answers", 0o755),
+        (public_dir / "replies", 0o755),
     ):
         try:
             folder.mkdir(exist_ok=True)
@@ -77,19 +91,36 @@ def make_public(public_dir: Path) -> None:
             ) from error
 
 
-def take(public_dir: Path) -> Iterator[tuple[int, KeyRequest]]:
-    """Requests with the uid of who made each; every file is removed. What is no request, or no file of its own, is not answered."""
+def take(public_dir: Path) -> list[tuple[int, KeyRequest]]:
+    """The newest request of each user, with the uid of who made it.
+
+    Every file is removed but those of users who wait for the next time, and those that are still being written. A folder stays: its user
+    alone can empty it. What is no request is not answered.
+    """
+    asked: defaultdict[int, list[tuple[int, Path]]] = defaultdict(list)
+    useless: list[Path] = []
     with os.scandir(requests_dir(public_dir)) as found:
-        names = [entry.name for entry, _ in zip(found, range(MOST_READ), strict=False)]
-    for name in names:
-        path = requests_dir(public_dir) / name
-        request = _read(path)
-        try:
+        for entry in islice(found, MOST_SCANNED):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # it is gone
+            if stat.S_ISDIR(status.st_mode):
+                continue
+            path = Path(entry.path)
+            if entry.name.startswith(_UNFINISHED) and time.time() - status.st_mtime < UNFINISHED_S:
+                continue
+            if entry.name.startswith(_UNFINISHED) or not stat.S_ISREG(status.st_mode):
+                useless.append(path)
+            else:
+                asked[status.st_uid].append((status.st_mtime_ns, path))
+    newest = [path for _, path in sorted(max(files) for files in asked.values())]
+    requests = [request for request in map(_read, newest[:MOST_READ]) if request is not None]
+    waiting = set(newest[MOST_READ:])
+    for path in (*useless, *(path for files in asked.values() for _, path in files if path not in waiting)):
+        with contextlib.suppress(OSError):
             path.unlink()
-        except OSError:  # a folder, say: it harms nothing, and stays
-            continue
-        if request is not None:
-            yield request
+    return requests
 
 
 def _read(path: Path) -> tuple[int, KeyRequest] | None:
@@ -108,8 +139,8 @@ def _read(path: Path) -> tuple[int, KeyRequest] | None:
         os.close(descriptor)
 
 
-def answer(public_dir: Path, uid: int, given: KeyAnswer) -> None:
-    keys.write_public(answer_path(public_dir, uid), msgspec.json.encode(given))
+def reply(public_dir: Path, uid: int, sent: KeyReply) -> None:
+    keys.write_public(reply_path(public_dir, uid), msgspec.json.encode(sent))
 
 
 # ---------------------------------------------------------------- the user's end
@@ -126,12 +157,14 @@ def require_site(public_dir: Path) -> None:
 
 def ask(public_dir: Path, request: KeyRequest) -> None:
     """Leave a request. Raises `ConfigError` where no daemon takes any."""
-    path = requests_dir(public_dir) / f"{os.getuid()}-{secrets.token_hex(8)}"
+    path = requests_dir(public_dir) / f"{os.getuid()}-{request.nonce}"
+    unfinished = path.with_name(_UNFINISHED + path.name)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o644)  # whatever the umask: the daemon's user reads it
             file.write(msgspec.json.encode(request))
+        os.rename(unfinished, path)  # the daemon reads no half of it
     except OSError as error:
         raise ConfigError(
             f"{path.parent}: {error.strerror}",
@@ -139,12 +172,13 @@ def ask(public_dir: Path, request: KeyRequest) -> None:
         ) from error
 
 
-def read_answer(public_dir: Path, uid: int) -> KeyAnswer | None:
-    """The answer to this user's newest request; None while there is none. Raises `AuthError` where it may be somebody else's word."""
-    path = answer_path(public_dir, uid)
+def read_reply(public_dir: Path, uid: int, request: KeyRequest) -> KeyReply | None:
+    """The reply to this request of the user's; None while there is none. Raises `AuthError` where another user could have written it."""
+    path = reply_path(public_dir, uid)
     try:
-        return msgspec.json.decode(keys.read_trusted(path), type=KeyAnswer)
+        found = msgspec.json.decode(keys.read_trusted(path), type=KeyReply)
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise AuthError(f"{path} is no answer of a daemon: {error}", "ask the site's admin") from error
+        raise AuthError(f"{path} is no reply of a daemon: {error}", "ask the site's admin") from error
+    return found if (found.public, found.nonce) == (request.public, request.nonce) else None

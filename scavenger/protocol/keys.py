@@ -8,6 +8,7 @@ leave these files: not into argv, environment, comments, scripts or logs.
     keys/uid               by what the daemon's jobs are known, once its key was changed (before that the key itself says it)
     keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
     keys/joined/NAME       uid of an owner who was admitted as a user of the site (`daemon.key_requests`)
+    keys/suspended/NAME    is there while no key of that owner is in force, because the user is not admitted any more
     keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first, with when it came (Unix
                            seconds; releases before did not say); "was KEY CAME WENT": not any more
     workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
@@ -22,7 +23,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from blake3 import blake3
 from scavenger.errors import AuthError, DaemonUnavailable
 
 Z85_KEY_LENGTH = 40
+_MOST_BYTES = 16 * 1024
+#: Retired keys of an owner that are remembered, besides the first that the owner ever had.
+RETIRED_KEPT = 32
 #: A Unix user's name, as directories have them too; it becomes a file's.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 
@@ -132,7 +136,9 @@ def _read_private(path: Path) -> bytes:
                 )
             if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
-            return file.read(16 * 1024)
+            if status.st_size > _MOST_BYTES:
+                raise AuthError(f"{path} has {status.st_size} bytes: it is no key file", "restore it")
+            return file.read(_MOST_BYTES)
     except FileNotFoundError as error:
         raise AuthError(
             f"{path} does not exist", "run `scavenger init` first, or name the right state directory"
@@ -270,7 +276,14 @@ def _owner_key(line: str) -> OwnerKey:
 
 
 def _write_owner(path: Path, owner_keys: list[OwnerKey]) -> None:
-    write_private(path, "".join(map(_line, owner_keys)).encode())
+    write_private(path, "".join(map(_line, _bounded(owner_keys))).encode())
+
+
+def _bounded(owner_keys: list[OwnerKey]) -> list[OwnerKey]:
+    """Without the oldest retired keys beyond `RETIRED_KEPT`; the first key stays, because runs are recorded under it."""
+    retired = [key for key in owner_keys[:-1] if not key.allowed]
+    dropped = {key.public for key in retired[RETIRED_KEPT:]}
+    return [key for key in owner_keys if key.public not in dropped]
 
 
 def _line(key: OwnerKey) -> str:
@@ -278,18 +291,35 @@ def _line(key: OwnerKey) -> str:
     return f"{came}\n" if key.until is None else f"was {came} {key.until:.0f}\n"
 
 
-def enrolled_owners(state_dir: Path) -> dict[str, str]:
-    """Public key of everybody who may own runs -> the key that the owner's runs are recorded under."""
-    owners: dict[str, str] = {}
+#: Told the owner and why their file cannot be used.
+Report = Callable[[str, AuthError], None]
+
+
+def enrolled_owners(state_dir: Path, report: Report | None = None) -> dict[str, str]:
+    """Public key of all who may own runs now -> the key that the owner's runs are recorded under. `report` as in `owner_keys`."""
+    return {
+        key.public: found[-1].public
+        for name, found in owner_keys(state_dir, report).items()
+        if not is_suspended(state_dir, name)
+        for key in found
+        if key.allowed
+    }
+
+
+def owner_keys(state_dir: Path, report: Report | None = None) -> dict[str, list[OwnerKey]]:
+    """Every owner's keys, also those that were retired, the newest first. With `report` an owner whose file cannot be used is left out;
+    without one such a file raises `AuthError`.
+    """
+    found: dict[str, list[OwnerKey]] = {}
     for path in sorted((state_dir / "keys" / "owners").glob("*.pub")):
-        found = _owner_keys(path)
-        owners |= {key.public: found[-1].public for key in found if key.allowed}
-    return owners
-
-
-def owner_keys(state_dir: Path) -> dict[str, list[OwnerKey]]:
-    """Every owner's keys, also those that were retired, the newest first."""
-    return {path.stem: _owner_keys(path) for path in sorted((state_dir / "keys" / "owners").glob("*.pub"))}
+        try:
+            found[path.stem] = _owner_keys(path)
+        except AuthError as error:
+            if report is None:
+                raise
+            if path.exists():  # else it was removed just now
+                report(path.stem, error)
+    return found
 
 
 def enroll(state_dir: Path, name: str, public: str) -> Path:
@@ -343,9 +373,48 @@ def retire_other_keys(state_dir: Path, name: str, public: str) -> None:
     )
 
 
-def revoke_owner(state_dir: Path, name: str) -> None:
-    """No key of the owner may connect from now on. The runs stay the owner's, should a key be added again."""
-    retire_other_keys(state_dir, name, "")
+# ---------------------------------------------------------------- owners who joined as users of the site
+
+
+def joined_dir(state_dir: Path) -> Path:
+    return state_dir / "keys" / "joined"
+
+
+def note_joined(state_dir: Path, name: str, uid: int) -> None:
+    _owner_path(state_dir, name)  # raises for what cannot be an owner's name
+    write_private(joined_dir(state_dir) / name, f"{uid}\n".encode())
+
+
+def joined_uid(state_dir: Path, name: str) -> int | None:
+    """The uid with which this owner joined; None for one who did not. Raises `AuthError` for a note that cannot be read."""
+    _owner_path(state_dir, name)
+    path = joined_dir(state_dir) / name
+    if not path.exists():
+        return None
+    text = _read_private(path).decode("ascii", "replace").strip()
+    if not text.isdigit():
+        raise AuthError(f"{path} does not hold a uid", "remove it: the user joins again")
+    return int(text)
+
+
+def _suspended_path(state_dir: Path, name: str) -> Path:
+    return state_dir / "keys" / "suspended" / name
+
+
+def is_suspended(state_dir: Path, name: str) -> bool:
+    return _suspended_path(state_dir, name).exists()
+
+
+def suspend_owner(state_dir: Path, name: str) -> None:
+    """No key of the owner is in force until `resume_owner`; live sessions end. None is retired."""
+    write_private(_suspended_path(state_dir, name), b"")
+
+
+def resume_owner(state_dir: Path, name: str) -> None:
+    _suspended_path(state_dir, name).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- new keys for old ones
 
 
 def rotate_owner(state_dir: Path, name: str) -> Path:
@@ -399,7 +468,14 @@ def listed(state_dir: Path) -> list[Listed]:
     mine = read_keypair(own).public if own.exists() else ""
     for name, its in owner_keys(state_dir).items():
         found += [
-            Listed("owner", name, key.public, key.since, _owner_state(key, key.public == mine)) for key in its
+            Listed(
+                "owner",
+                name,
+                key.public,
+                key.since,
+                _owner_state(key, key.public == mine, is_suspended(state_dir, name)),
+            )
+            for key in its
         ]
     for file in sorted((state_dir / "workers").glob("*.key")):
         try:
@@ -428,9 +504,11 @@ def _server_state(state_dir: Path, public: str) -> str:
     return "in use" if announced.server_key == public else "in use from the daemon's next start"
 
 
-def _owner_state(key: OwnerKey, in_owner_key: bool) -> str:
+def _owner_state(key: OwnerKey, in_owner_key: bool, suspended: bool) -> str:
     if key.until is not None:
         return f"retired at {_utc(key.until)}" if key.until else "retired"
+    if suspended:
+        return "suspended: [owners] does not admit the user"
     return "accepted, and in keys/owner.key" if in_owner_key else "accepted"
 
 

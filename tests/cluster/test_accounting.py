@@ -75,6 +75,11 @@ def test_the_qos_of_slurmdbd_are_read() -> None:
     assert low.limits == (("MaxTRESPU", "gres/gpu=4"), ("GrpTRES", "cpu=9"))
 
 
+def test_no_qos_at_all_is_no_answer() -> None:
+    with pytest.raises(ClusterUnavailable, match="no QOS"):
+        commands.parse_qos("\n")
+
+
 @pytest.mark.parametrize("line", ["low|normal", "||cluster|||||||", "low||sometimes|00:00:00||1||||"])
 def test_a_qos_that_is_not_as_it_was_asked_for_is_refused(line: str) -> None:
     with pytest.raises(ClusterUnavailable, match="sacctmgr's answer is malformed"):

@@ -191,3 +191,21 @@ def test_slurms_complaints_have_names_and_refusals_have_none(
     words: str, error_kind: ErrorKind | None
 ) -> None:
     assert error_kind_of(words) is error_kind
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_commands_that_fail_take_no_more_from_regular_polls_than_others(fails: bool) -> None:
+    """Eighty requests of submissions, of which the last one failed, put no regular poll off."""
+    pace = Pace(RULES, EVEN, 0.0)
+    pace.polled(Poll.FULL, COST[Poll.FULL], 0.0)
+    if fails:
+        pace.failed(ErrorKind.NO_REPLY, 80, 0.0, polling=False)
+    else:
+        pace.spent(80, 0.0)
+    polls: list[float] = []
+    for _ in range(10):
+        due, poll = pace.next(polls[-1] if polls else 0.0, expecting=False, moved=False, rests=False)
+        polls.append(due)
+        pace.polled(poll, COST[poll], due)
+    gaps = [b - a for a, b in itertools.pairwise(polls)]
+    assert set(gaps) == {60.0}

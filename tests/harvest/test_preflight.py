@@ -79,6 +79,7 @@ def test_a_qos_that_another_may_preempt_passes(info: ClusterInfo) -> None:
     [
         (by_qos(ABOVE), "'low'.* has no such QOS"),
         (by_qos(LOW, BESIDE), "no QOS of cluster .* may preempt it"),
+        (by_qos(replace(LOW, preempts=frozenset({"low"}))), "no QOS of cluster .* may preempt it"),
         (by_qos(replace(LOW, preempt_mode=PreemptMode.SUSPEND), ABOVE), "'low' suspends"),
         (by_qos(replace(LOW, preempt_mode=PreemptMode.OFF), ABOVE), "'low' is not preemptible"),
         (by_qos(replace(LOW, exempt_s=60.0), ABOVE), "QOS low has PreemptExemptTime = 60 s"),

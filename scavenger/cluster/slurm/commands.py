@@ -652,8 +652,12 @@ def qos_argv() -> list[str]:
 
 
 def parse_qos(stdout: str) -> tuple[Qos, ...]:
-    """QOS from `qos_argv`, sorted by name. Raises `ClusterUnavailable` on a record that is not as it was asked for."""
-    return tuple(sorted(map(_qos, filter(None, stdout.split("\n"))), key=attrgetter("name")))
+    """QOS from `qos_argv`, sorted by name. Raises `ClusterUnavailable` on no record (slurmdbd always has one), and on one that is not as it
+    was asked for."""
+    found = tuple(sorted(map(_qos, filter(None, stdout.split("\n"))), key=attrgetter("name")))
+    if not found:
+        raise ClusterUnavailable("sacctmgr shows no QOS")
+    return found
 
 
 def _qos(line: str) -> Qos:
