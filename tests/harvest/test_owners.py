@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scavenger.cluster.model import JobState
 from scavenger.config.site import OwnersSection
 from scavenger.harvest.decide.decide import Code, Decision, DrainKind, OurJob, Submit, decide
+from scavenger.harvest.harvester import Harvester
+from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
 from tests.harvest.test_yielding import LIMITS, NOW, engine, listed
 from tests.harvest.views import view
+from tests.harvest.world import World, running, until
 
 
 def demand(run_id: int, owner: str, engines: int, gpus: int = 1) -> Demand:
@@ -78,3 +83,26 @@ def test_engines_of_a_run_that_ended_count_too_and_the_decision_says_why_nothing
     decision = decide(view(NOW, [listed(one) for one in left]), wanted, left, LIMITS, NOW)
     assert (submitted(decision), decision.code) == ({}, Code.MAX_PER_OWNER)
     assert "owner ada has 2 of 2 GPUs (owners.max_gpus; leaving ones count)" in decision.reason
+
+
+def test_the_limit_is_in_force_in_a_harvester_and_changes_live(world: World) -> None:
+    def limited(harvester: Harvester, most: int) -> None:
+        owners = OwnersSection(max_gpus=most)
+        public = world.state_dir.parent / "public"
+        daemon = harvester.config.daemon.model_copy(update={"public_dir": public})
+        harvester.reconfigure(harvester.config.model_copy(update={"owners": owners, "daemon": daemon}))
+
+    async def play() -> None:
+        world.demand = [demand(1, "ada", 3), demand(2, "ada", 3)]
+        harvester = world.harvester(max_pending=4)
+        limited(harvester, 2)
+        async with running(harvester, cancel=True):
+            await until("two run", lambda: len(world.of(rec.AllocationStarted)) == 2)
+            polls = len(world.of(rec.ClusterPolled))
+            await until("it goes on", lambda: len(world.of(rec.ClusterPolled)) > polls + 5)
+            assert len(world.jobs()) == 2
+            assert {one.run_id for one in world.of(rec.JobIntended)} == {1, 2}, "the runs share it"
+            limited(harvester, 3)
+            await until("a third runs", lambda: len(world.jobs(JobState.RUNNING)) == 3)
+
+    asyncio.run(play())
