@@ -50,4 +50,4 @@ def mixed(name: str, placing: Maker, seeding: Maker, growing: Maker) -> Simulate
         made = {maker: maker() for maker in (placing, seeding, growing)}
         return Mixed(made[placing], made[seeding], made[growing])
 
-    return SimulatedPolicy(name, make, gates=True)
+    return SimulatedPolicy(name, make, start_benefits=True)

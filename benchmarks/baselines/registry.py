@@ -36,7 +36,7 @@ def of_rlboost(settings: Settings = _UNPROFILED) -> Mapping[str, SimulatedPolicy
 
 #: Without RLBoost itself; for their names. Played, they are made for a scenario.
 MIXTURES = {name: one for name, one in of_rlboost().items() if name != RLBOOST.name}
-#: One controller or effect switched off each; gates: what is idle is taken at once, whatever it is worth.
+#: One controller or effect switched off each; start benefits: what is idle is taken at once, whatever it is worth.
 _WITHOUT = {
     "its window": Controllers(window=False),
     "its placement": Controllers(placement=False),
@@ -48,7 +48,9 @@ _WITHOUT = {
 ABLATIONS: dict[str, SimulatedPolicy] = {
     f"ours without {what}": ours(left, f"ours without {what}") for what, left in _WITHOUT.items()
 }
-ABLATIONS["ours without gates"] = ours(Controllers(), "ours without gates", gates=False)
+ABLATIONS["ours without start benefits"] = ours(
+    Controllers(), "ours without start benefits", start_benefits=False
+)
 SIMULATED_POLICIES: Mapping[str, SimulatedPolicy] = {
     one.name: one
     for one in (

@@ -82,7 +82,7 @@ class _SimulatedSite:
             self._sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
         )
         self._harvester = SimHarvester(
-            self._sim, self._daemon, self._slurm, scenario.max_engines, simulated_policy.gates
+            self._sim, self._daemon, self._slurm, scenario.max_engines, simulated_policy.start_benefits
         )
         self._reserved: list[SimEngine] = []
         self._gone: list[SimEngine] = []

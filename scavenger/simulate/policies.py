@@ -40,9 +40,10 @@ class SimulatedPolicy:
     decides nothing, a share of samples. `whole_groups`: engines serve a group as one request, whose answers are only handed over when all
     are done, and which moves as one, cut to its shortest answer (PolyRL). `sleeps`: while the window is open the trainer takes nothing in.
 
-    `gates`: its engines are asked for through our harvester as it runs live, which starts none on a GPU that is not worth it, and chooses
-    nodes (`site_cluster`). Ours, its ablations, and what is named "our harvest". The published systems take instances as they come. So does
-    the clairvoyant one: it asks for all that it may have, for what an engine costs is not its objective, and no gate makes a step shorter.
+    `start_benefits`: its engines are asked for through our harvester as it runs live, which starts none on a GPU that is not worth it, and
+    chooses nodes (`site_cluster`). Ours, its ablations, and what is named "our harvest". The published systems take instances as they
+    come. So does the clairvoyant one: it asks for all that it may have, for what an engine costs is not its objective, and no start-benefit
+    check makes a step shorter.
     """
 
     name: str
@@ -52,7 +53,7 @@ class SimulatedPolicy:
     window: float = 0.0
     whole_groups: bool = False
     sleeps: bool = False
-    gates: bool = False
+    start_benefits: bool = False
 
 
 # ---------------------------------------------------------------- colocated
@@ -164,8 +165,10 @@ def predictive(settings: Settings = _ALL_ON) -> RouterPolicy:
     return Predictive("run", settings)
 
 
-def ours(settings: Settings = _ALL_ON, name: str = "ours", *, gates: bool = True) -> SimulatedPolicy:
-    return SimulatedPolicy(name, functools.partial(predictive, settings), window=LIVE_WINDOW, gates=gates)
+def ours(settings: Settings = _ALL_ON, name: str = "ours", *, start_benefits: bool = True) -> SimulatedPolicy:
+    return SimulatedPolicy(
+        name, functools.partial(predictive, settings), window=LIVE_WINDOW, start_benefits=start_benefits
+    )
 
 
 OURS = ours()

@@ -7,10 +7,11 @@
 Other users always win: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their
 grace, and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free.
 
-`VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.harvester` does, without commands that fail. For whom
-`gates` holds it is the live one with its defaults: `Idling` watches for how long GPUs are idle and how long such last, the policy says what
-an engine saves, each job is submitted for one node, and one whose node does not come moves (`harvest.decide.standby`). It begins as a
-restarted daemon does, with nothing seen. Who has none takes whatever is idle, wherever Slurm puts it.
+`VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.harvester` does, without commands that fail. With
+`start_benefits` it is the live one with its defaults, but for standby jobs, which a virtual Slurm does not have: `Idling` observes for how
+long GPUs are idle, the policy says what an engine saves, each job is submitted for one node, and one whose node does not come moves
+(`harvest.decide.standby`). It begins as a restarted daemon does, with nothing observed. Without, it takes whatever is idle, wherever Slurm
+puts it.
 
 Boundary: virtual Slurm.
 """
@@ -271,12 +272,14 @@ class SimHarvester:
     """See the module. `most`: engines at once, 0: any number."""
 
     def __init__(
-        self, sim: Simulation, daemon: SimDaemon, slurm: VirtualSlurm, most: int, gates: bool
+        self, sim: Simulation, daemon: SimDaemon, slurm: VirtualSlurm, most: int, start_benefits: bool
     ) -> None:
         self._sim, self._daemon, self._slurm = sim, daemon, slurm
         live = Placement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
-        self._limits = Limits(PARTITION, Caps(most or _MANY, _MANY), placement=live if gates else Placement())
-        self._idling = Idling() if gates else None
+        self._limits = Limits(
+            PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else Placement()
+        )
+        self._idling = Idling() if start_benefits else None
         self._tracker = Tracker(Rules(_UID, _USER, ClusterSection().absent_s, _HEALTH))
         self._demand: tuple[tuple[int, int], ...] = ()
         self._waits = False  # a job of ours, or a demand for GPUs to be old enough: what was decided may be another with time alone

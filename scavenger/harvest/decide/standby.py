@@ -193,7 +193,8 @@ def _begins_in(listed: Job | None, now: float) -> float:
     return listed.eligible_time - now if listed is not None and later else 0.0
 
 
-#: A spare's start time lies so far away. What is to begin in more than a day is one: a requeued job waits for minutes, a spare for weeks.
+#: A standby job's start time lies so far away. What is to begin in more than a day is one: a requeued job waits for minutes, a standby
+#: job for weeks.
 BEGIN_S = 30 * 86_400.0
 LEAST_S = 86_400.0
 
@@ -206,7 +207,7 @@ def is_standby(job: Job, now: float) -> bool:
 def surplus(
     standby_jobs: Sequence[OurJob], wanted: Sequence[Demand], closed: tuple[Code, str] | None, limits: Limits
 ) -> list[CancelPending]:
-    """Spares that nobody needs, the youngest first: of runs that want no engine, or more than there shall be."""
+    """Standby jobs that are not needed, the youngest first: of runs that want no engine, or more than there shall be."""
     sizes = {want.run_id: want.gpus_per_engine for want in wanted}
     found, kept = [], 0
     for job in sorted(standby_jobs, key=_age):

@@ -1,4 +1,4 @@
-"""The simulator's harvester is the live one for whom it is meant to be: gates, idle ages, a node for each job. Others take what comes."""
+"""The simulator's harvester is the live one for whom it is meant to be: start-benefit checks, idle ages, a node for each job. Others take what comes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Weighing(Even):
 
 
 TAKES = SimulatedPolicy("takes what comes", Weighing)
-GATED = replace(TAKES, name="gated", gates=True)
+GATED = replace(TAKES, name="gated", start_benefits=True)
 
 
 def flickering() -> Fleet:
@@ -80,20 +80,22 @@ def test_what_lasts_is_taken_once_it_has_shown_so(played: tuple[Outcome, Outcome
 
 def test_a_policy_that_says_nothing_of_an_engines_worth_meets_no_gate() -> None:
     """Though it is placed node by node as the live daemon's jobs are."""
-    silent = SimulatedPolicy("silent", Even, gates=True)
+    silent = SimulatedPolicy("silent", Even, start_benefits=True)
     assert {engine.node for engine in begun(simulate(replace(SCENARIO, horizon_s=600.0), silent), 500.0)} & {
         "b",
         "c",
     }
 
 
-@pytest.mark.parametrize(("gates", "least_s"), [(False, 0.0), (True, 30.0)])
-def test_a_gated_job_waits_for_its_node_for_a_while_and_then_moves(gates: bool, least_s: float) -> None:
+@pytest.mark.parametrize(("start_benefits", "least_s"), [(False, 0.0), (True, 30.0)])
+def test_a_gated_job_waits_for_its_node_for_a_while_and_then_moves(
+    start_benefits: bool, least_s: float
+) -> None:
     """The smallest gap that fits is a's, and it is gone before Slurm has placed anybody."""
     fleet = from_deltas("taken at once", 1e6, {"a": 8, "b": 8}, {"a": 1, "b": 8}, [(1.0, "a", -1)])
     out = simulate(
         replace(EQUAL, fleet=fleet, steps=2, max_engines=1),
-        SimulatedPolicy("one", Standard, window=0.5, gates=gates),
+        SimulatedPolicy("one", Standard, window=0.5, start_benefits=start_benefits),
     )
     (engine,) = out.engines
     assert engine.node == "b"
@@ -102,10 +104,10 @@ def test_a_gated_job_waits_for_its_node_for_a_while_and_then_moves(gates: bool, 
 
 def test_ours_and_what_harvests_as_ours_do_are_gated_and_the_published_ones_are_not() -> None:
     ours = ({name for name in SIMULATED_POLICIES if name.startswith("ours")} | MIXTURES.keys()) - {
-        "ours without gates"
+        "ours without start benefits"
     }
-    assert {name for name, one in SIMULATED_POLICIES.items() if one.gates} == ours
-    assert not clairvoyant(SCENARIO).gates
+    assert {name for name, one in SIMULATED_POLICIES.items() if one.start_benefits} == ours
+    assert not clairvoyant(SCENARIO).start_benefits
 
 
 def test_a_mixture_says_what_the_policy_that_asks_for_engines_says() -> None:
