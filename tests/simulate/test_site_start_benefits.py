@@ -1,4 +1,4 @@
-"""The simulator's harvester is the live one for whom it is meant to be: start-benefit checks, idle ages, a node for each job. Others take what comes."""
+"""The simulator's harvester is the live one where it is meant to be: start-benefit checks, idle ages, a node for each job."""
 
 from __future__ import annotations
 
