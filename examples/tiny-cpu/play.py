@@ -27,7 +27,7 @@ LOOK_S = 0.5
 #: What a tiny model on two cores wants otherwise than the run.toml that `scavenger init` writes: (line, instead).
 EDITS = (
     ("lr = 1e-6", "lr = 2e-4"),
-    ('listen = "0.0.0.0" ', 'dtype = "float32"\nlisten = "127.0.0.1" '),
+    ("[trainer]", '[weights]\ndtype = "float32"\nlisten = "127.0.0.1"\n\n[trainer]'),
     ("warmup_steps = 10", "warmup_steps = 5"),
     ("wake_after_s = 30.0", "wake_after_s = 2.0"),
     ("max_tokens = 32", "max_tokens = 8"),

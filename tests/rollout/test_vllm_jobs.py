@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 WHO: dict[str, dict[str, Any]] = {
-    # At this pace the reserved engine alone would take three minutes: the harvested one comes meanwhile, and the reserved one sleeps then.
-    "harvested": {"run": {"name": "harvested"}, "engine": {"pace": 0.1}},
+    # At this pace the reserved engine alone takes a minute a step: the harvested one comes in one of four, and the reserved one sleeps then.
+    "harvested": {"run": {"name": "harvested", "steps": 4}, "engine": {"pace": 0.3}},
     "reserved": {"run": {"name": "reserved", "harvest": False}, "engine": {}},
 }
 
@@ -61,7 +61,7 @@ def test_each_kind_of_engine_is_vllm(site: Site, kind: str) -> None:
         kind,
         "SELECT DISTINCT w.kind, l.sample_id FROM leases l JOIN workers w ON w.worker_id = l.worker_id JOIN runs r ON r.run_id = w.run_id",
     )
-    assert len({sample for _, sample in generated}) == 16
+    assert len({sample for _, sample in generated}) == 16 * more["steps"]
     assert kind in {who for who, _ in generated}, "no sample came to it"
     if (
         kind == "harvested"
