@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 WHO: dict[str, dict[str, Any]] = {
-    # At this pace the reserved engine alone takes a minute a step: the harvested one comes in one of four, and the reserved one sleeps then.
+    # At this pace the reserved engine alone takes a minute a step: the harvested one comes in one of four, and then it sleeps.
     "harvested": {"run": {"name": "harvested", "steps": 4}, "engine": {"pace": 0.3}},
     "reserved": {"run": {"name": "reserved", "harvest": False}, "engine": {}},
 }
