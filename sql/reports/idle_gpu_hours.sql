@@ -29,6 +29,7 @@ explained AS (
                      WHEN 'max_engines' THEN 'limit max_engines'
                      WHEN 'max_gpus' THEN 'limit max_gpus'
                      WHEN 'max_per_user' THEN 'limit max_gpus_per_user'
+                     WHEN 'max_per_owner' THEN 'limit owners.max_gpus'
                      WHEN 'account_limit' THEN 'a limit of our QOS or account in Slurm'
                      WHEN 'preemptions' THEN 'limit max_preemptions_per_hour'
                      WHEN 'stopped' THEN 'harvesting is stopped (stop file or drain)'

@@ -322,6 +322,10 @@ REASONS = [
         "limit max_gpus_per_user",
     ),
     (
+        why_none([replace(SIX, owner="ada", owner_gpus=1)], [replace(mine(False), owner="ada")]),
+        "limit owners.max_gpus",
+    ),
+    (
         why_none(
             [SIX], [mine(True)], others=[replace(OURS, state=JobState.PENDING, reason="QOSMaxGRESPerUser")]
         ),
