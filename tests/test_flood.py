@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import select
+import signal
 import socket
 import sys
 import time
@@ -27,6 +30,8 @@ from tests.ledger.histories import fetch
 from tests.test_daemon_start import running, site
 
 FLOOD, DESCRIPTORS = 1500, 1024
+#: More than libzmq's own queue of 100, few enough for `select`.
+AT_ONCE = 400
 #: The daemon alone has few descriptors; the test needs one for each connection.
 LIMITED = (
     f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, "
@@ -47,11 +52,11 @@ def many_descriptors(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def flooded(address: tuple[str, int]) -> Iterator[list[socket.socket]]:
-    """`FLOOD` connections that say nothing."""
+def flooded(address: tuple[str, int], count: int = FLOOD) -> Iterator[list[socket.socket]]:
+    """`count` connections that say nothing."""
     opened: list[socket.socket] = []
     try:
-        for _ in range(FLOOD):
+        for _ in range(count):
             one = socket.socket()
             opened.append(one)
             one.setblocking(False)
@@ -156,3 +161,20 @@ def test_a_flood_of_connections_without_a_key_drains_nothing_and_a_trainer_still
         assert ("harvest_stopped",) not in events
         daemon.process.terminate()
         assert daemon.ended() == 0
+
+
+def test_connections_that_come_at_once_wait_for_a_busy_daemon(tmp_path: Path) -> None:
+    """The kernel finishes as many as the queue holds; others would try again seconds later, each time after twice as long."""
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    if most < AT_ONCE:
+        pytest.skip(f"net.core.somaxconn = {most} here, the test needs {AT_ONCE}")
+    with running(site(tmp_path)) as daemon:
+        daemon.until("event=serving")
+        os.kill(daemon.process.pid, signal.SIGSTOP)  # nothing is accepted
+        try:
+            with flooded(endpoint(tmp_path), AT_ONCE) as opened:
+                wait_for("all are connected", lambda: len(select.select([], opened, [], 0)[1]) == AT_ONCE, 10.0)
+        finally:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+        with Client.connect(tmp_path / "state", connect_timeout_s=60.0) as client:
+            open_run(client, "after", harvest=False)

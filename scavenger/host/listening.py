@@ -11,6 +11,9 @@ import socket
 
 from scavenger.errors import ConfigError, ScavengerError
 
+#: Connections that may wait to be accepted (the kernel allows `net.core.somaxconn` at most). libzmq's own 100 is less than a fleet that
+#: comes back at once, or a flood: the kernel drops the rest, whose next attempts are 1, 3, 7, 15 and 31 s later.
+ACCEPT_QUEUE = 4096
 #: Keys of scavenger.toml, for messages.
 ROUTER, METRICS = "daemon.listen and daemon.port", "prometheus.listen"
 _REMEDIES = {

@@ -18,6 +18,7 @@ import zmq
 from zmq.utils import garbage
 
 from scavenger.errors import WeightsError, WireError
+from scavenger.host.listening import ACCEPT_QUEUE
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, Reach, decode_request, encode
 from scavenger.weights.version_store import VersionStore
 
@@ -67,6 +68,7 @@ class CurveServer:
             (zmq.MAXMSGSIZE, MAX_REQUEST_BYTES),
             (zmq.LINGER, 0),
             (zmq.HANDSHAKE_IVL, 10_000),
+            (zmq.BACKLOG, ACCEPT_QUEUE),
         ):
             router.setsockopt(option, value)
         try:

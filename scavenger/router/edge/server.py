@@ -146,6 +146,7 @@ class Server:
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, CONNECTION_QUEUE)
         socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.BACKLOG, listening.ACCEPT_QUEUE)
         socket.setsockopt(
             zmq.HANDSHAKE_IVL, 5000
         )  # a peer that connects and says nothing costs a descriptor for this long only
