@@ -173,7 +173,9 @@ def test_connections_that_come_at_once_wait_for_a_busy_daemon(tmp_path: Path) ->
         os.kill(daemon.process.pid, signal.SIGSTOP)  # nothing is accepted
         try:
             with flooded(endpoint(tmp_path), AT_ONCE) as opened:
-                wait_for("all are connected", lambda: len(select.select([], opened, [], 0)[1]) == AT_ONCE, 10.0)
+                wait_for(
+                    "all are connected", lambda: len(select.select([], opened, [], 0)[1]) == AT_ONCE, 10.0
+                )
         finally:
             os.kill(daemon.process.pid, signal.SIGCONT)
         with Client.connect(tmp_path / "state", connect_timeout_s=60.0) as client:

@@ -14,6 +14,8 @@ from scavenger.cluster.model import PreemptMode
 from scavenger.errors import ConfigError
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")]
+#: As in `gres.conf`: "h100", or a MIG slice, "1g.10gb".
+GpuType = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -41,13 +43,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     partitions: tuple[PartitionLayout, ...]
     gpus: Count = 4
     cpus: Annotated[int, msgspec.Meta(ge=2)] = 64
-    gpu_type: Name = "h100"
+    gpu_type: GpuType = "h100"
     kill_wait_s: Annotated[float, msgspec.Meta(ge=1)] = 2.0
     message_timeout_s: Annotated[float, msgspec.Meta(ge=2)] = 3.0
     requeue_delay_s: Seconds = 6.0
     cluster_name: Name = "sandbox"
     backup: bool = False  # Slurm: a second slurmctld stands by, and takes over when the first one has been silent for a while
     qos: bool = False  # Slurm (not the local backend) preempts by QOS: `normal` preempts `scavenge`; takes slurmdbd and MariaDB
+
+    shards: Count = 0  # Slurm: gres/shard of each GPU; 0 = the site has none
+    licenses: str = ""  # Slurm: as `Licenses` has it, "matlab:1"
 
     def check(self) -> Layout:
         """Return self, or raise `ConfigError` naming the partition that cannot be."""

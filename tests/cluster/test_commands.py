@@ -399,3 +399,34 @@ def test_the_submitted_id_is_read_or_refused() -> None:
 def test_the_steps_in_which_backfill_counts_are_read(text: str, step_s: float) -> None:
     stdout = f"{CONFIG}SchedulerParameters     = {text}\n"
     assert commands.parse_info(stdout, user="u").plan_step_s == step_s
+
+
+@pytest.mark.parametrize(
+    ("gres", "used", "tracked", "allocated", "gpus_used"),
+    [
+        ("gpu:h100:4,shard:h100:16", "gpu:h100:1(IDX:3),shard:h100:0(IDX:N/A)", "", "", 1),
+        ("gpu:h100:4,shard:h100:16", "gpu:h100:1(IDX:3),shard:h100:5(IDX:0-1)", "", "", 3),
+        ("gpu:h100:4,shard:16", "gpu:h100:0(IDX:N/A),shard:5(4/4,0/4,1/4,0/4)", "", "", 2),
+        ("gpu:2,mps:200", "gpu:0(IDX:N/A),mps:150(IDX:0,1)", "", "", 2),
+        ("gpu:2,shard:8", None, "cpu=8,gres/gpu=2,gres/shard=8", "cpu=1,gres/shard=5", 2),
+        ("gpu:2,shard:8", None, "cpu=8,gres/gpu=2,gres/shard=8", "cpu=1,gres/gpu=1,gres/shard=1", 2),
+    ],
+)
+def test_a_gpu_of_which_a_share_is_in_use_is_not_idle(
+    gres: str, used: str | None, tracked: str, allocated: str, gpus_used: int
+) -> None:
+    found = slurm_text.node_gpus(gres, used, tracked, allocated)
+    assert (found.used, found.unread) == (gpus_used, ())
+
+
+def test_shares_of_unknown_gpus_leave_none_idle() -> None:
+    found = slurm_text.node_gpus("gpu:h100:2,shard:8", "gpu:h100:0(IDX:N/A),shard:3", "", "")
+    assert (found.used, [one.field for one in found.unread]) == (2, ["GresUsed"])
+
+
+@pytest.mark.parametrize(
+    "text", ["gres:shard:8", "gres/shard:8", "gres/shard=8", "gres:mps:50", "gres:shard:h100:2"]
+)
+def test_a_job_that_asks_for_a_share_counts_as_one_gpu_on_each_node(text: str) -> None:
+    assert slurm_text.job_gpus(slurm_text.Asked("cpu=2,node=2", "", text, "", ""), 2, 2) == 2
+    assert slurm_text.job_gpus(slurm_text.Asked("cpu=2,node=2", "", "gres:craynetwork:4", "", ""), 2, 2) == 0

@@ -60,7 +60,8 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-GresTypes=gpu
+GresTypes={gres_types}
+{licenses}
 SlurmdParameters=config_overrides
 ReturnToService=1
 JobRequeue=1
@@ -103,12 +104,16 @@ def slurm_conf(layout: Layout, site: Site) -> str:
         preempt="qos" if layout.qos else "partition_prio",
         controllers=_TWO_CONTROLLERS if layout.backup else f"SlurmctldHost={site.host}(127.0.0.1)",
         controller_timeout=TAKEOVER_S if layout.backup else 30,
+        gres_types="gpu,shard" if layout.shards else "gpu",
+        licenses=f"Licenses={layout.licenses}" if layout.licenses else "",
         accounting=_ACCOUNTING.format(site=site)
         if layout.qos
         else "AccountingStorageType=accounting_storage/none",
     )
     sockets, cores = (2, layout.cpus // 2) if layout.cpus % 2 == 0 else (1, layout.cpus)
     gres = f" Gres=gpu:{layout.gpu_type}:{layout.gpus}" if layout.gpus else ""
+    if layout.shards:
+        gres += f",shard:{layout.gpus * layout.shards}"
     nodes = [
         f"NodeName={name} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={site.port + 1 + i} CPUs={layout.cpus} "
         f"Boards=1 SocketsPerBoard={sockets} CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1000000{gres} "
@@ -132,6 +137,8 @@ def gres_conf(layout: Layout, site: Site) -> str:
             f"{site.dir}/dev/nvidia[0-{layout.gpus - 1}]" if layout.gpus > 1 else f"{site.dir}/dev/nvidia0"
         )
         lines += [f"NodeName={name} Name=gpu Type={layout.gpu_type} File={files}" for name in layout.nodes]
+    if layout.shards:
+        lines.append(f"Name=shard Count={layout.gpus * layout.shards}")
     return "\n".join(lines) + "\n"
 
 

@@ -128,7 +128,10 @@ class Asked(NamedTuple):
 
 @lru_cache(REMEMBERED)
 def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
-    """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does."""
+    """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does.
+
+    A job that asks for shares of a GPU (gres/shard, gres/mps) counts as one on each node, however many share it.
+    """
     allocated = _tracked_gpus(asked.allocated)
     if allocated is not None:
         return allocated
@@ -141,7 +144,7 @@ def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
         if text not in NOTHING:
             if not re.search(r"[:/=]", text):  # 'gres:gpu', 'gres/gpu:2'; a word alone is none of Slurm's
                 raise ClusterUnavailable(f"not a job's GRES: {text[:80]!r}")
-            return count_gpus(text) * times
+            return (count_gpus(text) or int(_asks_for_a_share(text))) * times
     return 0
 
 
@@ -190,6 +193,10 @@ def _tracked_gpus(tres: str) -> int | None:
     return counts.get("gres/gpu")
 
 
+#: TRES of shares of a GPU.
+_SHARES = ("gres/shard", "gres/mps")
+
+
 class NodeGpus(NamedTuple):
     """A node's GPUs. What cannot be read is never idle: such a total is 0, and of such a use all of them are used."""
 
@@ -204,7 +211,8 @@ def node_gpus(gres: str, used: str | None, tracked: str, allocated: str) -> Node
     """From a node's Gres, GresUsed, CfgTRES and AllocTRES. `used` is None or "" where it is not printed.
 
     Then TRES say it where the site tracks gres/gpu. In GresUsed every known release prints a count for each kind of
-    GPU of the node. One without a count, or without any GPU, cannot be read.
+    GPU of the node. One without a count, or without any GPU, cannot be read. A GPU of which any share is in use counts
+    as used, though Slurm does not count it: no job gets it whole.
     """
     try:
         kind, count = gpu_type(gres), count_gpus(gres)
@@ -216,9 +224,14 @@ def node_gpus(gres: str, used: str | None, tracked: str, allocated: str) -> Node
         if used:
             counts = [here for _, here in _gpu_items(used, counted=True)]
             if counts:
-                return NodeGpus(kind, count, sum(counts), ())
-        elif "gres/gpu" in parse_tres(tracked):
-            return NodeGpus(kind, count, _tracked_gpus(allocated) or 0, ())
+                return NodeGpus(kind, count, sum(counts) + _shared_gpus(used), ())
+        elif "gres/gpu" in (sizes := parse_tres(tracked)):
+            uses = parse_tres(allocated)
+            shared = max(
+                (-(-uses.get(name, 0) * count // sizes[name]) for name in _SHARES if sizes.get(name)),
+                default=0,
+            )
+            return NodeGpus(kind, count, min(count, (_tracked_gpus(allocated) or 0) + shared), ())
     except ClusterUnavailable:
         pass  # the return says so
     return NodeGpus(kind, count, count, (Unread("GresUsed", used or ""),))
@@ -262,6 +275,36 @@ def _gpu_items(text: str, *, counted: bool = False) -> Iterable[tuple[str, int]]
             yield match[1] or "", count
         elif not _OTHER_ITEM.fullmatch(item):
             raise ClusterUnavailable(f"not a GRES: {item[:80]!r}")
+
+
+# 'shard:h100:3(IDX:0-1)', 'mps:0(IDX:N/A)'; or with what is used of each GPU's shares: 'shard:3(1/4,2/4)'
+_SHARE_ITEM = re.compile(
+    r"(?:gres[:/])?(?:shard|mps)(?:[:/](?!\d+(?:\(|$))[\w.-]+)?[:=](\d+)(?:\(([^()]*)\))?.*"
+)
+
+
+def _asks_for_a_share(text: str) -> bool:
+    matches = (_SHARE_ITEM.fullmatch(item.strip()) for item in _ITEMS.split(text))
+    return any(match is not None and whole(match[1]) != 0 for match in matches)
+
+
+def _shared_gpus(used: str) -> int:
+    """GPUs of a node's GresUsed of which some share is in use. Raises `ClusterUnavailable` where it does not say which."""
+    gpus = set[int]()
+    for item in _ITEMS.split(used):
+        match = _SHARE_ITEM.fullmatch(item.strip())
+        if match is None or whole(match[1]) == 0:
+            continue
+        detail = match[2] or ""
+        if detail.startswith("IDX:"):
+            gpus |= {
+                int(number) for part in detail.removeprefix("IDX:").split(",") for number in _numbers(part)
+            }
+        elif re.fullmatch(r"\d+/\d+(?:,\d+/\d+)*", detail):
+            gpus |= {n for n, share in enumerate(detail.split(",")) if not share.startswith("0/")}
+        else:
+            raise ClusterUnavailable(f"not which GPUs are shared: {item[:80]!r}")
+    return len(gpus)
 
 
 def count_tasks(text: str) -> int:
