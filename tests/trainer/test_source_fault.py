@@ -24,7 +24,9 @@ def test_a_rank_that_ignores_sigterm_and_waits_for_rank_0_ends_the_job_when_its_
     model_folder: Path, tmp_path: Path
 ) -> None:
     run_toml = write_run(tmp_path, model_folder, steps=1, out="x")
-    run_toml.write_text(run_toml.read_text().replace("[weights]", "[weights]\nencrypt = true"))
+    run_toml.write_text(
+        run_toml.read_text().replace("[weights]", '[weights]\nlisten = "127.0.0.1"\nencrypt = true')
+    )
     environ = environment(os.environ, root=os.geteuid() == 0) | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
