@@ -86,15 +86,19 @@ keep = 2
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[SiteSandbox]:
-    missing = [program for program in ("mmdebstrap", "systemd-nspawn") if shutil.which(program) is None]
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SiteSandbox]:
+    """Marked with `needs(program, ...)`: these too. Where that is bindfs, the shared folder may hang."""
+    marked = request.node.get_closest_marker("needs")
+    needs = ("mmdebstrap", "systemd-nspawn", *(marked.args if marked is not None else ()))
+    missing = [program for program in needs if shutil.which(program) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"a site of containers needs root and {', '.join(missing) or 'namespaces'}")
     made = subprocess.run(
         [ROOT / "scripts/site-sandbox", "--image"], capture_output=True, text=True, timeout=1200, check=False
     )
     assert made.returncode == 0, made.stderr[-2000:]
-    with SiteSandbox(Path(made.stdout.split()[-1]), tmp_path / "site") as booted:
+    base, may_hang = Path(made.stdout.split()[-1]), "bindfs" in needs
+    with SiteSandbox(base, tmp_path / "site", may_hang=may_hang) as booted:
         yield booted
     assert not [one for one in booted.folder.glob("*/console") if _is_held(one)], "a container is left"
 
@@ -158,9 +162,9 @@ def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
     head.run("systemctl", "start", "scavenger", timeout_s=120.0)
 
 
-def submit(head: Host, user: str, folder: str, name: str, steps: int, state_dir: str) -> str:
-    """A training job of this user over the two training hosts; its id."""
-    written = RUN.format(steps=steps, name=name, folder=folder, state_dir=state_dir)
+def submit(head: Host, user: str, folder: str, name: str, steps: int, state_dir: str, more: str = "") -> str:
+    """A training job of this user over the two training hosts; its id. `more`: of run.toml."""
+    written = RUN.format(steps=steps, name=name, folder=folder, state_dir=state_dir) + more
     head.write(f"{folder}/run.toml", written, mode="0600", owner=user)
     return head.run(
         "sbatch",
@@ -219,13 +223,13 @@ class Training:
         assert "sound" in as_scavenger(self.head, SCAVENGER, "ledger", "check")
 
 
-def start_training(site: SiteSandbox) -> Training:
-    """A whole run, from the daemon's start until an engine works on each of the three hosts."""
+def start_training(site: SiteSandbox, config: str = DAEMON, run: str = "") -> Training:
+    """A whole run, from the daemon's start until an engine works on each of the three hosts. `run`: more of run.toml."""
     head = site["head"]
-    start_daemon(head, start_postgres(site["pg"]))
+    start_daemon(head, start_postgres(site["pg"]), config)
     as_scavenger(head, PYTHON, "-m", "trainer.tiny", "make", "--out", "/shared/runs/model", timeout_s=600.0)
     training = Training(
-        head, submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/state")
+        head, submit(head, "scavenger", "/shared/runs", "sorting", STEPS, "/shared/scavenger/state", run)
     )
     wait_for("two steps", lambda: training.reached(2), 300)
     engines = "SELECT count(DISTINCT node) FROM workers WHERE kind = 'harvested'"
@@ -296,6 +300,51 @@ def test_a_run_survives_hosts_that_cannot_reach_one_another_crash_or_have_no_roo
     )
     training.finishes()
     print("\n".join(f"two more steps after {what}: {seconds:.0f} s" for what, seconds in cost.items()))
+
+
+@pytest.mark.needs("bindfs")
+def test_a_run_survives_a_shared_folder_that_hangs_for_half_a_minute(site: SiteSandbox) -> None:
+    """As an NFS server does that restarts: the state directory, the model, the checkpoints and the job's log are on it."""
+    training, head = start_training(site), site["head"]
+    pid = head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip()
+    site.hang()
+    time.sleep(30.0)  # the fault itself
+    site.go_on()
+    print(f"two more steps after a shared folder that hung for 30 s: {training.goes_on(2):.0f} s")
+    training.finishes()
+    assert head.run("systemctl", "show", "-p", "MainPID", "--value", "scavenger").strip() == pid
+
+
+#: docs/admin.md, Firewall: what reaches each host besides replies.
+DAEMON_PORT, WEIGHTS_PORT = 7700, 7800
+FIREWALLS = {
+    "ctl": "tcp dport 6817 accept",
+    "dbd": "tcp dport 6819 accept",
+    "pg": "tcp dport 5432 accept",
+    "head": f"tcp dport {DAEMON_PORT} accept",
+    **dict.fromkeys(
+        ("train1", "train2"),
+        f"tcp dport {{ 6818, {WEIGHTS_PORT}-{WEIGHTS_PORT + 1} }} accept; ip saddr {{ 10.88.0.21, 10.88.0.22 }} accept",
+    ),
+    **dict.fromkeys(("gpu1", "gpu2", "gpu3"), "tcp dport 6818 accept"),
+}
+
+
+@pytest.mark.needs("nft")
+def test_a_run_behind_firewalls_that_let_only_the_documented_ports_through(site: SiteSandbox) -> None:
+    """Slurm's own ports, the daemon's, the weights'; and between training hosts all. `doctor --submit` finds a port that is closed."""
+    for name, rules in FIREWALLS.items():
+        site.firewall(name, rules)
+    config = DAEMON.replace("[cluster]", f"port = {DAEMON_PORT}\n[cluster]", 1)
+    training = start_training(site, config, f"[weights]\nport = {WEIGHTS_PORT}\n")
+    training.goes_on(2)
+    site.firewall("head", "tcp dport 1 accept")  # connections that are there stay
+    said = as_scavenger(training.head, SCAVENGER, "doctor", "--submit", check=False)
+    assert f"head:{DAEMON_PORT} cannot be reached" in said
+    site.firewall("head", FIREWALLS["head"])
+    said = as_scavenger(training.head, SCAVENGER, "doctor", "--submit", check=False)
+    assert "cannot be reached" not in said
+    training.finishes()
 
 
 #: As another user's process: everything that might be hers, and what the daemon says to calls for her run.

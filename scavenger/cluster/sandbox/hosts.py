@@ -267,13 +267,19 @@ class Host:
 
 
 class SiteSandbox:
-    """The whole site, as a context manager. `base`: the root file system; `folder`: where its configuration and logs go."""
+    """The whole site, as a context manager. `base`: the root file system; `folder`: where its configuration and logs go.
 
-    def __init__(self, base: Path, folder: Path, site: Sequence[HostSpec] = SITE) -> None:
+    `may_hang`: the shared folder is served by a process, as NFS is by a server, which `hang` stops and `go_on` lets continue.
+    """
+
+    def __init__(
+        self, base: Path, folder: Path, site: Sequence[HostSpec] = SITE, *, may_hang: bool = False
+    ) -> None:
         self.base, self.folder, self.site = base, folder, tuple(site)
-        self.shared = folder / "shared"
+        self.shared, self.may_hang = folder / "shared", may_hang
         self.hosts: dict[str, Host] = {}
         self._owner: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None  # of the shared folder
         self._inside = 0  # pid of the namespaces' first process
 
     def __getitem__(self, name: str) -> Host:
@@ -294,13 +300,17 @@ class SiteSandbox:
 
     def start(self) -> None:
         """Boot every host; returns when Slurm's nodes are idle. Raises `ClusterUnavailable`."""
-        if os.geteuid() != 0 or shutil.which("systemd-nspawn") is None:
+        needs = {"systemd-nspawn": "systemd-container"} | ({"bindfs": "bindfs"} if self.may_hang else {})
+        missing = [package for program, package in needs.items() if shutil.which(program) is None]
+        if os.geteuid() != 0 or missing:
             raise ClusterUnavailable(
-                "a site of containers needs root and systemd-nspawn",
-                "apt-get install systemd-container, as root",
+                f"a site of containers needs root and {', '.join(needs)}",
+                f"apt-get install {' '.join(missing or needs.values())}, as root",
             )
         self._write_configuration()
         self._open_namespaces()
+        if self.may_hang:
+            self._serve_shared()
         for spec in self.site:
             self.hosts[spec.name] = self._boot(spec)
         for host in self.hosts.values():
@@ -311,6 +321,8 @@ class SiteSandbox:
 
     def stop(self) -> None:
         """Power all hosts off and end the namespaces, with all that is in them."""
+        if self._server is not None:
+            self.go_on()
         for host in self.hosts.values():
             with contextlib.suppress(ClusterUnavailable, subprocess.TimeoutExpired):
                 host.run("systemctl", "poweroff", "--no-block", check=False, timeout_s=10.0)
@@ -321,6 +333,9 @@ class SiteSandbox:
             self._owner.kill()
             self._owner.wait()
             self._owner = None
+        if self._server is not None:
+            self._server.wait()  # it ended with the namespaces
+            self._server = None
 
     def boot_again(self, name: str) -> None:
         """Boot a host that crashed; what it wrote to its own disk is gone. Returns when Slurm's daemon runs there."""
@@ -331,7 +346,47 @@ class SiteSandbox:
         if "slurmd" in host.spec.units:
             host.run("systemctl", "restart", "slurmd")
 
+    # ---------------------------------------------------------------- the shared folder
+
+    def hang(self) -> None:
+        """Let every access to the shared folder wait, on all hosts."""
+        os.kill(self._server_pid(), signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._server_pid(), signal.SIGCONT)
+
+    def _serve_shared(self) -> None:
+        served = self.folder / "served"
+        served.mkdir(exist_ok=True)
+        served.chmod(0o1777)
+        argv = [*self._inside_argv(), "bindfs", "-f", "-o", "dev", str(served), str(self.shared)]
+        self._server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
+        wait_for(
+            "the shared folder is served",
+            lambda: str(self.shared) in Path(f"/proc/{self._inside}/mounts").read_text(),
+            10,
+        )
+
+    def _server_pid(self) -> int:
+        """As this machine sees it: nsenter's only child."""
+        if self._server is None:
+            raise ClusterUnavailable("the shared folder is this machine's own: SiteSandbox(may_hang=True)")
+        return next(iter(_children(self._server.pid)), self._server.pid)
+
     # ---------------------------------------------------------------- the network
+
+    def firewall(self, name: str, rules: str) -> None:
+        """Let through to this host what nft's `rules` of the chain `input` accept, and what belongs to it; "" = everything."""
+        text = "flush ruleset\n"
+        if rules:
+            kept = 'ct state established,related accept; iif "lo" accept; meta l4proto icmp accept'
+            chain = f"type filter hook input priority 0; policy drop; {kept}; {rules}"
+            text += f"table inet site {{\nchain input {{ {chain}; }}\n}}\n"
+        argv = ["nsenter", "-t", str(self.hosts[name].init_pid()), "-n", "nft", "-f", "-"]
+        done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise ClusterUnavailable(f"nft: {done.stderr.strip()}")
 
     def cut_off(self, name: str, other: str) -> None:
         """Drop all that this host sends to that one; each still reaches everybody else."""
@@ -349,26 +404,12 @@ class SiteSandbox:
         self._ip("link", "set", self._cable(name), "up")
 
     def limit_rate(self, name: str, megabits_per_s: float) -> None:
-        """Bound what reaches this host, in megabits a second; 0 = no bound."""
-        cable = self._cable(name)
-        self._inside_run("tc", "qdisc", "del", "dev", cable, "root", check=False)
-        if megabits_per_s:
-            rate = f"{megabits_per_s:g}mbit"
-            self._inside_run(
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                cable,
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "256kb",
-                "latency",
-                "200ms",
-            )
+        """Bound what reaches this host, and what it sends, each in megabits a second; 0 = no bound."""
+        for device, run in ((self._cable(name), self._inside_run), ("host0", self.hosts[name].run)):
+            run("tc", "qdisc", "del", "dev", device, "root", check=False)
+            if megabits_per_s:
+                limit = f"rate {megabits_per_s:g}mbit burst 256kb latency 200ms"
+                run("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit.split())
 
     def _cable(self, name: str) -> str:
         return f"vb-{self._machine(name)}"[:15]
