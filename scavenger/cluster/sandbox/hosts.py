@@ -321,8 +321,7 @@ class SiteSandbox:
 
     def stop(self) -> None:
         """Power all hosts off and end the namespaces, with all that is in them."""
-        if self._server is not None:
-            self.go_on()
+        self.go_on()
         for host in self.hosts.values():
             with contextlib.suppress(ClusterUnavailable, subprocess.TimeoutExpired):
                 host.run("systemctl", "poweroff", "--no-block", check=False, timeout_s=10.0)
@@ -334,7 +333,8 @@ class SiteSandbox:
             self._owner.wait()
             self._owner = None
         if self._server is not None:
-            self._server.wait()  # it ended with the namespaces
+            self._server.kill()  # its child ended with the namespaces
+            self._server.wait()
             self._server = None
 
     def boot_again(self, name: str) -> None:
@@ -353,8 +353,11 @@ class SiteSandbox:
         os.kill(self._server_pid(), signal.SIGSTOP)
 
     def go_on(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._server_pid(), signal.SIGCONT)
+        """End what `hang` began."""
+        if self._server is not None:
+            for pid in (self._server_pid(), self._server.pid):  # nsenter stops itself with its child
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _serve_shared(self) -> None:
         served = self.folder / "served"
