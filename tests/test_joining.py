@@ -23,7 +23,16 @@ from scavenger.cli.init import _known_state_dir
 from scavenger.cli.join import join
 from scavenger.client import Connection
 from scavenger.config.site import OwnersSection
-from scavenger.daemon.key_requests import CHECK_S, MOST_KEYS, Directory, KeyRequests, User, admission, refusal
+from scavenger.daemon.key_requests import (
+    CHECK_S,
+    GONE_S,
+    MOST_KEYS,
+    Directory,
+    KeyRequests,
+    User,
+    admission,
+    refusal,
+)
 from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, ScavengerError
 from scavenger.protocol import key_requests, keys, messages
 from scavenger.protocol.key_requests import KeyRequest, new_request
@@ -125,7 +134,7 @@ def test_a_member_of_a_group_is_enrolled_under_the_unix_name_and_a_stranger_is_t
 ) -> None:
     mine = keys.generate().public
     daemon.ask(U1, mine)
-    assert daemon.answered(U1) == key_requests.KeyReply(mine, daemon.last.nonce, "u1")
+    assert daemon.answered(U1) == key_requests.KeyReply(daemon.last.nonce, "u1")
     assert keys.enrolled_owners(daemon.state)[mine] == mine
     daemon.ask(NOBODY, keys.generate().public)
     given = daemon.answered(NOBODY)
@@ -172,7 +181,66 @@ def test_no_user_can_speak_for_another(daemon: Site, site: Path) -> None:
     assert daemon.answered(U1).refused == "the key is another owner's"
     assert evil not in keys.enrolled_owners(daemon.state)
     assert keys.enrolled_owners(daemon.state)[hers] == hers
-    assert [one.name for one in folder.iterdir()] == ["folder"]
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o664])
+def test_a_file_of_anothers_that_was_moved_there_is_no_request(daemon: Site, site: Path, mode: int) -> None:
+    """Whoever may write in a folder moves others' files out of it: the owner stays, the words may be anybody's."""
+    mine, hers = daemon.join(U2), keys.generate().public
+    shared = site / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+
+    def copies() -> None:
+        (shared / "copy").write_bytes(
+            b'{"public":"%s","nonce":"%s","only":true}' % (hers.encode(), b"0" * 16)
+        )
+        (shared / "copy").chmod(mode)
+
+    assert as_user(U2, copies) == ""
+    request = key_requests.requests_dir(daemon.public) / "moved"
+    assert as_user(U1, lambda: os.rename(shared / "copy", request)) == ""
+    assert request.stat().st_uid == U2
+    assert daemon.requests.poll() == []
+    assert (hers in keys.enrolled_owners(daemon.state), mine in keys.enrolled_owners(daemon.state)) == (
+        False,
+        True,
+    )
+    assert not request.exists()
+
+
+def test_a_request_that_others_may_write_is_none(daemon: Site) -> None:
+    folder = key_requests.requests_dir(daemon.public)
+
+    def writes() -> None:
+        (folder / "loose").write_bytes(
+            b'{"public":"%s","nonce":"%s"}' % (keys.generate().public.encode(), b"0" * 16)
+        )
+        (folder / "loose").chmod(0o666)
+
+    assert as_user(U2, writes) == ""
+    assert daemon.requests.poll() == []
+
+
+def test_a_user_of_the_daemons_own_group_may_not_join(daemon: Site) -> None:
+    daemon.users[U1] = User(U1, "u1", frozenset({7, os.getegid()}))
+    daemon.ask(U1, keys.generate().public)
+    reply = daemon.answered(U1)
+    assert ("under which the daemon runs" in reply.refused, "a group of its own" in reply.remedy) == (
+        True,
+        True,
+    )
+
+
+def test_nobody_learns_the_key_that_another_asked_for_and_nobody_has_the_daemons(daemon: Site) -> None:
+    hers = keys.generate().public
+    daemon.users[U2] = User(U2, "u2", frozenset())
+    daemon.ask(U2, hers)
+    assert daemon.answered(U2).refused == "u2 may not own runs"
+    assert hers not in key_requests.reply_path(daemon.public, U2).read_text()
+    daemon.ask(U1, keys.read_keypair(keys.server_key_path(daemon.state)).public)
+    assert daemon.answered(U1).refused == "the key is the daemon's"
 
 
 def test_a_new_key_can_retire_the_lost_one_and_a_retired_key_never_comes_back(daemon: Site) -> None:
@@ -220,6 +288,21 @@ def test_a_user_who_leaves_the_group_is_suspended_and_one_whom_nobody_knows_just
     assert (mine in owners, hers in owners) == (False, True)
     daemon.ask(U1, mine)
     assert daemon.answered(U1).refused == "u1 may not own runs"
+
+
+def test_a_user_who_is_denied_or_long_unknown_is_suspended_also_when_the_account_is_gone(
+    daemon: Site,
+) -> None:
+    public = daemon.join(U1)
+    del daemon.users[U1]
+    assert public in daemon.check(), "the directory may be away"
+    daemon.now += GONE_S
+    assert public not in daemon.check()
+    daemon.users[U1] = User(U1, "u1", frozenset({7}))
+    assert public in daemon.check()
+    del daemon.users[U1]
+    daemon.requests.reconfigure(OwnersSection(groups=("ml",), deny=("u1",)))
+    assert public not in daemon.check(), "deny asks no directory"
 
 
 def test_a_file_that_is_broken_or_gone_is_nobody_elses_affair(daemon: Site) -> None:
@@ -271,15 +354,39 @@ def test_one_users_files_hold_up_no_other_user(daemon: Site) -> None:
     def crowd() -> None:
         for n in range(100):
             (folder / f"folder-{n}" / "in").mkdir(parents=True)
+            (folder / f"empty-{n}").mkdir()
             (folder / f"many-{n}").write_bytes(b"{}")
-        (folder / ".unfinished").write_bytes(b"")
+            (folder / f".unfinished-{n}").write_bytes(b"")
+        (folder / ".of-tomorrow").write_bytes(b"")
+        os.utime(folder / ".of-tomorrow", (time.time() + 86_400.0,) * 2)
 
     assert as_user(U2, crowd) == ""
     daemon.join(U1)
-    assert {one.name for one in folder.iterdir() if not one.is_dir()} == {".unfinished"}
-    os.utime(folder / ".unfinished", (1.0, 1.0))
+    left = {one.name for one in folder.iterdir() if not one.name.startswith("folder-")}
+    assert len(left) == key_requests.MOST_UNFINISHED
+    assert all(name.startswith(".unfinished-") for name in left)
+    for name in left:
+        os.utime(folder / name, (1.0, 1.0))
     daemon.requests.poll()
-    assert not (folder / ".unfinished").exists()
+    assert not [one for one in folder.iterdir() if not one.name.startswith("folder-")]
+
+
+def test_a_folder_that_somebody_filled_with_what_cannot_be_removed_is_made_anew(
+    daemon: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_requests, "MOST_SCANNED", 40)
+    folder = key_requests.requests_dir(daemon.public)
+
+    def fill() -> None:
+        for n in range(60):
+            (folder / f"folder-{n}" / "in").mkdir(parents=True)
+
+    assert as_user(U2, fill) == ""
+    daemon.requests.poll()
+    assert not list(folder.iterdir())
+    daemon.join(U1)
+    [aside] = daemon.public.glob("full-*")
+    assert "PermissionError" in as_user(U2, lambda: list(aside.iterdir()))
 
 
 def test_a_reply_to_an_earlier_request_is_never_taken_for_this_ones(daemon: Site) -> None:

@@ -32,6 +32,8 @@ from scavenger.protocol.key_requests import KeyReply, KeyRequest, reply, take
 POLL_S = 2.0
 #: Whether those who joined are admitted is checked this often.
 CHECK_S = 60.0
+#: A user whom the site's directory does not know for so long has left; for less the directory may be away.
+GONE_S = 86_400.0
 #: Keys of one user that may connect at once: a user who needs more has lost some.
 MOST_KEYS = 8
 _ASK_ADMIN = "ask the site's admin: owners.users and owners.groups of the daemon's configuration say who may"
@@ -91,10 +93,19 @@ def admission(user: User, owners: OwnersSection, gid: Callable[[str], int | None
 
 
 def refusal(
-    name: str, request: KeyRequest, known: Mapping[str, Sequence[keys.OwnerKey]], joined: bool
+    name: str,
+    request: KeyRequest,
+    known: Mapping[str, Sequence[keys.OwnerKey]],
+    joined: bool,
+    server_public: str = "",
 ) -> tuple[str, str]:
-    """Why an admitted user's key is not accepted, and what to do; "" where it is. `known`: every owner's keys; `joined`: this name did."""
+    """Why an admitted user's key is not accepted, and what to do; "" where it is.
+
+    `known`: every owner's keys. `joined`: this name did. `server_public`: the daemon's own, which all users can read.
+    """
     anew = "make a new one: `scavenger join --new`"
+    if request.public == server_public:
+        return "the key is the daemon's", anew
     if name in known and not joined:
         return f"an owner {name} was enrolled by hand", "ask the site's admin to remove that one first"
     for owner, its in known.items():
@@ -123,6 +134,8 @@ class KeyRequests:
         clock: Callable[[], float],
         directory: Directory = OF_THIS_HOST,
     ) -> None:
+        self._gid = os.getegid()  # that of what is made in the requests folder
+        self._unknown: dict[str, float] = {}  # name -> since when the directory does not know the user
         self._state_dir, self._public_dir, self._owners = state_dir, public_dir, owners
         self._clock, self._directory = clock, directory
         self._checked_at = clock()
@@ -156,7 +169,7 @@ class KeyRequests:
     def send(self, replies: Iterable[tuple[int, KeyReply]]) -> None:
         """Tell those who asked. A user who reads that a key is accepted may connect with it."""
         for uid, sent in replies:
-            log.info("a key was asked for", uid=uid, user=sent.name, public=sent.public, refused=sent.refused)
+            log.info("a key was asked for", uid=uid, user=sent.name, refused=sent.refused)
             try:
                 reply(self._public_dir, uid, sent)
             except OSError as error:
@@ -166,6 +179,11 @@ class KeyRequests:
         user = self._directory.user(uid)
         if user is None:
             return self._reply(request, "", f"the daemon's host knows no user {uid}", _ASK_ADMIN)
+        if self._gid in user.gids:
+            why = f"{user.name} is of the group (gid {self._gid}) under which the daemon runs"
+            return self._reply(
+                request, user.name, why, "ask the site's admin to run the daemon under a group of its own"
+            )
         admitted = admission(user, self._owners, self._directory.gid)
         if admitted is None:
             why = "the daemon's host does not know a group of owners.groups now"
@@ -177,7 +195,11 @@ class KeyRequests:
         try:
             joined = keys.joined_uid(self._state_dir, user.name)
             why, remedy = refusal(
-                user.name, request, keys.owner_keys(self._state_dir, self._warn), joined is not None
+                user.name,
+                request,
+                keys.owner_keys(self._state_dir, self._warn),
+                joined is not None,
+                keys.read_keypair(keys.server_key_path(self._state_dir)).public,
             )
             if joined not in (None, uid):
                 why, remedy = f"{user.name} was another user (uid {joined}) when it joined", _ASK_ADMIN
@@ -190,7 +212,7 @@ class KeyRequests:
 
     @staticmethod
     def _reply(request: KeyRequest, name: str, refused: str, remedy: str) -> KeyReply:
-        return KeyReply(request.public, request.nonce, name, refused, remedy)
+        return KeyReply(request.nonce, name, refused, remedy)
 
     def _accept(self, user: User, request: KeyRequest) -> None:
         keys.note_joined(self._state_dir, user.name, user.uid)
@@ -205,15 +227,11 @@ class KeyRequests:
     def _check(self, path: Path) -> None:
         """Suspend the keys of a user who is not admitted any more, and resume those of one who is again.
 
-        What is not known changes nothing.
+        What is not known changes nothing; but a user whom the directory does not know for `GONE_S` has left.
         """
         name = path.name
         try:
-            uid = keys.joined_uid(self._state_dir, name)
-            user = self._directory.user(uid) if uid is not None else None
-            if user is None:
-                return
-            admitted = user.name == name and admission(user, self._owners, self._directory.gid)
+            admitted = self._admitted(name)
             suspended = keys.is_suspended(self._state_dir, name)
             if admitted is False and not suspended:
                 keys.suspend_owner(self._state_dir, name)
@@ -227,6 +245,17 @@ class KeyRequests:
                 )
         except (AuthError, OSError, ValueError) as error:
             self._warn(name, error)
+
+    def _admitted(self, name: str) -> bool | None:
+        if name in self._owners.deny:
+            return False
+        uid = keys.joined_uid(self._state_dir, name)
+        user = self._directory.user(uid) if uid is not None else None
+        if user is None:
+            since = self._unknown.setdefault(name, self._clock())
+            return False if self._clock() - since >= GONE_S else None
+        self._unknown.pop(name, None)
+        return user.name == name and admission(user, self._owners, self._directory.gid)
 
     def _warn(self, name: str, error: Exception) -> None:
         if (line := f"{name}: {error}") not in self._warned:

@@ -1,12 +1,16 @@
-"""How a user of the site asks the daemon to accept a key: a file whose owner is the proof of who asks.
+"""How a user of the site asks the daemon to accept a key: a file that this user made in the requests folder is the proof of who asks.
 
     <public_dir>/rendezvous.json      where the daemon listens             readable by all, written by the daemon's user alone
-    <public_dir>/requests/            one file a request, mode 1733        every user may add a file, and list or change no other's
+    <public_dir>/requests/            one file a request, mode 3733        every user may add a file, and list or change no other's
     <public_dir>/replies/UID.json     what became of the newest request    as rendezvous.json
 
-The public half of a key is no secret. The owner of a file is: only that user, or root, can have made it on a file system whose clients are
-trusted, as the homes of a cluster are. A reply repeats the request's nonce: an older one is never taken for it. Owns the names, the format
-and both ends of the exchange; who may own runs the daemon decides.
+The owner of a file alone proves nothing: whoever may write in a folder may move files of others out of it, with their owner, and a file
+that others may write has anybody's words. So the requests folder gives its group to what is made in it, which is the daemon's own: a file
+that was moved there has another one and is no request, nor is one that its group or others may write. The daemon refuses users of that
+group. Clients of the file system must be trusted, as those of a cluster's homes are.
+
+A reply repeats the request's nonce: an older one is never taken for it. It does not repeat the key: who knows another user's public key
+could ask for it first. Owns the names, the format and both ends of the exchange; who may own runs the daemon decides.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ import os
 import secrets
 import stat
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import structlog
 
 from scavenger.errors import AuthError, ConfigError
 from scavenger.protocol import keys
@@ -31,8 +36,13 @@ MOST_BYTES = 1024
 MOST_READ = 64
 #: Entries of the folder that are looked through at once: what a user of the site leaves there takes no more of the daemon's time.
 MOST_SCANNED = 10_000
-#: A request is written under a name that begins so, and then renamed. One that is older than this was given up.
-_UNFINISHED, UNFINISHED_S = ".", 300.0
+#: A request is written under a name that begins so, and then renamed. One that is older than this was given up, and so is one more of a
+#: user than `MOST_UNFINISHED`, or one from the future.
+_UNFINISHED, UNFINISHED_S, MOST_UNFINISHED = ".", 300.0, 16
+#: Mode of the requests folder: all may add, nobody may list, the sticky bit keeps files their owners', and they get its group.
+_REQUESTS_MODE = 0o3733
+
+log = structlog.get_logger()
 
 
 class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,9 +58,8 @@ def new_request(public: str, *, only: bool = False) -> KeyRequest:
 
 
 class KeyReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`refused`: why the key is not accepted; "" where it is, as one of the owner `name`."""
+    """`refused`: why the key is not accepted; "" where it is, as one of the owner `name`. All users can read it."""
 
-    public: str
     nonce: str
     name: str
     refused: str = ""
@@ -72,7 +81,7 @@ def make_public(public_dir: Path) -> None:
     """Make the folders, for the daemon's user. Raises `ConfigError` where another user could write in them."""
     for folder, mode in (
         (public_dir, 0o755),
-        (requests_dir(public_dir), 0o1733),
+        (requests_dir(public_dir), _REQUESTS_MODE),
         (public_dir / "replies", 0o755),
     ):
         try:
@@ -83,7 +92,14 @@ def make_public(public_dir: Path) -> None:
                     f"daemon.public_dir: {folder} is not a folder of the daemon's user",
                     f"remove it, or chown it to uid {os.geteuid()}: who owns it could pose as the daemon",
                 )
+            if mode & stat.S_ISGID:
+                os.chown(folder, -1, os.getegid())
             folder.chmod(mode)
+            if stat.S_IMODE(folder.stat().st_mode) != mode:
+                raise ConfigError(
+                    f"daemon.public_dir: {folder} cannot have the mode {mode:o}",
+                    "name a folder on a file system that keeps the setgid and the sticky bit",
+                )
         except OSError as error:
             raise ConfigError(
                 f"daemon.public_dir: {folder}: {error.strerror}",
@@ -94,36 +110,86 @@ def make_public(public_dir: Path) -> None:
 def take(public_dir: Path) -> list[tuple[int, KeyRequest]]:
     """The newest request of each user, with the uid of who made it.
 
-    Every file is removed but those of users who wait for the next time, and those that are still being written. A folder stays: its user
-    alone can empty it. What is no request is not answered.
+    Every file is removed but those of users who wait for the next time, and those that are still being written; of folders those that are
+    empty. Where so many entries stay that not all can be looked through, the folder is put aside and made anew. What is no request is not
+    answered.
     """
-    asked: defaultdict[int, list[tuple[int, Path]]] = defaultdict(list)
-    useless: list[Path] = []
-    with os.scandir(requests_dir(public_dir)) as found:
-        for entry in islice(found, MOST_SCANNED):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue  # it is gone
-            if stat.S_ISDIR(status.st_mode):
-                continue
-            path = Path(entry.path)
-            if entry.name.startswith(_UNFINISHED) and time.time() - status.st_mtime < UNFINISHED_S:
-                continue
-            if entry.name.startswith(_UNFINISHED) or not stat.S_ISREG(status.st_mode):
-                useless.append(path)
-            else:
-                asked[status.st_uid].append((status.st_mtime_ns, path))
-    newest = [path for _, path in sorted(max(files) for files in asked.values())]
-    requests = [request for request in map(_read, newest[:MOST_READ]) if request is not None]
+    folder = requests_dir(public_dir)
+    found = _Found(time.time())
+    with os.scandir(folder) as entries:
+        for entry in islice(entries, MOST_SCANNED):
+            found.add(entry)
+    newest = [path for _, path in sorted(max(files) for files in found.asked.values())]
+    gid = folder.stat().st_gid
+    read = [_read(path, gid) for path in newest[:MOST_READ]]
+    requests = [request for request in read if request is not None]
+    if len(requests) < len(read):
+        why = "they are malformed, were made elsewhere, or others may write them"
+        log.warning(
+            "files in the requests folder are no requests", count=len(read) - len(requests), reason=why
+        )
     waiting = set(newest[MOST_READ:])
-    for path in (*useless, *(path for files in asked.values() for _, path in files if path not in waiting)):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    removed = 0
+    for path in (*found.useless, *(path for files in found.asked.values() for _, path in files)):
+        if path not in waiting:
+            with contextlib.suppress(OSError):
+                path.rmdir() if path in found.folders else path.unlink()
+                removed += 1
+    if found.entries >= MOST_SCANNED and removed < MOST_SCANNED // 2:
+        _put_aside(public_dir, found)
     return requests
 
 
-def _read(path: Path) -> tuple[int, KeyRequest] | None:
+class _Found:
+    """What lies in the requests folder, as it was looked through."""
+
+    def __init__(self, now: float) -> None:
+        self._now, self.entries = now, 0
+        self.asked: defaultdict[int, list[tuple[int, Path]]] = defaultdict(list)  # uid -> (time, file)
+        self.useless: list[Path] = []
+        self.folders: set[Path] = set()
+        self.owners = Counter[int]()
+        self._unfinished = Counter[int]()
+
+    def add(self, entry: os.DirEntry[str]) -> None:
+        self.entries += 1
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            return  # it is gone
+        path, uid = Path(entry.path), status.st_uid
+        self.owners[uid] += 1
+        if stat.S_ISDIR(status.st_mode):
+            self.folders.add(path)
+        if entry.name.startswith(_UNFINISHED) and 0 <= self._now - status.st_mtime + 1 < UNFINISHED_S:
+            self._unfinished[uid] += 1
+            if self._unfinished[uid] <= MOST_UNFINISHED:
+                return
+        if entry.name.startswith(_UNFINISHED) or not stat.S_ISREG(status.st_mode):
+            self.useless.append(path)
+        else:
+            self.asked[uid].append((status.st_mtime_ns, path))
+
+
+def _put_aside(public_dir: Path, found: _Found) -> None:
+    """Requests that lie in the folder are lost, and their users ask again. Who filled it cannot reach it any more."""
+    aside = public_dir / f"full-{secrets.token_hex(4)}"
+    uid, count = found.owners.most_common(1)[0]
+    os.rename(requests_dir(public_dir), aside)
+    aside.chmod(0o700)
+    make_public(public_dir)
+    log.error(
+        "the requests folder was full and is made anew",
+        entries_seen=found.entries,
+        most_of_uid=uid,
+        theirs=count,
+        aside=str(aside),
+        remedy=f"owners.deny keeps a user out; remove {aside}",
+    )
+
+
+def _read(path: Path, gid: int) -> tuple[int, KeyRequest] | None:
+    """A request that its owner made in this folder, whose group is `gid`, and that nobody else could write."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -132,6 +198,8 @@ def _read(path: Path) -> tuple[int, KeyRequest] | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_size > MOST_BYTES:
             return None  # a link would lend another user's name
+        if status.st_gid != gid or status.st_mode & 0o022:
+            return None
         return status.st_uid, msgspec.json.decode(os.read(descriptor, MOST_BYTES), type=KeyRequest)
     except (msgspec.MsgspecError, OSError):
         return None
@@ -181,4 +249,4 @@ def read_reply(public_dir: Path, uid: int, request: KeyRequest) -> KeyReply | No
         return None
     except msgspec.MsgspecError as error:
         raise AuthError(f"{path} is no reply of a daemon: {error}", "ask the site's admin") from error
-    return found if (found.public, found.nonce) == (request.public, request.nonce) else None
+    return found if found.nonce == request.nonce else None

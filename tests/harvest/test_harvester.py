@@ -255,6 +255,21 @@ def test_a_submission_without_an_answer_is_found_by_its_comment_and_not_repeated
     assert len(world.jobs()) == 1
 
 
+def test_a_run_whose_name_no_job_can_carry_holds_up_no_other(world: World) -> None:
+    """A run is never opened under such a name; a ledger of an earlier release may have one."""
+
+    async def play() -> None:
+        world.demand = [Demand(1, "a b", 1, 1, "useful"), Demand(2, "fine", 1, 1, "useful")]
+        async with running(world.harvester()):
+            await until("the other runs", lambda: world.of(rec.AllocationStarted))
+            polls = len(world.of(rec.ClusterPolled))
+            await until("it is polled on and on", lambda: len(world.of(rec.ClusterPolled)) > polls + 3)
+
+    asyncio.run(play())
+    assert {intended.run_id for intended in world.of(rec.JobIntended)} == {2}
+    assert len(world.events("run_name_refused")) == 1
+
+
 def test_a_refused_submission_says_why_and_backs_off(world: World) -> None:
     async def play() -> None:
         world.cluster.refuse = "Invalid account"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scavenger.cluster.model import JobState
 from scavenger.config.site import OwnersSection
-from scavenger.harvest.decide.decide import Code, Decision, DrainKind, OurJob, Submit, decide
+from scavenger.harvest.decide.decide import Code, Decision, DrainKind, OurJob, Submit, allot, decide
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
@@ -106,3 +106,18 @@ def test_the_limit_is_in_force_in_a_harvester_and_changes_live(world: World) -> 
             await until("a third runs", lambda: len(world.jobs(JobState.RUNNING)) == 3)
 
     asyncio.run(play())
+
+
+def test_an_owner_of_many_runs_gets_no_more_than_one_of_a_single_run() -> None:
+    many = [demand(n, "ada", 4) for n in range(1, 5)]
+    assert allot([*many, demand(5, "bob", 9)], 6) == {1: 1, 2: 1, 3: 1, 4: 0, 5: 3}
+    assert allot([*many, demand(5, "bob", 1)], 6) == {1: 2, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert allot([*many, demand(5, "bob", 9)], 6, most_gpus=2) == {1: 1, 2: 0, 3: 0, 4: 0, 5: 1}
+
+
+def test_an_engine_that_fits_no_node_takes_nobodys_turn() -> None:
+    asked = [*(demand(n, "ada", 4, gpus=64) for n in range(1, 5)), demand(5, "bob", 2)]
+    decision = decide(view(NOW), asked, [], LIMITS, NOW)
+    assert submitted(decision) == {"bob": 2}
+    alone = decide(view(NOW), asked[:1], [], LIMITS, NOW)
+    assert "no node of partition scavenge has the 64 GPUs of an engine" in alone.reason

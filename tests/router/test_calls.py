@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from scavenger.errors import WireError
 from scavenger.ledger.records import CheckpointRecorded
 from scavenger.protocol.messages import (
+    MAX_CONFIG_CHARS,
     Accepted,
     Assign,
     Call,
@@ -33,7 +35,7 @@ from scavenger.protocol.messages import (
     pack_tokens,
 )
 from scavenger.router.core.events import Identity, TrainerCalled
-from tests.router.harness import SOURCE, Bench, open_body, root, specs, started
+from tests.router.harness import OWNER, SOURCE, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, consumed_step, finish_all
 
 # ---------------------------------------------------------------- calls
@@ -74,6 +76,34 @@ def test_a_peer_that_knows_nothing_of_kept_checkpoints_is_understood() -> None:
     decoded = decode_to_daemon(msgspec.msgpack.encode(frame))
     assert isinstance(decoded, Call)
     assert decoded.body == RecordCheckpoint(4, 1, b"root", "/c", None)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "r\n", "r\0", "../r", "x" * 65])
+def test_a_call_for_a_name_that_no_job_can_carry_is_no_message(name: str) -> None:
+    with pytest.raises(WireError):
+        decode_to_daemon(encode(Call(1, name, 0, Ping())))
+
+
+def test_a_run_is_opened_under_the_name_that_its_call_has() -> None:
+    bench = Bench()
+    bench.handle(TrainerCalled(bench.trainer, OWNER, Call(1, "other", 0, open_body())))
+    refused = bench.answer(1)
+    assert isinstance(refused, Denied)
+    assert "for run 'other' that names run 'r'" in refused.reason
+    assert not [record for record in bench.ledger.log if type(record).__name__ == "RunCreated"]
+
+
+def test_a_configuration_of_megabytes_is_no_message() -> None:
+    """The daemon keeps it for as long as it knows the run: a user could fill its memory."""
+    body = open_body()
+    for large in (
+        msgspec.structs.replace(body, config=" " * (MAX_CONFIG_CHARS + 1)),
+        msgspec.structs.replace(
+            body, engine=msgspec.structs.replace(body.engine, model_config=" " * (MAX_CONFIG_CHARS + 1))
+        ),
+    ):
+        with pytest.raises(WireError):
+            decode_to_daemon(encode(Call(1, "r", 0, large)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scavenger.cluster.model import ClusterView, Node
 from scavenger.harvest.decide import standby
@@ -130,6 +130,7 @@ def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
+    demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = _harvesting_closed(limits)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
@@ -183,21 +184,42 @@ def _harvesting_closed(limits: Limits) -> tuple[Code, str] | None:
 
 
 def allot(demand: Sequence[Demand], most: int, most_gpus: int | None = None) -> dict[int, int]:
-    """Share `most` engines and `most_gpus` GPUs among the runs: one engine each in turn, in the order of their ids, until nobody wants
-    more or what is left is too small."""
+    """Share `most` engines and `most_gpus` GPUs: one engine to each owner in turn, for the run of the owner that was given fewest.
+
+    In the order of run ids, until nobody wants more or what is left is too small.
+    """
     wanted = sorted(demand, key=lambda d: d.run_id)
     left = {d.run_id: d.engines for d in wanted}
     given = dict.fromkeys(left, 0)
+    runs_of = {
+        owner: [d for d in wanted if d.owner == owner] for owner in dict.fromkeys(d.owner for d in wanted)
+    }
     gpus = float("inf") if most_gpus is None else most_gpus
     while most > 0 and any(left.values()):
-        for d in wanted:
-            if d.gpus_per_engine > gpus:
-                left[d.run_id] = 0
-            elif left[d.run_id] and most > 0:
+        for runs in runs_of.values():
+            for d in runs:
+                if d.gpus_per_engine > gpus:
+                    left[d.run_id] = 0
+            asking = [d for d in runs if left[d.run_id]]
+            if asking and most > 0:
+                d = min(asking, key=lambda d: (given[d.run_id], d.run_id))
                 left[d.run_id] -= 1
                 given[d.run_id] += 1
                 most, gpus = most - 1, gpus - d.gpus_per_engine
     return given
+
+
+def placeable(demand: Sequence[Demand], view: ClusterView, limits: Limits) -> list[Demand]:
+    """The demand, of which a run wants no engine where no node of the partition has GPUs for one: others take no turn behind it."""
+    partition = view.partition(limits.partition)
+    if partition is None:
+        return list(demand)
+    largest = max((node.gpus for node in view.nodes if node.name in partition.nodes), default=0)
+    why = f"no node of partition {limits.partition} has the {{}} GPUs of an engine"
+    return [
+        d if d.gpus_per_engine <= largest else replace(d, engines=0, reason=why.format(d.gpus_per_engine))
+        for d in demand
+    ]
 
 
 def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:

@@ -223,6 +223,7 @@ class Performer:
         self._write, self._post, self._absorb = ledger.write, router.post, absorb
         self._clock, self._token = sources.clock, sources.token
         self._last_reason = ""  # why nothing was done, as last recorded
+        self._refused_names = set[int]()  # runs
         self.steers = True  # whether Slurm lets us release a standby job: without that there are none
         self.obey(config)
 
@@ -335,26 +336,22 @@ class Performer:
         else:
             self._tracker.released(action.intent_id, action.node, self._clock())
 
+    def _refuse_name(self, action: Submit) -> None:
+        """It is refused where runs are opened; a ledger may be older than that. Nobody else's jobs wait for it."""
+        if action.run_id not in self._refused_names:
+            self._refused_names.add(action.run_id)
+            why = "no job can carry this name"
+            self._write(
+                [rec.Event("run_name_refused", action.run_id, repr(action.run), why, "{}", self._clock())]
+            )
+
     async def _submit(self, action: Submit, inputs: str, backend: str) -> bool:
         """Submit one job. The intent is durable before Slurm can know of it. False when Slurm did not take it."""
+        if not RUN_NAME.fullmatch(action.run):
+            self._refuse_name(action)
+            return True
         intent_id = observed_jobs.intent_name(self._token())
         pair = keys.generate(action.run, intent_id)
-        if not RUN_NAME.fullmatch(
-            action.run
-        ):  # refused where runs are opened; a ledger may be older than that
-            self._write(
-                [
-                    rec.Event(
-                        "run_name_refused",
-                        action.run_id,
-                        repr(action.run),
-                        "no job can carry this name",
-                        "{}",
-                        self._clock(),
-                    )
-                ]
-            )
-            return False
         spec = job_spec(self._config, self._template, backend, self._uid, intent_id, action)
         now = self._clock()
         pinned = spec.nodelist[0] if spec.nodelist else ""

@@ -29,6 +29,7 @@ from scavenger.protocol.messages.codec import (
 )
 from scavenger.protocol.messages.common import (
     MAX_CALL_SAMPLES,
+    MAX_CONFIG_CHARS,
     MAX_GROUP_SAMPLES,
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
@@ -117,6 +118,7 @@ from scavenger.protocol.messages.worker import (
 
 __all__ = [
     "MAX_CALL_SAMPLES",
+    "MAX_CONFIG_CHARS",
     "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
     "MAX_MESSAGE_BYTES",

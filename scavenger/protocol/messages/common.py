@@ -17,6 +17,8 @@ MAX_GROUP_SAMPLES = 4096
 MAX_CALL_SAMPLES = 16384
 #: Stop texts of one sample: they travel with each lease.
 MAX_STOPS = 64
+#: A model's config.json and a run.toml: the daemon keeps both for as long as it knows the run.
+MAX_CONFIG_CHARS = 1 << 20
 #: What an unauthenticated or not yet greeted peer may send at most.
 MAX_HELLO_BYTES = 64 * 1024
 
@@ -29,7 +31,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     """Base of what messages are made of."""
 
 
-RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+RUN_NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z"
 RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -73,7 +75,7 @@ class EngineSpec(Part, frozen=True):
     """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
 
     name: RunName
-    model_config: str
+    model_config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_CHARS)]
     dtype: str
     max_batch: Positive
     context_length: Positive

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from scavenger.protocol.messages.common import (
+    MAX_CONFIG_CHARS,
     BoundedText,
     Count,
     EngineSpec,
@@ -32,7 +37,7 @@ class OpenRun(Message, frozen=True):
     protocol: int
     run: RunName
     seed: int
-    config: str  # the run.toml as JSON, for the ledger
+    config: Annotated[str, msgspec.Meta(max_length=MAX_CONFIG_CHARS)]  # the run.toml as JSON, for the ledger
     engine: EngineSpec
     tokenizer: str  # path of tokenizer.json, for `scavenger samples`
     harvest: bool
@@ -52,7 +57,7 @@ class Attach(Message, frozen=True):
     `wants` lists groups submitted by this attempt and not received yet. Groups in neither belong to older attempts.
     """
 
-    run: str
+    run: RunName
     have: tuple[int, ...]
     wants: tuple[int, ...] = ()
     ledger: str = ""  # `RunOpened.ledger`: in another history of the ledger this attempt was never granted
@@ -189,7 +194,7 @@ class Call(Message, frozen=True):
     """A trainer's request. `attempt` is 0 in OpenRun only; an older attempt than the newest is refused (`stale`)."""
 
     id: int
-    run: str
+    run: RunName
     attempt: int
     body: CallBody
 

@@ -88,6 +88,9 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
 def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | None) -> Denied | None:
     if identity.role != "owner":
         return Denied("not-owner", "a worker's key cannot act as a trainer", "use the owner's key")
+    if isinstance(call.body, OpenRun | Attach) and call.body.run != call.run:
+        why = f"a call for run {call.run!r} that names run {call.body.run!r}"
+        return Denied("invalid", why, "run trainer and daemon of one release")
     if isinstance(call.body, OpenRun):
         if call.body.protocol != PROTOCOL:
             why = f"protocol {call.body.protocol}: this daemon speaks {PROTOCOL}"
