@@ -4,8 +4,9 @@ join at once, each link at a bounded rate.
     python benchmarks/site_weights.py [--rates 1000,100] [--rounds 3] [--seconds 4]
 
 Needs what `scripts/site-sandbox` needs: root on Debian, mmdebstrap, systemd-container. Hosts are containers with an address each on one
-bridge; the rate of what reaches a host, and of what it sends, is bounded by Linux (tbf). What is sent takes `--seconds` at that rate. Joiners are processes with the product's pull, source and directory: the benchmark is their router, and sends new holders to
-those that still pull as often as the router does. On a machine with few cores all hosts share them: the CPU column says how busy it was.
+bridge; the rate of what reaches a host, and of what it sends, is bounded by Linux (tbf). What is sent takes `--seconds` at that rate.
+Joiners are processes with the product's pull, source and directory: the benchmark is their router, and sends new holders to those that
+still pull as often as the router does. On a machine with few cores all hosts share them: the last column says how busy it was.
 """
 
 from __future__ import annotations

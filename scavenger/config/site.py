@@ -314,11 +314,12 @@ class HarvestSection(Section):
     same paths in the container."""
     quarantine_after: Positive = 3
     """Engine deaths on a node within `quarantine_s` after which the node gets no engines for
-    `quarantine_s`."""
+    `quarantine_s`. Where engines of one owner's runs die on two nodes and none of these runs ever worked, no
+    node is blamed."""
     quarantine_s: Seconds = 600.0
     """Seconds of a quarantine. It doubles each further time, up to eight times this."""
     backoff_s: Seconds = 5.0
-    """Seconds without submissions after a job that died at once. They double up to 600 s, until an engine has
+    """Seconds without submissions for an owner whose job died at once. They double up to 600 s, until an engine has
     lived."""
     job_template: Path | None = None
     """Jinja2 template of the engines' batch script. None: the shipped `scripts/rollout.sbatch.j2`."""

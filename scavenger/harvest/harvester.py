@@ -461,7 +461,23 @@ class Harvester:
         demand = within_owners(asked, self.config.owners.most_gpus)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
-        return demand
+        return self._without_failing(demand)
+
+    def _without_failing(self, demand: list[Demand]) -> list[Demand]:
+        """The demand, of which an owner whose jobs die at once wants no more than there is for a while; the others go on."""
+        health, now = self.tracker.health, self._clock()
+        health.owners, health.asking = self._owners, frozenset(d.run_id for d in demand if d.engines)
+        if now < health.backoff()[0]:
+            return demand  # nobody's jobs are submitted: the decision says why
+        present = Counter(job.run_id for job in self.tracker.jobs({}) if job.leaving is decide.DrainKind.NO)
+
+        def within(d: Demand) -> Demand:
+            not_before, why = health.backoff_of(d.run_id)
+            if now >= not_before or d.engines <= present[d.run_id]:
+                return d
+            return replace(d, engines=present[d.run_id], reason=f"{d.reason}; backs off: {why}")
+
+        return [within(d) for d in demand]
 
     async def _overtaken(self) -> bool:
         """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and somebody may have stopped us."""

@@ -121,3 +121,32 @@ def test_an_engine_that_fits_no_node_takes_nobodys_turn() -> None:
     assert submitted(decision) == {"bob": 2}
     alone = decide(view(NOW), asked[:1], [], LIMITS, NOW)
     assert "no node of partition scavenge has the 64 GPUs of an engine" in alone.reason
+
+
+#: Engines of the run "broken" die at once, on whichever node.
+DIES = """#!/bin/bash
+# {{ key | quote }}
+[ {{ run | quote }} = broken ] && exit 70
+trap 'exit 0' TERM
+while :; do sleep 0.05; done
+"""
+
+
+def test_an_owners_broken_run_neither_quarantines_nodes_nor_holds_up_another_owner(world: World) -> None:
+    async def play() -> None:
+        world.demand = [Demand(1, "broken", 2, 1, "useful", owner="ada")]
+        async with running(world.harvester(DIES, backoff_s=0.2, quarantine_after=1, max_pending=4)):
+            await until("its engines die on both nodes", lambda: len(world.events("engine_died")) >= 3)
+            world.demand.append(Demand(2, "fine", 2, 1, "useful", owner="bob"))
+            await until("the other's work", lambda: len(of_run(world, 2)) == 2)
+
+    asyncio.run(play())
+    ended = {event.subject for event in world.events("node_released")}
+    assert {event.subject for event in world.events("node_quarantined")} <= ended, (
+        "at most until the second node"
+    )
+
+
+def of_run(world: World, run_id: int) -> list[rec.AllocationStarted]:
+    its = {intended.intent_id for intended in world.of(rec.JobIntended) if intended.run_id == run_id}
+    return [one for one in world.of(rec.AllocationStarted) if one.intent_id in its]

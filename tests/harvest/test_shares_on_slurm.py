@@ -100,7 +100,7 @@ def test_a_job_that_waits_for_a_licence_gets_a_gpu_once_it_has_that(
     theirs = submit(sandbox, "--partition=scavenge", "--gres=gpu:1", "--licenses=solver:1")
     wait_for(
         "Slurm says what it waits for",
-        lambda: [j for j in world.jobs(JobState.PENDING) if j.reason.startswith("Licenses")],
+        lambda: any(job.reason.startswith("Licenses") for job in world.jobs(JobState.PENDING)),
     )
 
     async def play() -> None:

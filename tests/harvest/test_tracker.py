@@ -523,6 +523,52 @@ def test_a_node_that_goes_on_killing_is_out_for_longer_each_time_and_is_forgiven
     assert sentence(100_000.0) == 600
 
 
+def broken_on(health: Health, run_id: int, *nodes: str, at: float = 0.0, times: int = 3) -> None:
+    for n in range(times):
+        for name in nodes:
+            health.died(name, "x", at + n, run_id)
+
+
+def test_a_run_that_dies_everywhere_blames_no_node_and_frees_the_one_that_was_blamed() -> None:
+    health = Health(RULES.health)
+    broken_on(health, 1, "node1")
+    assert [name for name, _ in health.quarantined(3.0)] == ["node1"], "it may be the node"
+    broken_on(health, 1, "node2", at=5.0)
+    assert not health.quarantined(8.0)
+    broken_on(health, 2, "node3", at=10.0)
+    assert [name for name, _ in health.quarantined(13.0)] == ["node3"], "another run's deaths count"
+
+
+def test_many_broken_runs_of_one_owner_are_as_one_and_two_owners_blame_a_node() -> None:
+    health = Health(RULES.health)
+    health.owners = {1: "ada", 2: "ada", 3: "ada", 4: "bob"}
+    for run, name in ((1, "node1"), (2, "node2"), (3, "node1"), (1, "node2"), (2, "node1"), (3, "node2")):
+        assert health.died(name, "x", float(run), run) == ""
+    for run in (4, 1, 4, 4):
+        health.died("node1", "x", 10.0, run)
+    assert [name for name, _ in health.quarantined(11.0)] == ["node1"]
+
+
+def test_nodes_are_to_blame_for_the_deaths_of_a_run_that_worked() -> None:
+    health = Health(RULES.health)
+    health.proved(0.0, 1)
+    broken_on(health, 1, "node1", "node2")
+    assert [name for name, _ in health.quarantined(3.0)] == ["node1", "node2"]
+
+
+def test_an_owner_whose_jobs_die_at_once_waits_alone() -> None:
+    health = Health(RULES.health)
+    health.owners, health.asking = {1: "ada", 2: "ada", 3: "bob"}, {1, 2, 3}
+    health.failed_at_once("x", 100.0, 1)
+    assert (health.backoff(), health.backoff_of(2)[0], health.backoff_of(3)) == ((0.0, ""), 105.0, (0.0, ""))
+    health.failed_at_once("x", 101.0, 3)
+    assert health.backoff()[0] == 105.0, "all wait: the first of them ends it"
+    health.failed_at_once("submission refused: x", 102.0)
+    assert health.backoff()[0] == 107.0, "that concerns everybody"
+    health.proved(103.0, 3)
+    assert (health.backoff(), health.backoff_of(3), health.backoff_of(1)[0]) == ((0.0, ""), (0.0, ""), 105.0)
+
+
 def test_only_an_engine_that_started_after_the_last_failure_ends_the_back_off() -> None:
     health = Health(RULES.health)
     health.failed_at_once("x", 100.0)

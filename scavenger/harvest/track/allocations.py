@@ -78,7 +78,7 @@ class Allocations:
         ]:
             del one.workers[past]
         if allocation is not None and draft.now - allocation.started_at >= SHORT_LIFE_S:
-            self.health.proved(allocation.started_at)
+            self.health.proved(allocation.started_at, one.intended.run_id)
 
     def vanished(self, draft: Draft, one: Tracked, why: str) -> None:
         """The job is gone from the queue for good, and nobody saw it end: what its engines showed is what is known of its lives."""
@@ -260,7 +260,9 @@ class Allocations:
         ):
             # An engine that worked leaves when its run ends, which the router tells it before we know.
             self.health.failed_at_once(
-                f"job {job.job_id} on {allocation.node} left by itself after {lived_s:.0f} s", draft.now
+                f"job {job.job_id} on {allocation.node} left by itself after {lived_s:.0f} s",
+                draft.now,
+                one.intended.run_id,
             )
         one.allocation = None
 
@@ -300,9 +302,9 @@ class Allocations:
         )
         # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
         if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
-            self.health.failed_at_once(what, draft.now)
+            self.health.failed_at_once(what, draft.now, one.intended.run_id)
         if allocation.node and job.exit_code != observed_jobs.REFUSED:
-            self.health.died(allocation.node, what, draft.now)
+            self.health.died(allocation.node, what, draft.now, one.intended.run_id)
 
 
 def job_gpus(one: Tracked) -> int:

@@ -1,20 +1,28 @@
 """Which nodes kill engines, and how long to wait after jobs that die at once. Pure.
 
 A node with `quarantine_after` engine deaths within `quarantine_s` gets no more engines for `quarantine_s`; twice as long each further time
-(at most 8 times), and one step less for every `quarantine_s` that it is free without a death. After jobs that died at once submission
-waits `backoff_s`, doubled with each further one up to `MAX_BACKOFF_S`, until an engine has proved that jobs can work.
+(at most 8 times), and one step less for every `quarantine_s` that it is free without a death. After jobs of an owner that died at once
+the owner's next submission waits `backoff_s`, doubled with each further one up to `MAX_BACKOFF_S`, until an engine has proved that jobs
+can work.
+
+One owner's broken run is no other owner's affair: where engines of an owner's runs die on two nodes, and none of these runs ever worked,
+the runs are at fault and no node is, until `quarantine_s` pass without such a death.
 
 Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) never come here.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from scavenger.backoff import backoff_s
 
 MAX_BACKOFF_S = 600.0
 MAX_SENTENCE = 8
+#: Nodes on which engines of an owner's runs must die before the runs are at fault.
+NODES_OF_A_FAULT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +34,101 @@ class HealthRules:
 
 @dataclass(slots=True)
 class _Record:
-    """What is held against one node. `strikes` are past quarantines not yet forgotten; `until` is when the present one ends."""
+    """What is held against one node. `deaths`: (time, run). `strikes` are past quarantines not yet forgotten; `until` is when the present
+    one ends, and `runs` are those for whose deaths it is."""
 
-    deaths: list[float] = field(default_factory=list)
+    deaths: list[tuple[float, int]] = field(default_factory=list)
     strikes: int = 0
     until: float = 0.0
     reason: str = ""
+    runs: frozenset[int] = frozenset()
     clean_since: float = 0.0
 
 
+@dataclass(slots=True)
+class _BackOff:
+    """After jobs that died at once, in a row."""
+
+    failures: int = 0
+    failed_at: float = 0.0
+    not_before: float = 0.0
+    why: str = ""
+
+
+#: Whose the failures are that concern every run: a submission that Slurm refused.
+_SITE = ""
+
+
 class Health:
-    """Deaths in; quarantined nodes and the end of the back-off out."""
+    """Deaths in; quarantined nodes and the end of the back-off out.
+
+    `owners`: of each run, as far as known. `asking`: runs that want engines now. Both are the harvester's to keep; run 0 is nobody's.
+    """
 
     def __init__(self, rules: HealthRules) -> None:
+        self.owners: Mapping[int, str] = {}
+        self.asking: Set[int] = frozenset()
         self._rules = rules
         self._nodes: dict[str, _Record] = {}
-        self._failures = 0
-        self._failed_at = 0.0
-        self._not_before = 0.0
-        self._why = ""
+        self._backoffs: dict[str, _BackOff] = {}  # by owner
+        self._faults: dict[
+            str, float
+        ] = {}  # owners whose runs are at fault -> when one of their engines last died so
+        self._proven: set[int] = set()  # runs of which an engine worked, or lived long
 
-    def died(self, node: str, reason: str, now: float) -> str:
-        """An engine died on `node`. Returns why the node is quarantined from now on, or ""."""
+    def _owner(self, run_id: int) -> str:
+        return (self.owners.get(run_id) or f"run {run_id}") if run_id else _SITE
+
+    # ---------------------------------------------------------------- nodes
+
+    def died(self, node: str, reason: str, now: float, run_id: int = 0) -> str:
+        """An engine of this run died on `node`. Returns why the node is quarantined from now on, or ""."""
         rules = self._rules
         record = self._nodes.setdefault(node, _Record(clean_since=now))
         self._forget(record, now)
-        record.deaths = [at for at in record.deaths if now - at < rules.quarantine_s] + [now]
+        record.deaths = [(at, run) for at, run in record.deaths if now - at < rules.quarantine_s] + [
+            (now, run_id)
+        ]
         record.clean_since = max(now, record.until)
+        if self._acquitted(node, run_id, now):
+            return ""
         if len(record.deaths) < rules.quarantine_after or now < record.until:
             return ""
         sentence_s = rules.quarantine_s * min(2**record.strikes, MAX_SENTENCE)
         record.strikes += 1
         record.until = record.clean_since = now + sentence_s
-        count = len(record.deaths)
+        count, record.runs = len(record.deaths), frozenset(run for _, run in record.deaths)
         record.deaths = []
         record.reason = f"{count} engines died on it within {rules.quarantine_s:g} s, the last: {reason}; for {sentence_s:g} s"
         return record.reason
+
+    def _acquitted(self, node: str, run_id: int, now: float) -> bool:
+        """Whether this death is the run's own doing. Then nothing is held against any node for runs of its owner that never worked."""
+        if not run_id or run_id in self._proven:
+            return False
+        owner = self._owner(run_id)
+        if now - self._faults.get(owner, -math.inf) < self._rules.quarantine_s:
+            self._faults[owner] = now  # and goes on
+            self._nodes[node].deaths.remove((now, run_id))
+            return True
+
+        def at_fault(run: int) -> bool:
+            return bool(run) and run not in self._proven and self._owner(run) == owner
+
+        blamed = [
+            record
+            for record in self._nodes.values()
+            if any(at_fault(run) for _, run in record.deaths)
+            or (now < record.until and any(map(at_fault, record.runs)))
+        ]
+        if len(blamed) < NODES_OF_A_FAULT:
+            return False
+        self._faults[owner] = now
+        for record in blamed:
+            record.deaths = [(at, run) for at, run in record.deaths if not at_fault(run)]
+            if now < record.until and all(map(at_fault, record.runs)):
+                record.until, record.strikes, record.clean_since = 0.0, record.strikes - 1, now
+        return True
 
     def _forget(self, record: _Record, now: float) -> None:
         steps = max(0, int((now - record.clean_since) // self._rules.quarantine_s))
@@ -75,19 +142,38 @@ class Health:
             (name, record.reason) for name, record in sorted(self._nodes.items()) if now < record.until
         )
 
-    def failed_at_once(self, reason: str, now: float) -> None:
-        """A job died at once, or a submission was refused: wait before the next."""
-        self._failures += 1
-        self._failed_at = now
-        wait_s = backoff_s(self._rules.backoff_s, MAX_BACKOFF_S, self._failures)
-        self._not_before = now + wait_s
-        self._why = f"{self._failures} jobs in a row died at once, the last: {reason}"
+    # ---------------------------------------------------------------- the next submission
 
-    def proved(self, started_at: float) -> None:
+    def failed_at_once(self, reason: str, now: float, run_id: int = 0) -> None:
+        """A job of this run died at once, or a submission was refused: wait before the owner's next, or everybody's."""
+        one = self._backoffs.setdefault(self._owner(run_id), _BackOff())
+        one.failures += 1
+        one.failed_at = now
+        one.not_before = now + backoff_s(self._rules.backoff_s, MAX_BACKOFF_S, one.failures)
+        one.why = f"{one.failures} jobs in a row died at once, the last: {reason}"
+
+    def proved(self, started_at: float, run_id: int = 0) -> None:
         """An engine that started at `started_at` lives or works. Only one that started after the last failure proves anything."""
-        if started_at >= self._failed_at:
-            self._failures, self._not_before, self._why = 0, 0.0, ""
+        if run_id:
+            self._proven.add(run_id)
+        for owner in {self._owner(run_id), _SITE}:
+            one = self._backoffs.get(owner)
+            if one is not None and started_at >= one.failed_at:
+                del self._backoffs[owner]
 
     def backoff(self) -> tuple[float, str]:
-        """(Unix s before which nothing is submitted, why); (0, "") when there is no back-off."""
-        return self._not_before, self._why
+        """(Unix s before which nothing is submitted, why); (0, "") when there is no back-off.
+
+        That of the site's, and while every run that asks waits for its owner's, the first of these to end.
+        """
+        owners = {self._owner(run) for run in self.asking} or (self._backoffs.keys() - {_SITE})
+        waiting = [self._backoffs.get(owner) for owner in owners]
+        first = min((one for one in waiting if one is not None), key=lambda one: one.not_before, default=None)
+        held = [one for one in (self._backoffs.get(_SITE), first if None not in waiting else None) if one]
+        last = max(held, key=lambda one: one.not_before, default=_BackOff())
+        return last.not_before, last.why
+
+    def backoff_of(self, run_id: int) -> tuple[float, str]:
+        """The same of one run's owner alone."""
+        one = self._backoffs.get(self._owner(run_id), _BackOff())
+        return one.not_before, one.why

@@ -440,7 +440,7 @@ class Tracker:
             one = self.intents.get(intent_id)
             if one is not None and one.allocation is not None:
                 one.worked = True
-                self.health.proved(one.allocation.started_at)
+                self.health.proved(one.allocation.started_at, one.intended.run_id)
 
     def check(self) -> None:
         """Raise AssertionError when the table contradicts itself. For tests."""
