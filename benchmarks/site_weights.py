@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,6 +53,31 @@ def tell(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+class Lines:
+    """Messages from a descriptor, a line of JSON each; nothing is read ahead of what `select` tells."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._rest, self.ended = descriptor, b"", False
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has come; waits for some where nothing has."""
+        got = os.read(self.descriptor, 1 << 20)
+        self.ended = not got
+        *lines, self._rest = (self._rest + got).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def one(self) -> dict[str, Any]:
+        """The next message alone: its sender waits for a reply before it sends another."""
+        while True:
+            for message in self.read():
+                return message
+            if self.ended:
+                sys.exit("the other end is gone")
+
+
 def packed(source: messages.WeightSource) -> str:
     return msgspec.msgpack.encode(source).hex()
 
@@ -72,7 +98,8 @@ def join(address: str, how: str) -> None:
     """An engine: pulls the version from whom it is told, and serves what it has meanwhile; until its input ends."""
     with WeightSource(address, encrypt=how == "curve") as source:
         tell(ready=True)
-        first = json.loads(sys.stdin.readline())
+        told = Lines(sys.stdin.fileno())
+        first = told.one()
         manifest = manifests.decode(bytes.fromhex(first["manifest"]))
         work = Pull(manifest, keys.generate(), limits=TransferLimits())
         work.arrived = lambda chunk: source.arrived(manifest.version, chunk)
@@ -83,16 +110,19 @@ def join(address: str, how: str) -> None:
         async def pulled() -> None:
             done = asyncio.ensure_future(work.finish(900.0))
             loop = asyncio.get_running_loop()
-            loop.add_reader(
-                sys.stdin.fileno(),
-                lambda: work.offer([unpacked(one) for one in json.loads(sys.stdin.readline())["offer"]]),
-            )
+
+            def more() -> None:
+                for message in told.read():
+                    work.offer([unpacked(one) for one in message["offer"]])
+
+            loop.add_reader(told.descriptor, more)
             await done
-            loop.remove_reader(sys.stdin.fileno())
+            loop.remove_reader(told.descriptor)
 
         asyncio.run(pulled())
-        tell(seconds=time.monotonic() - began, cpu=time.process_time())
-        sys.stdin.read()
+        tell(seconds=time.monotonic() - began)
+        while not told.ended:
+            told.read()
 
 
 # ---------------------------------------------------------------- over the site
@@ -104,20 +134,13 @@ class Program:
     def __init__(self, host: Host, *argv: str) -> None:
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "/opt/scavenger-clone"}
         command = host.command([PYTHON, PROGRAM, *argv], "scavenger", env)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
-        self.host, self.output = host, self.process.stdout
-
-    def hear(self) -> dict[str, Any]:
-        line = self.output.readline()
-        if not line:
-            sys.exit(f"a program on {self.host.name} ended with {self.process.wait()}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        self.host, self.heard = host, Lines(self.process.stdout.fileno())
 
     def say(self, **what: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.write(json.dumps(what).encode() + b"\n")
         self.process.stdin.flush()
 
     def __enter__(self) -> Program:
@@ -140,8 +163,8 @@ def transferred(site: SiteSandbox, nbytes: int, how: str, engines: list[str]) ->
             for name in engines
         ]
         for one in joiners:
-            assert one.hear()["ready"]
-        version = sender.hear()
+            assert one.heard.one()["ready"]
+        version = sender.heard.one()
         return _routed(version, joiners, engines)
 
 
@@ -159,19 +182,20 @@ def _routed(version: dict[str, Any], joiners: list[Program], engines: list[str])
     for i in range(len(joiners)):
         offer(i, manifest=version["manifest"])
     took: dict[int, float] = {}
-    by_file = {one.output: i for i, one in enumerate(joiners)}
     offered_at = time.monotonic()
     while len(took) < len(joiners):
-        waiting = [file for file, i in by_file.items() if i not in took]
-        for file in select.select(waiting, [], [], OFFER_S / 5)[0]:
-            i = by_file[file]
-            heard = joiners[i].hear()
-            if "source" in heard:
-                source = msgspec.structs.replace(unpacked(heard["source"]), complete=False)
-                directory.add_holder(number, i, engines[i], source)
-            else:
-                took[i] = heard["seconds"]
-                directory.settled(i)
+        waiting = {one.heard: i for i, one in enumerate(joiners) if i not in took}
+        for lines in select.select(list(waiting), [], [], OFFER_S / 5)[0]:
+            i = waiting[lines]
+            for heard in lines.read():
+                if "source" in heard:
+                    source = msgspec.structs.replace(unpacked(heard["source"]), complete=False)
+                    directory.add_holder(number, i, engines[i], source)
+                else:
+                    took[i] = heard["seconds"]
+                    directory.settled(i)
+            if lines.ended:
+                sys.exit(f"a program on {engines[i]} ended with {joiners[i].process.wait()}")
         if time.monotonic() - offered_at >= OFFER_S:
             offered_at = time.monotonic()
             for i in offered:
@@ -250,6 +274,9 @@ def main() -> None:
     parser.add_argument("--how", default="tcp", help=argparse.SUPPRESS)
     parser.add_argument("--nbytes", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+    )  # messages go to standard output
     if options.serve:
         serve(options.serve, options.nbytes, options.how)
     elif options.join:
