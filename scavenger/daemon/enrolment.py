@@ -10,12 +10,14 @@ public keys are reported. Knows no socket and no database: the ledger's past is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from scavenger.ledger.records import Event, Record
+from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.router.core.events import Identity
 from scavenger.router.edge.keyring import KeyRing
@@ -85,9 +87,17 @@ class Enrolment:
                 "an owner's file cannot be used: no key of theirs is accepted", owner=name, reason=str(error)
             )
 
-    def name_of(self, owner_key: str) -> str:
-        """Who owns the runs that are recorded under this key; "" where the owner's file is gone."""
-        return self._names.get(owner_key, "")
+    def of_owners(self, demand: Iterable[Demand]) -> list[Demand]:
+        """The runs' demand with their owners' names instead of keys. A run of an owner none of whose keys is accepted wants nothing: its
+        engines leave, however long its training job is still waited for."""
+        accepted = set(self._owners.values())
+        why = "no key of its owner is accepted (suspended, retired or removed)"
+        return [
+            replace(want, owner=self._names.get(want.owner, ""))
+            if want.owner in accepted
+            else replace(want, owner=self._names.get(want.owner, ""), engines=0, reason=why)
+            for want in demand
+        ]
 
 
 def changes(

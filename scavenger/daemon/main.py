@@ -16,7 +16,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -499,10 +498,7 @@ class Daemon:
         router = server.router
         link = RouterLink(
             post=server.post,
-            demand=lambda: [
-                replace(want, owner=self._enrolment.name_of(want.owner))
-                for want in router.demand(self.clock())
-            ],
+            demand=lambda: self._enrolment.of_owners(router.demand(self.clock())),
             leases=lambda: workers.leases(router.core),
             register=self.keyring.allow,
             unregister=self.keyring.revoke,

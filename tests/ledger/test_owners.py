@@ -13,6 +13,7 @@ from scavenger.daemon.takeover import Manner
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
+from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.router.core.events import Identity
 from scavenger.router.edge.keyring import KeyRing
@@ -105,3 +106,27 @@ def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(
         keys.read_keypair(path).secret for path in (keys.server_key_path(state), keys.owner_key_path(state))
     ]
     assert not any(secret in str(fetch(url, "SELECT * FROM events")) for secret in secrets)
+
+
+def test_a_run_of_an_owner_without_an_accepted_key_wants_no_engines(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    keys.init_state(state, "daemon")
+    first = keys.generate().public
+    keys.enroll(state, "ada", first)
+    enrolment = Enrolment(state, "server", KeyRing(), lambda _: None, lambda: T0, {})
+
+    def wanted() -> tuple[str, int]:
+        enrolment.read()
+        [want] = enrolment.of_owners([Demand(1, "run", 4, 1, "useful", owner=first)])
+        assert (want.engines == 0) == ("no key of its owner is accepted" in want.reason)
+        return want.owner, want.engines
+
+    assert wanted() == ("ada", 4)
+    keys.suspend_owner(state, "ada")
+    assert wanted() == ("ada", 0)
+    keys.resume_owner(state, "ada")
+    keys.add_owner_key(state, "ada", keys.generate().public)
+    keys.retire_owner_keys(state, "ada")
+    assert wanted() == ("ada", 4), "another key of the owner's is accepted"
+    (state / "keys" / "owners" / "ada.pub").unlink()
+    assert wanted() == ("", 0)
