@@ -15,14 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from scavenger.client import Client
 from scavenger.cluster.local.client import LocalServer
 from scavenger.cluster.model import JobState
 from scavenger.config import RunConfig
+from scavenger.host import descriptors
 from scavenger.observe import status
-from scavenger.protocol import keys
+from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, GroupSpec, Sampling, WeightSource
+from scavenger.router.edge.handshakes import limits_for
 from scavenger.weights import manifest as manifests
 from tests.clusters import wait_for
 from tests.harvest.world import layout
@@ -178,5 +181,44 @@ def test_connections_that_come_at_once_wait_for_a_busy_daemon(tmp_path: Path) ->
                 )
         finally:
             os.kill(daemon.process.pid, signal.SIGCONT)
+        with Client.connect(tmp_path / "state", connect_timeout_s=60.0) as client:
+            open_run(client, "after", harvest=False)
+
+
+def test_one_owners_connections_leave_room_for_another_s(tmp_path: Path) -> None:
+    """Each says one thing, with a key that is accepted, and then nothing."""
+    config = site(tmp_path)
+    hers = keys.generate()
+    keys.enroll(tmp_path / "state", "bob", hers.public)
+    keys.write_keypair(tmp_path / "bob.key", hers)
+    most = limits_for(DESCRIPTORS, descriptors.reserved(DESCRIPTORS)).per_owner
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4 * most)
+    with many_descriptors(16 * most), running(config, argv=limited(config)) as daemon:
+        daemon.until("event=serving")
+        here = keys.read_rendezvous(tmp_path / "state")
+        mine = keys.read_keypair(keys.owner_key_path(tmp_path / "state"))
+        opened: list[zmq.Socket[bytes]] = []
+        try:
+            for _ in range(most + 20):
+                one = context.socket(zmq.DEALER)
+                opened.append(one)
+                keys.secure(one, here.server_key, mine)
+                one.setsockopt(zmq.RECONNECT_IVL, -1)  # who is ended stays so
+                one.connect(here.endpoint)
+                one.send(messages.encode(messages.Call(1, "none", 0, messages.Ping())))
+                one.poll(
+                    1000
+                )  # a reply, where it is not ended: as many at once from one address are too many for another reason
+            daemon.until("an owner has too many connections")
+            with Client.connect(tmp_path / "state", tmp_path / "bob.key", connect_timeout_s=60.0) as bob:
+                open_run(bob, "bobs", harvest=False)
+            wait_for(
+                "no more than so many are left",
+                lambda: most <= status.read(tmp_path / "state").open_files < most + 100,
+                60.0,
+            )
+        finally:
+            context.destroy(linger=0)
         with Client.connect(tmp_path / "state", connect_timeout_s=60.0) as client:
             open_run(client, "after", harvest=False)

@@ -56,6 +56,21 @@ def test_who_proved_a_key_or_left_counts_no_more() -> None:
     assert len(table) == 1
 
 
+def test_an_owner_has_so_many_connections_and_no_more_until_one_is_gone() -> None:
+    table = Handshakes(HandshakeLimits(in_all=8, per_address=8, last_fd=900, per_owner=2))
+
+    def connects(fd: int, owner: str) -> bool:
+        assert table.accepted(fd, "a", 0.0) == ()
+        return table.proved(fd, owner)
+
+    assert [connects(fd, "ada") for fd in (10, 11, 12)] == [True, True, False]
+    assert connects(13, "bob"), "another owner"
+    table.forget(10)
+    assert connects(14, "ada")
+    assert not connects(15, "ada")
+    assert connects(11, "ada"), "the number of one of hers that is gone"
+
+
 def test_the_daemon_s_own_descriptors_are_no_connection_s() -> None:
     table = Handshakes(LIMITS)
     assert table.accepted(900, "a", 0.0) == (900,)

@@ -1,9 +1,11 @@
-"""Bounds connections that have not proved a key yet, so that whoever reaches the port cannot take the daemon's descriptors.
+"""Bounds connections: those that have not proved a key yet, so that whoever reaches the port cannot take the daemon's descriptors, and
+those of one owner.
 
 A connection is *unproven* from its accept until its first message, which only a key that the daemon knows can send.
 Each one is left alone for `GRACE_S`. Beyond that it lasts until it is in the way: one more of the same address than
 `per_address`, or than `in_all`, ends the oldest; where none is older than `GRACE_S` the new one is ended. A peer of
-ours that is ended so connects again by itself. libzmq ends a handshake that is not finished in 5 s (`Server.bind`).
+ours that is ended so connects again by itself. libzmq ends a handshake that is not finished in 5 s (`Server.bind`). Of those that proved a
+key an owner (or a worker) may have `per_owner`; one more is ended.
 
 `Handshakes` decides, and is pure. `HandshakeGuard` runs it in a thread of its own over libzmq's monitor of the
 socket, because accepts are libzmq's thread's and wait for no event loop. It ends a connection by shutting down its
@@ -18,7 +20,7 @@ import contextlib
 import socket as sockets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +36,8 @@ GRACE_S = 2.0
 MOST = 4096
 #: Of all unproven connections the share that one address may have: a login node or a NAT has many peers behind it.
 ADDRESS_SHARE = 4
+#: Of all connections the share that one owner's keys may have, and what is never refused: a trainer, its heartbeat and reserved engines.
+OWNER_SHARE, OWNER_LEAST = 4, 64
 #: How often it is logged that connections were ended.
 LOG_S = 60.0
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED
@@ -41,18 +45,21 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.E
 
 @dataclass(frozen=True, slots=True)
 class HandshakeLimits:
-    """Unproven connections at a time. `last_fd`: descriptors from this number on are the daemon's own reserve."""
+    """Unproven connections at a time. `last_fd`: descriptors from this number on are the daemon's own reserve. `per_owner`: proven ones."""
 
     in_all: int
     per_address: int
     last_fd: int
+    per_owner: int = OWNER_LEAST
 
 
 def limits_for(descriptors: int, reserved: int) -> HandshakeLimits:
     """For a process that may have `descriptors` open, `reserved` of which are for its own files and commands. Pure."""
     free = max(8, descriptors - reserved)
     in_all = max(4, min(MOST, free // 2))
-    return HandshakeLimits(in_all, max(2, in_all // ADDRESS_SHARE), free)
+    return HandshakeLimits(
+        in_all, max(2, in_all // ADDRESS_SHARE), free, max(OWNER_LEAST, free // OWNER_SHARE)
+    )
 
 
 @dataclass(slots=True)
@@ -66,6 +73,8 @@ class Handshakes:
     _of: dict[str, OrderedDict[int, None]] = field(
         default_factory=dict
     )  # address -> its descriptors, the oldest first
+    _owner: dict[int, str] = field(default_factory=dict)  # fd -> whose key it proved
+    _proven: Counter[str] = field(default_factory=Counter)  # connections by owner
 
     def __len__(self) -> int:
         return len(self._since)
@@ -92,8 +101,22 @@ class Handshakes:
         self.forget(ended)
         return ended
 
+    def proved(self, fd: int, owner: str) -> bool:
+        """It proved a key of this owner's. False where the owner has too many: it is to end, and is forgotten here."""
+        self.forget(fd)
+        if self._proven[owner] >= self.limits.per_owner:
+            return False
+        self._owner[fd] = owner
+        self._proven[owner] += 1
+        return True
+
     def forget(self, fd: int) -> None:
-        """It proved a key, or is gone."""
+        """It is gone."""
+        owner = self._owner.pop(fd, None)
+        if owner is not None:
+            self._proven[owner] -= 1
+            if not self._proven[owner]:
+                del self._proven[owner]
         known = self._since.pop(fd, None)
         if known is not None:
             same = self._of[known[0]]
@@ -112,7 +135,7 @@ class HandshakeGuard:
         self.ended = 0  # connections, since the daemon started
         self._port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._handshakes, self._lock, self._clock = Handshakes(limits), threading.Lock(), clock
-        self._logged_at, self._ended_logged = float("-inf"), 0
+        self._logged_at, self._ended_logged, self._refused_at = float("-inf"), 0, float("-inf")
         self._socket = socket
         where = f"inproc://handshakes-{id(self)}"
         socket.monitor(where, _EVENTS)
@@ -128,11 +151,21 @@ class HandshakeGuard:
     def __len__(self) -> int:
         return len(self._handshakes)
 
-    def heard(self, fd: int) -> None:
-        """A message came over this descriptor: its peer has a key of ours. Cheap where nothing is unproven."""
-        if fd in self._handshakes:
-            with self._lock:
-                self._handshakes.forget(fd)
+    def heard(self, fd: int, owner: str) -> None:
+        """A message came over this descriptor: its peer has a key of this owner's. Cheap where nothing is unproven.
+
+        One connection too many of the owner's is ended. What it said counts.
+        """
+        if fd not in self._handshakes:
+            return
+        with self._lock:
+            if fd not in self._handshakes or self._handshakes.proved(fd, owner):
+                return
+        _shut(fd, self._port)
+        self.ended += 1
+        if self._clock() - self._refused_at >= LOG_S:
+            self._refused_at = self._clock()
+            log.warning("an owner has too many connections", key=owner, most=self.limits.per_owner)
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -265,7 +265,7 @@ class Server:
             )
             return
         if self.guard:  # something is unproven
-            self.guard.heard(int(body.get(zmq.SRCFD)))
+            self.guard.heard(int(body.get(zmq.SRCFD)), identity.public_key)
         peer = self._conns.get(routing_id)
         if peer is None or peer.public_key != public_key:
             peer = self._connect(routing_id, public_key)
