@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from scavenger.cluster.model import Job, JobState, PreemptMode
+from scavenger.cluster.model import Job, JobState, PreemptMode, Reservation
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import backend
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone
@@ -201,3 +204,56 @@ def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expe
     [exchanged] = world.acted("cancel_pending")
     assert exchanged.code == "fresh"
     assert "node2 is kept for other users" in exchanged.reason
+
+
+@pytest.mark.long
+def test_engines_end_before_a_maintenance_and_come_back_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reservations are asked for every five minutes; here each second, because this one is made 45 s before it begins."""
+    monkeypatch.setattr(backend, "RESERVATIONS_S", 1.0)
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as sandbox:
+        cluster = SlurmCluster(sandbox.env)
+        world = World(cluster, tmp_path, tmp_path / "state")
+        starts_in_s = 45
+
+        def scontrol(*argv: str) -> None:
+            subprocess.run(["scontrol", *argv], env=sandbox.env, check=True, capture_output=True, timeout=60)
+
+        def maintenance() -> list[Reservation]:
+            return [one for one in cluster.view().reservations if one.name == "upgrade"]
+
+        def on_node1() -> list[Job]:
+            return [job for job in world.jobs(JobState.RUNNING) if "node1" in job.nodes]
+
+        async def play() -> None:
+            world.want(4)
+            async with running(
+                world.harvester(drain_notice_s=0.5, drain_before_s=15.0, min_runtime_s=60.0, max_pending=4),
+                cancel=True,
+            ):
+                await until("all GPUs are ours", lambda: len(world.of(rec.AllocationStarted)) == 4, 90.0)
+                await asyncio.to_thread(
+                    scontrol,
+                    "create",
+                    "reservation",
+                    "reservationname=upgrade",
+                    f"starttime=now+{starts_in_s}",
+                    "duration=60",
+                    "nodes=node1",
+                    "flags=maint,ignore_jobs",
+                    "users=root",
+                )
+                await until("it is seen", maintenance, 30.0)
+                begins = maintenance()[0].start
+                await until("its node is empty", lambda: not on_node1(), 90.0)
+                assert time.time() < begins
+                await until("it has begun", lambda: time.time() > begins + 2.0, 90.0)
+                assert not on_node1()
+                assert len(world.jobs(JobState.RUNNING)) == 2, "those of the other node stay"
+                await asyncio.to_thread(scontrol, "delete", "reservation=upgrade")
+                await until("engines are there again", lambda: len(on_node1()) == 2, 120.0)
+
+        asyncio.run(play())
+    assert {decision.code for decision in world.acted("drain")} == {"reserved"}
+    assert not world.events("node_quarantined")
