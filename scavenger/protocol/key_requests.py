@@ -115,18 +115,18 @@ def take(public_dir: Path) -> list[tuple[int, KeyRequest]]:
     answered.
     """
     folder = requests_dir(public_dir)
-    found = _Found(time.time())
+    found = _Found(time.time(), folder.stat().st_gid)
     with os.scandir(folder) as entries:
         for entry in islice(entries, MOST_SCANNED):
             found.add(entry)
     newest = [path for _, path in sorted(max(files) for files in found.asked.values())]
-    gid = folder.stat().st_gid
-    read = [_read(path, gid) for path in newest[:MOST_READ]]
+    read = [_read(path, found.gid) for path in newest[:MOST_READ]]
     requests = [request for request in read if request is not None]
-    if len(requests) < len(read):
-        why = "they are malformed, were made elsewhere, or others may write them"
+    if found.foreign or len(requests) < len(read):
         log.warning(
-            "files in the requests folder are no requests", count=len(read) - len(requests), reason=why
+            "files in the requests folder are no requests",
+            malformed=len(read) - len(requests),
+            made_elsewhere_or_writable_by_others=found.foreign,
         )
     waiting = set(newest[MOST_READ:])
     removed = 0
@@ -141,10 +141,10 @@ def take(public_dir: Path) -> list[tuple[int, KeyRequest]]:
 
 
 class _Found:
-    """What lies in the requests folder, as it was looked through."""
+    """What lies in the requests folder, whose group is `gid`, as it was looked through. `foreign`: files that no user made there alone."""
 
-    def __init__(self, now: float) -> None:
-        self._now, self.entries = now, 0
+    def __init__(self, now: float, gid: int) -> None:
+        self._now, self.gid, self.entries, self.foreign = now, gid, 0, 0
         self.asked: defaultdict[int, list[tuple[int, Path]]] = defaultdict(list)  # uid -> (time, file)
         self.useless: list[Path] = []
         self.folders: set[Path] = set()
@@ -167,6 +167,9 @@ class _Found:
                 return
         if entry.name.startswith(_UNFINISHED) or not stat.S_ISREG(status.st_mode):
             self.useless.append(path)
+        elif not _is_made_here(status, self.gid):
+            self.useless.append(path)
+            self.foreign += 1
         else:
             self.asked[uid].append((status.st_mtime_ns, path))
 
@@ -188,6 +191,11 @@ def _put_aside(public_dir: Path, found: _Found) -> None:
     )
 
 
+def _is_made_here(status: os.stat_result, gid: int) -> bool:
+    """Whether the file's owner made it in the folder of this group, and nobody else can have written it."""
+    return status.st_gid == gid and not status.st_mode & 0o022
+
+
 def _read(path: Path, gid: int) -> tuple[int, KeyRequest] | None:
     """A request that its owner made in this folder, whose group is `gid`, and that nobody else could write."""
     try:
@@ -198,7 +206,7 @@ def _read(path: Path, gid: int) -> tuple[int, KeyRequest] | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_size > MOST_BYTES:
             return None  # a link would lend another user's name
-        if status.st_gid != gid or status.st_mode & 0o022:
+        if not _is_made_here(status, gid):
             return None
         return status.st_uid, msgspec.json.decode(os.read(descriptor, MOST_BYTES), type=KeyRequest)
     except (msgspec.MsgspecError, OSError):

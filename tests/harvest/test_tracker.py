@@ -535,6 +535,10 @@ def test_a_run_that_dies_everywhere_blames_no_node_and_frees_the_one_that_was_bl
     assert [name for name, _ in health.quarantined(3.0)] == ["node1"], "it may be the node"
     broken_on(health, 1, "node2", at=5.0)
     assert not health.quarantined(8.0)
+    broken_on(health, 3, "node4", at=9.0, times=1)
+    broken_on(health, 3, "node5", at=10_000.0)
+    assert [name for name, _ in health.quarantined(10_003.0)] == ["node5"], "hours lie between"
+    health = Health(RULES.health)
     broken_on(health, 2, "node3", at=10.0)
     assert [name for name, _ in health.quarantined(13.0)] == ["node3"], "another run's deaths count"
 

@@ -118,7 +118,7 @@ class Health:
         blamed = [
             record
             for record in self._nodes.values()
-            if any(at_fault(run) for _, run in record.deaths)
+            if any(at_fault(run) and now - at < self._rules.quarantine_s for at, run in record.deaths)
             or (now < record.until and any(map(at_fault, record.runs)))
         ]
         if len(blamed) < NODES_OF_A_FAULT:
