@@ -308,6 +308,10 @@ class HarvestSection(Section):
     """`--wckey`. Empty: not given."""
     constraint: str = ""
     """`--constraint`. Empty: not given."""
+    contact: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9.+@_-]{0,100}$"), Allowed("letters, digits and `.+@_-`, 100 at most")
+    ] = ""
+    """Whom other users ask about the daemon's jobs, a mail address: part of each job's comment (`squeue -o %k`)."""
     container: str = ""
     """Runs the engine in a container: options of `srun` for pyxis (`--container-image=...`), or a command
     (`apptainer exec --nv IMAGE`), split as a shell splits words. Python and the state directory must have the
@@ -390,6 +394,7 @@ LIVE = frozenset(
         "harvest.account",
         "harvest.after_drain",
         "harvest.constraint",
+        "harvest.contact",
         "harvest.container",
         "harvest.cpus_per_engine",
         "harvest.drain_before_s",

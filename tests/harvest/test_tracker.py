@@ -93,6 +93,9 @@ def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -
     told = observed_jobs.comment_of(UID, A, "math-1", "ada")
     assert told == f"scavenger:{UID}:{A},run=math-1,owner=ada", "whose GPUs they are, for `squeue -o %k`"
     assert observed_jobs.intent_in(ours(A, 1, comment=told, name="x"), UID) == (A, True)
+    whom = observed_jobs.comment_of(UID, A, "math-1", "ada", "hpc-help@site.org")
+    assert whom == f"{told},contact=hpc-help@site.org", "whom other users ask"
+    assert observed_jobs.intent_in(ours(A, 1, comment=whom, name="x"), UID) == (A, True)
 
 
 # ---------------------------------------------------------------- lives

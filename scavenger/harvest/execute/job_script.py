@@ -150,7 +150,7 @@ def job_spec(
     )
     return JobSpec(
         name=intent_id,
-        comment=comment_of(uid, intent_id, submit.run, submit.owner),
+        comment=comment_of(uid, intent_id, submit.run, submit.owner, harvest.contact),
         partition=submit.partition,
         script=render(template, script),
         gpus=submit.gpus,

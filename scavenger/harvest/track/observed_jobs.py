@@ -118,9 +118,10 @@ def intent_name(token: str) -> str:
     return name
 
 
-def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "") -> str:
-    """A job's comment: what identifies it, then for people whose run it works for, where those are plain names."""
+def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "", contact: str = "") -> str:
+    """A job's comment: what identifies it, then for people whose run it works for, where those are plain names, and whom to ask."""
     told = [f"{what}={name}" for what, name in (("run", run), ("owner", owner)) if _PLAIN.fullmatch(name)]
+    told += [f"contact={contact}"] if contact else []
     return ",".join([f"scavenger:{uid}:{intent_id}", *told])
 
 
