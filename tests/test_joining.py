@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scavenger import toml
@@ -34,6 +35,7 @@ from scavenger.daemon.key_requests import (
     refusal,
 )
 from scavenger.errors import AuthError, ConfigError, DaemonUnavailable, ScavengerError
+from scavenger.host import munge
 from scavenger.protocol import key_requests, keys, messages
 from scavenger.protocol.key_requests import KeyRequest, new_request
 
@@ -78,10 +80,13 @@ def site() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+OF_GROUPS = OwnersSection(groups=("ml", "70"))
+
+
 class Site:
     """A daemon's end, polled by hand. `users`: the site's directory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, owners: OwnersSection = OF_GROUPS, munge_socket: str = "") -> None:
         self.public, self.state = folder / "public", folder / "state"
         keys.init_state(self.state, "scavenger")
         key_requests.make_public(self.public)
@@ -94,9 +99,10 @@ class Site:
         self.requests = KeyRequests(
             self.state,
             self.public,
-            OwnersSection(groups=("ml", "70")),
+            owners,
             lambda: self.now,
             Directory(lambda uid: self.users.get(uid), lambda name: self.groups.get(name)),
+            munge_socket,
         )
         self.last = KeyRequest("k" * 40, "0" * 16)
 
@@ -233,6 +239,59 @@ def test_a_user_of_the_daemons_own_group_may_not_join(daemon: Site) -> None:
         True,
         True,
     )
+
+
+@pytest.fixture
+def munged(site: Path) -> Iterator[str]:
+    """A munged of this test's own: its socket."""
+    program = shutil.which("munged", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if program is None:
+        pytest.skip("no munged here: apt-get install munge")
+    folder = site / "munge"
+    folder.mkdir(mode=0o755)
+    keys.write_private(folder / "key", os.urandom(1024))
+    files = [
+        f"--{what}={folder / what}" for what in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+    ]
+    files[0] = f"--key-file={folder / 'key'}"
+    process = subprocess.Popen([program, "--foreground", "--force", *files], stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: (folder / "socket").exists())
+        yield str(folder / "socket")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_request_is_proved_by_a_credential_of_the_users_own(site: Path, munged: str) -> None:
+    daemon = Site(site, OwnersSection(users=("u1", "u2"), proof="munge"), munged)
+
+    def asked(uid: int, made_by: int | None, of: KeyRequest | None = None) -> str:
+        """What is replied to a request of `uid`'s with a credential that this user made, over its claim or another request's."""
+        daemon.last = request = new_request(keys.generate().public)
+        proof = site / f"proof-{request.nonce}"
+        proof.touch()
+        proof.chmod(0o666)
+        if made_by is not None:
+            claim = (of or request).claim
+            assert as_user(made_by, lambda: proof.write_text(munge.credential(claim, munged)) and None) == ""
+        daemon.last = request = msgspec.structs.replace(request, proof=proof.read_text())
+        assert as_user(uid, lambda: key_requests.ask(daemon.public, request)) == ""
+        return daemon.answered(uid).refused
+
+    assert asked(U1, U1) == ""
+    assert "no MUNGE credential" in asked(U1, None)
+    assert "another user's" in asked(U1, U2)
+    assert "over something else" in asked(U1, U1, new_request("k" * 40))
+    used = daemon.last = msgspec.structs.replace(new_request("q" * 40), proof="")
+    proof = munge.credential(used.claim, munged)
+    assert munge.user_of(proof, used.claim, munged) == os.geteuid()
+    with pytest.raises(AuthError, match="no credential of a user's"):
+        munge.user_of(proof, used.claim, munged)
+    with pytest.raises(AuthError, match="no credential of a user's"):
+        munge.user_of("MUNGE:nonsense:", used.claim, munged)
+    with pytest.raises(AuthError, match="munge"):
+        munge.credential("x", f"{munged}-nowhere")
 
 
 def test_nobody_learns_the_key_that_another_asked_for_and_nobody_has_the_daemons(daemon: Site) -> None:

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from scavenger.errors import AuthError, DaemonUnavailable
+from scavenger.host import munge
 from scavenger.protocol import key_requests, keys
 
 _POLL_S = 0.5
@@ -37,7 +39,7 @@ def join(
         keys.write_keypair(pending if new else path, pair)
     else:
         pair = keys.read_keypair(path)
-    request = key_requests.new_request(pair.public, only=new)
+    request = _proved(key_requests.new_request(pair.public, only=new))
     key_requests.ask(public_dir, request)
     reply = _wait(public_dir, request, wait_s)
     if reply.refused:
@@ -50,6 +52,14 @@ def join(
     print(
         f'in run.toml: [run] state_dir = "{public_dir.resolve()}"; `scavenger init` writes it so from now on'
     )
+
+
+def _proved(request: key_requests.KeyRequest) -> key_requests.KeyRequest:
+    """With a MUNGE credential, where this host can make one. A daemon that asks for it says so where there is none."""
+    try:
+        return msgspec.structs.replace(request, proof=munge.credential(request.claim))
+    except AuthError:
+        return request
 
 
 def _wait(public_dir: Path, request: key_requests.KeyRequest, wait_s: float) -> key_requests.KeyReply:

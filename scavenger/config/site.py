@@ -97,6 +97,9 @@ class OwnersSection(Section):
     deny: Annotated[tuple[str, ...], Allowed("list of user names")] = ()
     """Users who may not, whatever else names them. Their keys are out of force within seconds of a reload, and in
     force again once they are taken out of this list."""
+    proof: Literal["file", "munge"] = "file"
+    """How a user who asks shows who it is. `file`: by having made a file in the public folder. `munge`: by a MUNGE
+    credential too, as Slurm's own requests do; set it where Slurm has `AuthType=auth/munge`."""
     max_gpus: NonNegative | None = None
     """GPUs that harvested engines of one owner's runs hold at most, all runs together. None: no limit but
     `harvest.max_gpus`."""

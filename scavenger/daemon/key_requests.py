@@ -25,6 +25,7 @@ import structlog
 
 from scavenger.config.site import OwnersSection
 from scavenger.errors import AuthError
+from scavenger.host import munge
 from scavenger.protocol import keys
 from scavenger.protocol.key_requests import KeyReply, KeyRequest, reply, take
 
@@ -133,7 +134,9 @@ class KeyRequests:
         owners: OwnersSection,
         clock: Callable[[], float],
         directory: Directory = OF_THIS_HOST,
+        munge_socket: str = "",
     ) -> None:
+        self._munge_socket = munge_socket
         self._gid = os.getegid()  # that of what is made in the requests folder
         self._unknown: dict[str, float] = {}  # name -> since when the directory does not know the user
         self._state_dir, self._public_dir, self._owners = state_dir, public_dir, owners
@@ -184,6 +187,8 @@ class KeyRequests:
             return self._reply(
                 request, user.name, why, "ask the site's admin to run the daemon under a group of its own"
             )
+        if self._owners.proof == "munge" and (why := self._unproved(uid, request)):
+            return self._reply(request, user.name, why, "join again, on a host where `munge -n` works")
         admitted = admission(user, self._owners, self._directory.gid)
         if admitted is None:
             why = "the daemon's host does not know a group of owners.groups now"
@@ -209,6 +214,16 @@ class KeyRequests:
             log.error("a key could not be accepted", user=user.name, reason=str(error))
             return self._reply(request, user.name, "the daemon could not write the key down", _ASK_ADMIN)
         return self._reply(request, user.name, why, remedy)
+
+    def _unproved(self, uid: int, request: KeyRequest) -> str:
+        """Why the request's credential does not show that this user asks; "" where it does."""
+        if not request.proof:
+            return "the request bears no MUNGE credential (owners.proof)"
+        try:
+            found = munge.user_of(request.proof, request.claim, self._munge_socket)
+        except AuthError as error:
+            return error.cause
+        return "" if found == uid else "the request's MUNGE credential is another user's"
 
     @staticmethod
     def _reply(request: KeyRequest, name: str, refused: str, remedy: str) -> KeyReply:

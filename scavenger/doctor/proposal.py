@@ -54,6 +54,9 @@ def propose(facts: Facts, user: str, partition: str = "") -> Proposal:
         above = ", ".join(other.name for other in info.qos or () if qos.name in other.preempts)
         keys.append(Proposed("harvest.qos", qos.name, f"Slurm preempts by QOS, and {above} may preempt it"))
     keys += _sizes(part, nodes)
+    if facts.config.get("AuthType") == "auth/munge":
+        why = "Slurm has AuthType=auth/munge: a user who joins shows by MUNGE who it is"
+        keys.append(Proposed("owners.proof", "munge", why))
     to_do = ["owners.groups or owners.users: who may train; nobody but the daemon's user until one is set"]
     account, left = _account(facts, part, user)
     keys += account

@@ -7,7 +7,8 @@
 The owner of a file alone proves nothing: whoever may write in a folder may move files of others out of it, with their owner, and a file
 that others may write has anybody's words. So the requests folder gives its group to what is made in it, which is the daemon's own: a file
 that was moved there has another one and is no request, nor is one that its group or others may write. The daemon refuses users of that
-group. Clients of the file system must be trusted, as those of a cluster's homes are.
+group. Clients of the file system must be trusted, as those of a cluster's homes are. Where `owners.proof` is "munge" a request also bears a
+MUNGE credential, which only a process of that user's can have made.
 
 A reply repeats the request's nonce: an older one is never taken for it. It does not repeat the key: who knows another user's public key
 could ask for it first. Owns the names, the format and both ends of the exchange; who may own runs the daemon decides.
@@ -31,7 +32,7 @@ import structlog
 from scavenger.errors import AuthError, ConfigError
 from scavenger.protocol import keys
 
-MOST_BYTES = 1024
+MOST_BYTES = 2048
 #: Users whose requests are read at once, the oldest first; the others wait for the next time.
 MOST_READ = 64
 #: Entries of the folder that are looked through at once: what a user of the site leaves there takes no more of the daemon's time.
@@ -46,11 +47,18 @@ log = structlog.get_logger()
 
 
 class KeyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`only`: from now on no other key of this user is accepted. `nonce`: repeated in the reply."""
+    """`only`: from now on no other key of this user is accepted. `nonce`: repeated in the reply. `proof`: a MUNGE credential of the
+    user's over `claim`, "" where the user's host has none."""
 
     public: Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{40}\Z")]
     nonce: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
     only: bool = False
+    proof: Annotated[str, msgspec.Meta(pattern=r"\A[ -~]{0,800}\Z")] = ""
+
+    @property
+    def claim(self) -> str:
+        """What the user says, and a credential is made over."""
+        return f"scavenger join {self.public} {self.nonce} {'only' if self.only else 'too'}"
 
 
 def new_request(public: str, *, only: bool = False) -> KeyRequest:

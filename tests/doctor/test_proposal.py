@@ -30,7 +30,11 @@ def values(proposal: Proposal) -> dict[str, object]:
 
 def test_the_partition_that_all_others_may_preempt_is_taken_with_its_sizes() -> None:
     found = propose(sole(), "scavenger")
-    assert values(found) == {"harvest.partition": "scavenge", "harvest.cpus_per_engine": 8}
+    assert values(found) == {
+        "harvest.partition": "scavenge",
+        "harvest.cpus_per_engine": 8,
+        "owners.proof": "munge",
+    }
     assert all(one.why for one in found.keys)
     assert "PriorityTier 1, below every other" in found.keys[0].why
     assert "12 GPUs" in found.keys[0].why

@@ -373,7 +373,9 @@ with Connection.connect(Path("/shared/scavenger/public")) as connection:
 def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteSandbox) -> None:
     """docs/site.md, for researchers: `scavenger join`, then a job of their own. Engines read nothing of theirs: their folders are 0700."""
     head = site["head"]
-    owners = f'public_dir = "{PUBLIC}"\n[owners]\nusers = ["u1"]\ngroups = ["7003"]\n[cluster]'
+    owners = (
+        f'public_dir = "{PUBLIC}"\n[owners]\nproof = "munge"\nusers = ["u1"]\ngroups = ["7003"]\n[cluster]'
+    )
     start_daemon(head, start_postgres(site["pg"]), DAEMON.replace("[cluster]", owners, 1))
     wait_for("the daemon announces itself", lambda: "rendezvous.json" in head.run("ls", PUBLIC), 60)
     jobs = {}
