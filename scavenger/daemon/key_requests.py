@@ -17,6 +17,7 @@ import grp
 import math
 import os
 import pwd
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from scavenger.config.site import OwnersSection
-from scavenger.errors import AuthError
+from scavenger.errors import AuthError, ScavengerError
 from scavenger.host import munge
 from scavenger.protocol import keys
 from scavenger.protocol.key_requests import KeyReply, KeyRequest, reply, take
@@ -153,7 +154,7 @@ class KeyRequests:
                 if replies:
                     read_key_files()
                     await asyncio.to_thread(self.send, replies)
-            except (OSError, ValueError, AuthError) as error:
+            except (OSError, ValueError, ScavengerError, subprocess.SubprocessError) as error:
                 log.warning("requests for keys are not answered now", reason=str(error))
 
     def reconfigure(self, owners: OwnersSection) -> None:

@@ -20,6 +20,8 @@ import contextlib
 import os
 import secrets
 import stat
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from itertools import islice
@@ -42,6 +44,8 @@ MOST_SCANNED = 10_000
 _UNFINISHED, UNFINISHED_S, MOST_UNFINISHED = ".", 300.0, 16
 #: Mode of the requests folder: all may add, nobody may list, the sticky bit keeps files their owners', and they get its group.
 _REQUESTS_MODE = 0o3733
+#: Of the public folder. What is made in it inherits the setgid bit, which a hardened service may not set itself.
+_PUBLIC_MODE = 0o2755
 
 log = structlog.get_logger()
 
@@ -88,7 +92,7 @@ def reply_path(public_dir: Path, uid: int) -> Path:
 def make_public(public_dir: Path) -> None:
     """Make the folders, for the daemon's user. Raises `ConfigError` where another user could write in them."""
     for folder, mode in (
-        (public_dir, 0o755),
+        (public_dir, _PUBLIC_MODE),
         (requests_dir(public_dir), _REQUESTS_MODE),
         (public_dir / "replies", 0o755),
     ):
@@ -100,9 +104,10 @@ def make_public(public_dir: Path) -> None:
                     f"daemon.public_dir: {folder} is not a folder of the daemon's user",
                     f"remove it, or chown it to uid {os.geteuid()}: who owns it could pose as the daemon",
                 )
-            if mode & stat.S_ISGID:
+            if status.st_gid != os.getegid():
                 os.chown(folder, -1, os.getegid())
-            folder.chmod(mode)
+            if stat.S_IMODE(folder.stat().st_mode) != mode:
+                folder.chmod(mode)
             if stat.S_IMODE(folder.stat().st_mode) != mode:
                 raise ConfigError(
                     f"daemon.public_dir: {folder} cannot have the mode {mode:o}",
@@ -111,7 +116,7 @@ def make_public(public_dir: Path) -> None:
         except OSError as error:
             raise ConfigError(
                 f"daemon.public_dir: {folder}: {error.strerror}",
-                "name a folder that the daemon's user can make, on a file system that all users see",
+                f"as the daemon's user, outside its service: mkdir -p {folder}; chmod {mode:o} {folder}",
             ) from error
 
 
@@ -186,8 +191,12 @@ def _put_aside(public_dir: Path, found: _Found) -> None:
     """Requests that lie in the folder are lost, and their users ask again. Who filled it cannot reach it any more."""
     aside = public_dir / f"full-{secrets.token_hex(4)}"
     uid, count = found.owners.most_common(1)[0]
-    os.rename(requests_dir(public_dir), aside)
+    folder = requests_dir(public_dir)
+    os.rename(folder, aside)
     aside.chmod(0o700)
+    # The mode is given at its birth, by a process without a umask: the setgid bit is inherited, and a later chmod would have to name it.
+    make = [sys.executable, "-c", "import os, sys; os.mkdir(sys.argv[1], 0o1733)", str(folder)]
+    subprocess.run(make, umask=0, check=True, timeout=60.0)
     make_public(public_dir)
     log.error(
         "the requests folder was full and is made anew",

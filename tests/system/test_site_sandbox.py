@@ -428,6 +428,11 @@ def test_two_users_train_as_themselves_and_neither_reaches_the_other(site: SiteS
         log = head.run("tail", "-n", "20", f"/shared/{user}/train.log", check=False)
         sql = f"SELECT last_step FROM runs WHERE name = 'of-{user}'"
         assert int(as_scavenger(head, PYTHON, "-c", _QUERY, sql)) == (12 if user == "u1" else 4), log
+    # What cannot be removed: the unit lets the daemon set no setgid bit, and the folder is made anew all the same.
+    fill = f"for i in $(seq 10100); do mkdir -p {PUBLIC}/requests/$i/in; done"
+    head.run("sh", "-c", fill, user="u2", timeout_s=300.0)
+    wait_for("the folder is put aside", lambda: "full-" in head.run("ls", PUBLIC), 60)
+    head.run(SCAVENGER, "join", PUBLIC, user="u1", env={"XDG_CONFIG_HOME": "/shared/u1/config"})
     listed = as_scavenger(head, SCAVENGER, "keys", "list")
     assert {"u1", "u2"} <= set(listed.split())
     assert "sound" in as_scavenger(head, SCAVENGER, "ledger", "check")
