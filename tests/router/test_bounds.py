@@ -127,7 +127,8 @@ def test_runs_of_one_owner_are_charged_apart_and_new_ones_are_bounded(few: int) 
     bench = started()
     core = bench.router.core
     for n in range(2, 100):
-        bench.handle(TrainerCalled(50 + n, OWNER, Call(n, f"r{n}", 0, open_body())))
+        body = msgspec.structs.replace(open_body(), run=f"r{n}")
+        bench.handle(TrainerCalled(50 + n, OWNER, Call(n, f"r{n}", 0, body)))
     assert rows(bench, rec.RunCreated) == len(core.runs) == few
     assert core.counters["calls_refused"] == 99 - few
     said = bench.answer(99, 149)
@@ -136,7 +137,7 @@ def test_runs_of_one_owner_are_charged_apart_and_new_ones_are_bounded(few: int) 
     for n in range(2 * few):
         bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}"))
     assert rows(bench, rec.CheckpointRecorded) == few - 1, "and its first version"
-    bench.handle(TrainerCalled(52, OWNER, Call(200, "r2", 0, open_body())))
+    bench.handle(TrainerCalled(52, OWNER, Call(200, "r2", 0, msgspec.structs.replace(open_body(), run="r2"))))
     assert core.runs["r2"].attempt == 2, "another run is not held to account"
 
 

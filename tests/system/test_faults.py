@@ -300,7 +300,7 @@ def _replayed(site: Site) -> None:
 
 
 @pytest.mark.mpi
-def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_alone(
+def test_job_scripts_that_die_at_once_everywhere_blame_no_node_and_the_run_completes_alone(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
     template = tmp_path / "dies.sbatch.j2"
@@ -312,19 +312,21 @@ def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_al
     with Site(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 16.0})
         training = play.submit(site, run)
-        play.wait_for("every node to be quarantined", lambda: len(_events(site, "node_quarantined")) == 3, 60)
+        play.wait_for("a node to be blamed", lambda: _events(site, "node_quarantined"), 60)
+        play.wait_for(
+            "the next one to show that it was not the node", lambda: _events(site, "node_released"), 60
+        )
         play.finish(site, training)
         assert play.result(site) == undisturbed.until(4)
         assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested'") == [(0,)]
-        assert {node for node, _ in _events(site, "node_quarantined")} == {"node1", "node2", "node3"}
-        assert all(
-            "2 engines died on it" in reason and "exit code 1" in reason
-            for _, reason in _events(site, "node_quarantined")
-        )
+        [(_, why)] = _events(site, "node_quarantined")
+        assert "2 engines died on it" in why
+        assert "exit code 1" in why
         reasons = [reason for (reason,) in play.ask(site, "SELECT reason FROM decisions")]
         assert any("backs off" in reason and "died at once" in reason for reason in reasons)
-        assert play.ask(site, "SELECT count(*) FROM jobs") == [(6,)], (
-            "two deaths a node, and not one submission more"
+        [(jobs,)] = play.ask(site, "SELECT count(*) FROM jobs")
+        assert 3 <= jobs <= 20, (
+            "each waits twice as long as the one before: 0.03 s, and 15 s before the tenth"
         )
 
 
