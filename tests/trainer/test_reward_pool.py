@@ -20,7 +20,7 @@ from scavenger.errors import ConfigError, RewardError
 from scavenger.protocol import messages, train_step
 from tests.trainer.test_step import LengthReward, RecordedRun, comparable, make_config, play
 from trainer.algorithms.reward_pool import RewardPool, default_processes, open_pool
-from trainer.algorithms.rewards import Reward
+from trainer.algorithms.rewards import Ask, Reward, RewardRunner
 from trainer.loop.step import POLL_S
 
 FUNCTIONS = '''
@@ -141,6 +141,30 @@ def test_async_calls_are_under_way_together_in_one_process() -> None:
     with pool("meets_async", concurrency=40) as rewards:
         futures = rewards.submit("", [str(n) for n in range(40)], {"of": 40})
         assert [future.result(DEADLINE_S).value for future in futures] == [float(n) for n in range(40)]
+
+
+class StillReads(threading.Thread):
+    """A reader that has told everybody of the process's end, and has not ended itself yet."""
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
+def test_a_call_that_finds_its_process_gone_is_made_in_a_new_one() -> None:
+    with RewardRunner("pooled:troubles", timeout_s=30.0, retries=0) as runner:
+        assert runner.score("", "aa", {}) == 2.0
+        process, reader = runner._process, runner._reader
+        assert process is not None
+        assert reader is not None
+        process.kill()
+        process.wait()
+        reader.join()
+        runner._reader = StillReads()
+        [parts] = runner._call_beside(Ask("", ("aaa",), "{}"), alone=True)  # as one that is made again alone
+        assert sum(parts.values()) == 3.0, "without a retry: the call did not end it"
 
 
 @pytest.mark.parametrize(

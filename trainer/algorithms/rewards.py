@@ -287,8 +287,9 @@ class RewardRunner:
         self._calls += 1
         return _scores(answer)
 
-    def _call_beside(self, ask: Ask, *, alone: bool) -> tuple[Parts, ...]:
-        """A call of any thread, beside others in the one process. `alone`: it is one of those that are made one at a time."""
+    def _call_beside(self, ask: Ask, *, alone: bool, again: bool = True) -> tuple[Parts, ...]:
+        """A call of any thread, beside others in the one process. `alone`: it is one of those that are made one at a time. `again`: it is
+        made again where its process had ended before it could be sent: whoever ended it, it was not this call."""
         deadline, result = time.monotonic() + self._timeout_s + GRACE_S, Future[RewardReply]()
         with self._writing:
             if self._reader is not None and not self._reader.is_alive():
@@ -301,7 +302,15 @@ class RewardRunner:
                 self._send(msgspec.msgpack.encode(msgspec.structs.replace(ask, number=number)), deadline)
             except RewardError as error:
                 self.close()
-                raise error if isinstance(error, RewardTimeout) else Lost(error.cause) from error
+                if isinstance(error, RewardTimeout):
+                    raise
+                if not again:
+                    raise Lost(error.cause) from error
+                sent = False
+            else:
+                sent = True
+        if not sent:
+            return self._call_beside(ask, alone=alone, again=False)
         try:
             answer = result.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:  # it should have said so itself: the process is blocked, and every call in it
