@@ -71,9 +71,9 @@ STATES: tuple[State, ...] = (
         "its processes are going",
         ObservedState.COMPLETES,
         "",
+        False,
         True,
-        True,
-        "migrates its samples; counts its GPUs until they are free, and submits nothing for them",
+        "migrates its samples when the engine says goodbye, or after 5 s; counts its GPUs until they are free, and submits nothing for them",
     ),
     State(
         "REQUEUED",

@@ -125,7 +125,6 @@ def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> 
     w.submit(A, 1)
     w.see(1, running(start_time=0.5))
     w.see(10, running(flags=COMPLETING, reason="preempted by job 9"))
-    assert w.gone == [(A, 0, False)]
     w.see(20, ours(A, 1, restart_count=1, reason="BeginTime", submit_time=12.0, eligible_time=140.0))
     [waiting] = w.tracker.jobs({})
     assert waiting.waits
@@ -139,6 +138,26 @@ def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> 
     assert w.gone == [(A, 0, False)]
     assert w.of(rec.JobEnded) == []
     assert [r.state for r in w.of(rec.JobObserved)] == ["RUNNING", "RUNNING", "PENDING", "RUNNING"]
+
+
+def test_an_engine_whose_job_completes_may_still_say_goodbye() -> None:
+    """Without a GraceTime a job completes from the moment of its SIGTERM: a poll that sees it is no faster than the engine's last words."""
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running(start_time=0.5))
+    w.see(10, running(flags=COMPLETING))
+    w.see(14.9, running(flags=COMPLETING))
+    assert w.gone == []
+    w.see(15, running(flags=COMPLETING))
+    assert w.gone == [(A, 0, False)], "it hangs, or its connection does"
+
+
+def test_an_engine_that_crashed_says_no_goodbye() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running(start_time=0.5))
+    w.see(10, running(flags=COMPLETING, exit_code=1))
+    assert w.gone == [(A, 0, True)]
 
 
 def test_pending_again_after_running_tells_the_router_at_once() -> None:

@@ -19,11 +19,13 @@ from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.allocation_bounds import Bounded, alive, between
 from scavenger.harvest.track.intents import Allocation, Draft, Tracked
 from scavenger.harvest.track.node_health import Health
-from scavenger.harvest.track.observed_jobs import ObservedState
+from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.ledger import records as rec
 
 #: An engine that failed sooner than this after its start "died at once".
 SHORT_LIFE_S = 60.0
+#: An engine that was told to leave says goodbye while its job completes. One that has not been heard by then does not: it is over.
+GOODBYE_S = 5.0
 #: Lives that one poll can tell of after the fact. Slurm itself holds a job that it put back a few times; a malformed count is no flood.
 MOST_MISSED = 100
 
@@ -39,12 +41,11 @@ class Allocations:
         allocation = one.allocation
         if allocation is not None and observed is ObservedState.COMPLETES:
             # Its GPUs are not free yet, whatever the restart count says already.
-            draft.over(
-                one,
-                allocation.restart_count,
-                self._why(one, job, lost),
-                observed_jobs.crashed(job) and allocation.node not in lost,
-            )
+            node_lost = allocation.node in lost
+            crashed = observed_jobs.crashed(job) and not node_lost
+            since = one.since if one.stage is Stage.COMPLETING else draft.now
+            if crashed or node_lost or draft.now - since >= GOODBYE_S:
+                draft.over(one, allocation.restart_count, self._why(one, job, lost), crashed)
             return
         if allocation is not None and (
             observed is not ObservedState.HOLDS or job.restart_count != allocation.restart_count
