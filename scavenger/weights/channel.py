@@ -13,6 +13,7 @@ called by another and wakes it. Errors of the connection are `OSError` or `WireE
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import stat
@@ -54,9 +55,16 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-def boot_id() -> str:
-    """This machine's boot id: it tells machines apart, and changes at each boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+@functools.cache
+def machine() -> str:
+    """Where this process can be reached by a local socket: the machine (its boot id), and the network namespace on it."""
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}.{namespace}"
+
+
+def is_near(source: messages.WeightSource) -> bool:
+    """Whether the source is on this machine."""
+    return source.local.partition(":")[0] == machine()
 
 
 def set_timeouts(sock: socket.socket, poll_s: float, send_s: float) -> None:

@@ -1,8 +1,12 @@
 """Who holds which version of one run: the daemon's directory. Pure; references only, never bytes.
 
-Owns holders, who was sent to whom, and the choice among holders. Order of choice: fewest receivers at it now, then the same node, then the
-same switch, then the lowest number. The publisher is always among them; it is what a receiver falls back to, and what a receiver that
-comes first begins with. Partial holders are chosen too: receivers who begin together serve each other while they pull.
+The engines of one node share a link, so one of them leads: it fetches from other nodes, and the rest read its memory as it fills. They
+are sent to the same holders for the case that it delivers nothing, but those on other nodes are marked as the last to be asked.
+
+Owns holders, who was sent to whom, and the choice among holders. Order of choice: one on the same node that has it or fetches it, then
+the fewest receivers at it now, then the same node, then the same switch, then the lowest number. The publisher is always among them; it
+is what a receiver falls back to, and what a receiver that comes first begins with. Partial holders are chosen too: receivers who begin
+together serve each other while they pull.
 What a holder claims is not believed, only tried: a receiver checks every byte.
 """
 
@@ -10,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from scavenger.protocol.messages import WeightSource
 
@@ -55,6 +61,9 @@ class Directory:
         self._holders: dict[int, dict[int, Holder]] = {}  # version -> worker -> holder
         self._reading: dict[int, int] = {}  # worker -> version that it is pulling
         self._revisions: dict[int, int] = {}
+        self._leaders: dict[
+            tuple[int, str], int
+        ] = {}  # (version, node) -> the worker that fetches it for the node
 
     # ---------------------------------------------------------------- what is heard
 
@@ -70,6 +79,8 @@ class Directory:
     def drop(self, version: int, worker: int) -> None:
         """It serves the version no longer."""
         if self._holders.get(version, {}).pop(worker, None) is not None:
+            for node in [n for (v, n), leader in self._leaders.items() if (v, leader) == (version, worker)]:
+                del self._leaders[version, node]
             self._changed(version)
 
     def gone(self, worker: int) -> None:
@@ -86,6 +97,13 @@ class Directory:
 
     def settled(self, worker: int) -> None:
         """The worker has loaded the version that it was pulling, or given up."""
+        self._unread(worker)
+        for (version, node), leader in list(self._leaders.items()):
+            if leader == worker and not self.is_holder(version, worker):
+                del self._leaders[version, node]
+                self._changed(version)  # another engine of the node has to lead
+
+    def _unread(self, worker: int) -> None:
         version = self._reading.pop(worker, None)
         for holder in self._holders.get(version, {}).values() if version is not None else ():
             holder.readers.discard(worker)
@@ -94,6 +112,8 @@ class Directory:
         """The version is over: no worker asks for it again."""
         self._holders.pop(version, None)
         self._revisions.pop(version, None)
+        for key in [key for key in self._leaders if key[0] == version]:
+            del self._leaders[key]
 
     def _changed(self, version: int) -> None:
         self._revisions[version] = self._revisions.get(version, 0) + 1
@@ -124,20 +144,49 @@ class Directory:
         self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS
     ) -> Choice:
         """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`."""
-        self.settled(worker)
-        switch = self._switches.get(node)
+        self._unread(worker)
+        switch, leader = self._switches.get(node), self._leader(version, worker, node)
 
         def rank(holder: Holder) -> tuple[int, bool, bool, int]:
             far = switch is None or self._switches.get(holder.node) != switch
             return len(holder.readers), holder.node != node, far, holder.worker
 
+        def offered(source: WeightSource, near: bool) -> WeightSource:
+            return source if near or leader == worker else msgspec.structs.replace(source, last=True)
+
         other_holders = [
             holder for holder in self._holders.get(version, {}).values() if holder.worker != worker
         ]
-        chosen = sorted(other_holders, key=rank)[:peers]
+        # One whose memory it can read as it fills comes first, and then the others by their load.
+        near_ones = [
+            holder
+            for holder in other_holders
+            if holder.node == node and (holder.source.complete or holder.worker == leader)
+        ]
+        first = [min(near_ones, key=rank)] if near_ones else []
+        chosen = [*first, *sorted([holder for holder in other_holders if holder not in first], key=rank)][
+            :peers
+        ]
         for holder in chosen:
             holder.readers.add(worker)
         self._reading[worker] = version
         near = sum(holder.node == node for holder in chosen)
         reason = f"{len(publisher)} of the publisher, {len(chosen)} of {len(other_holders)} engines, {near} on its node"
-        return Choice((*publisher, *(holder.source for holder in chosen)), reason)
+        if leader != worker:
+            reason += f", for which worker {leader} fetches it"
+        sources = [offered(source, near=False) for source in publisher]
+        sources += [offered(holder.source, holder.node == node) for holder in chosen]
+        return Choice(tuple(sources), reason)
+
+    def _leader(self, version: int, worker: int, node: str) -> int:
+        """Who fetches the version for this node: who has all of it, else who was first to be asked, else this worker."""
+        known = self._leaders.get((version, node))
+        if known is None or not self.is_holder(version, known):
+            complete = [
+                holder.worker
+                for holder in self._holders.get(version, {}).values()
+                if holder.node == node and holder.source.complete and holder.worker != worker
+            ]
+            known = min(complete) if complete else worker if known is None else known
+            self._leaders[version, node] = known
+        return known

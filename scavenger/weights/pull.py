@@ -27,7 +27,7 @@ from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.weights import channel as channels
 from scavenger.weights import delta
-from scavenger.weights.channel import Channel, FileChannel, SharedContext, TcpChannel, ZmqChannel, boot_id
+from scavenger.weights.channel import Channel, FileChannel, SharedContext, TcpChannel, ZmqChannel, is_near
 from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.delta_store import Chains
 from scavenger.weights.manifest import Manifest
@@ -41,6 +41,8 @@ _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
 _POLL_S = channels.POLL_S  # also how often a partial holder is asked what it has
 MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
+#: Of a smaller version each engine fetches its own: it would wait longer for its node's leader than its bytes take.
+LED_NBYTES = 32 << 20
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
 
 
@@ -90,6 +92,9 @@ class Pull:
         self.pace = pace or NodePace()
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
+        self._last: dict[
+            messages.WeightSource, bool
+        ] = {}  # whether it is kept for when the others deliver nothing
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
         self._waiting: deque[messages.WeightSource] = deque()  # for one of `MAX_SOURCES` places
@@ -97,16 +102,18 @@ class Pull:
 
     def offer(self, sources: Sequence[messages.WeightSource], version: int | None = None) -> None:
         """Pull from these too, which call it `version` (None: as the manifest does). A known one goes on, or is tried again if given up."""
+        kept = self.manifest.total_nbytes >= LED_NBYTES
+        last = {_plain(source): kept and source.last and not is_near(source) for source in sources}
+        sources = sorted(last, key=lambda source: last[source])
         with self.lock:
+            self._last.update(last)
+            for number, source in enumerate(self._sources):
+                self.transfer.keep_for_last(number, self._last[source])
             self._numbers.update(
                 dict.fromkeys(sources, self.manifest.version if version is None else version)
             )
             busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
-            fresh = [
-                source
-                for source in dict.fromkeys(sources)
-                if source not in busy and source not in self._waiting
-            ]
+            fresh = [source for source in sources if source not in busy and source not in self._waiting]
             free = max(0, MAX_SOURCES - len(busy))
             first, share = not self._sources, max(1, self.limits.streams // max(1, len(fresh[:free])))
             for source in fresh[:free]:
@@ -116,6 +123,7 @@ class Pull:
     def _begin(self, source: messages.WeightSource, connections: int) -> None:  # under the lock
         self._streams = [stream for stream in self._streams if stream.is_alive()]
         self._sources.append(source)
+        self.transfer.keep_for_last(len(self._sources) - 1, self._last[source])
         for _ in range(connections):
             stream = _Stream(self, self.transfer.add_holder(len(self._sources) - 1, self.clock()), source)
             self._streams.append(stream)
@@ -213,6 +221,10 @@ class Pull:
             self._notify()
 
 
+def _plain(source: messages.WeightSource) -> messages.WeightSource:
+    return msgspec.structs.replace(source, last=False) if source.last else source
+
+
 async def pull(
     manifest: Manifest,
     sources: Sequence[messages.WeightSource],
@@ -275,6 +287,10 @@ class _Stream(threading.Thread):
                     if holder.resting_until <= pull.clock():
                         pull.yield_slot(self)
                     continue
+                if self._channel is None and self._transfer.is_kept_back(index, pull.clock()):
+                    pull.ended.wait(_POLL_S)
+                    pull.yield_slot(self)
+                    continue
                 try:
                     self._turn()
                 except (OSError, WireError) as error:
@@ -329,11 +345,13 @@ class _Stream(threading.Thread):
                 pull.pace.take(reply.nbytes, pull.ended)  # what comes meanwhile waits with its sender
             return
         with pull.lock:
+            heard_at = self._transfer.holders[index].heard_at
             silent = self._transfer.stalled(index, pull.clock())
         if silent:
             _log.warning("weights.stalled", source=self.source.endpoint)
             self._disconnect()
-        elif self._have_due and pull.clock() - (self._have_at or now) >= pull.limits.stall_s:
+        # It answers in turn: while chunks come, what it has is said behind them.
+        elif self._have_due and pull.clock() - max(self._have_at or now, heard_at) >= pull.limits.stall_s:
             raise WireError(f"no answer for {pull.limits.stall_s:g} s")
 
     def _heard(self) -> None:
@@ -448,7 +466,7 @@ class ConnectionFactory:
         no_nixl: set[str],
     ) -> None:
         self._source, self._keypair, self._context, self._timeout_s = source, keypair, context, timeout_s
-        self.near = source.local.partition(":")[0] == boot_id()
+        self.near = is_near(source)
         self._reported = False  # that its memory could not be had
         self._no_nixl = not source.nixl
         self._failed = no_nixl

@@ -20,7 +20,7 @@ import structlog
 from scavenger.errors import WeightsError, WireError
 from scavenger.protocol import messages
 from scavenger.weights import rdma
-from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
+from scavenger.weights.channel import machine, read_exactly, send_frame, set_timeouts
 from scavenger.weights.delta import MOST_LINKS
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
@@ -236,7 +236,7 @@ class WeightSource:
         server.bind("\0" + name)
         server.listen(64)
         self._listen(server)
-        return f"{boot_id()}:{name}"
+        return f"{machine()}:{name}"
 
     def _accept(self, server: socket.socket) -> None:
         complaint = ""

@@ -7,6 +7,7 @@ chunk with the manifest's hash is ever written to the blob, so what is here stay
                 and the rest from each other; among equals the order is the receiver's own (`seed`)
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
   stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
+  last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
   failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes and refusals in a
                 row give it up
 
@@ -100,6 +101,8 @@ class Transfer:
         self._has: dict[int, np.ndarray[Any, Any]] = {}  # partial source -> its chunks
         self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
         self._rarity = self._order
+        self._last: set[int] = set()  # sources that are asked only while the others deliver nothing
+        self._delivered_at = now  # when one of the others did
 
     def complete(self) -> bool:
         return not self.missing
@@ -121,12 +124,23 @@ class Transfer:
     def is_partial(self, source: int) -> bool:
         return source in self._has
 
+    def keep_for_last(self, source: int, last: bool) -> None:
+        """Ask this source only while the others deliver nothing, or as any other."""
+        if last:
+            self._last.add(source)
+        else:
+            self._last.discard(source)
+
     # ---------------------------------------------------------------- asking
+
+    def is_kept_back(self, index: int, now: float) -> bool:
+        """Whether nothing is to be asked of holder `index` now, because others deliver or have not had the time to."""
+        return self.holders[index].source in self._last and now - self._delivered_at < self._limits.stall_s
 
     def ask(self, index: int, now: float) -> list[int]:
         """Chunks to request from holder `index` now."""
         holder = self.holders[index]
-        if holder.given_up or now < holder.resting_until:
+        if holder.given_up or now < holder.resting_until or self.is_kept_back(index, now):
             return []
         if not holder.asked:
             holder.heard_at = now  # silence counts from the first question on
@@ -218,6 +232,8 @@ class Transfer:
         self.missing -= 1
         holder.chunks += 1
         holder.failures, holder.rests = 0, 0
+        if holder.source not in self._last:
+            self._delivered_at = now
         return Verdict.ACCEPTED
 
     def delivered(self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float) -> Verdict:

@@ -73,7 +73,7 @@ STATES: tuple[State, ...] = (
         "",
         False,
         True,
-        "migrates its samples when the engine says goodbye, or after 5 s; counts its GPUs until they are free, and submits nothing for them",
+        "migrates its samples at the engine's goodbye, or after 5 s; counts its GPUs until they are free; submits nothing for them",
     ),
     State(
         "REQUEUED",

@@ -26,17 +26,21 @@ def test_a_first_receiver_has_the_publisher_alone() -> None:
     assert choice.reason == "1 of the publisher, 0 of 0 engines, 0 on its node"
 
 
-def test_the_least_loaded_comes_first_then_the_node_then_the_switch() -> None:
+def test_the_node_comes_first_then_the_least_loaded_then_the_switch() -> None:
     directory = Directory({"a": "s1", "b": "s1", "c": "s2"})
     for worker, node in ((1, "c"), (2, "b"), (3, "a")):
         directory.add_holder(1, worker, node, engine(worker))
     assert endpoints(directory, 10, "a", 1)[1:] == ["tcp://engine3:1"]  # same node
-    assert endpoints(directory, 11, "a", 1)[1:] == [
-        "tcp://engine2:1"
-    ]  # that one has a reader now: same switch
-    assert endpoints(directory, 12, "a", 1)[1:] == ["tcp://engine1:1"]
+    assert endpoints(directory, 11, "a", 2)[1:] == ["tcp://engine3:1", "tcp://engine2:1"]  # and same switch
+    assert endpoints(directory, 12, "a", 2)[1:] == [
+        "tcp://engine3:1",
+        "tcp://engine1:1",
+    ]  # that has no reader
     directory.settled(11)
-    assert endpoints(directory, 13, "c", 1)[1:] == ["tcp://engine2:1"]  # load goes before nearness
+    assert endpoints(directory, 13, "b", 3)[1:] == [
+        f"tcp://engine{n}:1" for n in (2, 1, 3)
+    ]  # 0, 1 and 2 readers
+    assert endpoints(directory, 14, "d", 1)[1:] == ["tcp://engine2:1"], "the least loaded, where none is near"
 
 
 def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
@@ -88,9 +92,55 @@ def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> Non
             directory.settled(done)
         before = [sum(f"tcp://engine{h}:1" in where for where in sent.values()) for h in sorted(holders)]
         sent[receiver] = endpoints(directory, receiver, f"n{receiver % 5}")[1:]
-        assert len(sent[receiver]) == PEERS
+        assert len(sent[receiver]) == len(set(sent[receiver])) == PEERS
         loads = dict(zip((f"tcp://engine{h}:1" for h in sorted(holders)), before, strict=True))
-        assert max(loads[to] for to in sent[receiver]) <= sorted(before)[PEERS - 1]  # the six least loaded
+        near = [f"tcp://engine{h}:1" for h in sorted(holders) if h % 5 == receiver % 5]
+        first, *rest = sent[receiver]
+        if near:
+            assert first in near
+            assert loads[first] == min(loads[one] for one in near)
+        others = sorted(loads[one] for one in loads if one != first)
+        assert max(loads[to] for to in rest) <= others[PEERS - 2]  # and the least loaded of the others
+
+
+def asked_last(directory: Directory, worker: int, node: str) -> dict[str, bool]:
+    sources = directory.choose(1, worker, node, PUBLISHER).sources
+    return {source.endpoint.removeprefix("tcp://").removesuffix(":1"): source.last for source in sources}
+
+
+def test_one_engine_of_a_node_fetches_for_the_others() -> None:
+    directory = Directory()
+    assert asked_last(directory, 1, "a") == {"trainer": False}, "it leads"
+    assert asked_last(directory, 2, "a") == {"trainer": True}, "before anybody has said that it holds a part"
+    assert asked_last(directory, 3, "b") == {"trainer": False}, "another node has a leader of its own"
+    directory.add_holder(1, 1, "a", engine(1, complete=False))
+    directory.add_holder(1, 3, "b", engine(3, complete=False))
+    assert asked_last(directory, 2, "a") == {"trainer": True, "engine1": False, "engine3": True}
+    assert asked_last(directory, 1, "a") == {"trainer": False, "engine3": False}, "it leads on"
+    directory.add_holder(1, 1, "a", engine(1))
+    directory.settled(1)
+    assert asked_last(directory, 2, "a") == {"trainer": True, "engine1": False, "engine3": True}
+
+
+@pytest.mark.parametrize("how", ["gone", "gave up", "serves no more"])
+def test_a_node_whose_leader_is_lost_gets_another(how: str) -> None:
+    directory = Directory()
+    asked_last(directory, 1, "a")
+    directory.add_holder(1, 1, "a", engine(1, complete=how == "serves no more"))
+    if how == "serves no more":
+        directory.settled(1)
+    assert asked_last(directory, 2, "a") == {"trainer": True, "engine1": False}
+    before = directory.revision(1)
+    if how == "gone":
+        directory.gone(1)
+    elif how == "gave up":
+        directory.settled(1)
+    else:
+        directory.drop(1, 1)
+    assert directory.revision(1) > before, "the others are told"
+    found = asked_last(directory, 2, "a")
+    assert not found["trainer"]
+    assert asked_last(directory, 3, "a")["trainer"], "one of them"
 
 
 def test_a_file_is_refused_and_so_is_the_clear_where_weights_are_encrypted() -> None:

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import zmq
 
 from scavenger.errors import WeightsError
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
+from scavenger.weights import pull as pull_module
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES
 from scavenger.weights.pull import Pull, pull
@@ -247,6 +249,33 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
         one, two = asyncio.run(both())
         assert one.view == two.view == blob
         assert slow.stats.parts < 1.5 * count
+
+
+@pytest.mark.parametrize("leads", ["delivers", "delivers nothing"])
+def test_an_engine_reads_what_another_of_its_node_fetches(
+    leads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte leaves the publisher once for both; and twice where the one that was to fetch them does not."""
+    monkeypatch.setattr(pull_module, "LED_NBYTES", 1)
+    manifest, blob = version(1, nbytes=1 << 20, chunk_nbytes=1 << 13)
+    count = len(manifest.chunk_hashes)
+
+    async def both() -> tuple[Buffer, Buffer]:
+        leader, follower = Pull(manifest, ME, limits=QUICK), Pull(manifest, ME, limits=QUICK)
+        with WeightSource() as source:
+            held = source.publish_empty(manifest, leader.buffer)
+            if leads == "delivers":
+                leader.arrived = lambda chunk: source.arrived(1, chunk)
+            follower.offer([msgspec.structs.replace(publisher, last=True)])
+            leader.offer([publisher])
+            follower.offer([msgspec.structs.replace(publisher, last=True), held])
+            return tuple(await asyncio.gather(leader.finish(20.0), follower.finish(20.0)))  # type: ignore[return-value]
+
+    with WeightSource(local=False, nbytes_per_s=1 << 20) as slow:
+        publisher = slow.publish(manifest, blob)
+        one, two = asyncio.run(both())
+        assert one.view == two.view == blob
+        assert slow.stats.parts == count if leads == "delivers" else slow.stats.parts > 1.5 * count
 
 
 @pytest.mark.parametrize("encrypt", [False, True])

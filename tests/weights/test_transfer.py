@@ -173,3 +173,20 @@ def test_any_schedule_with_one_honest_holder_completes(seed: int) -> None:
                 t.delivered(index, chunk, b"x" * 8 if fate < 0.5 else part(blob, chunk), now)
     assert t.complete()
     assert t.blob == blob
+
+
+def test_a_holder_kept_for_last_is_asked_while_the_others_deliver_nothing() -> None:
+    t, blob = transfer(2)
+    t.keep_for_last(1, True)
+    assert t.ask(1, 0.0) == []
+    (first, second) = t.ask(0, 0.5)
+    assert t.delivered(0, first, part(blob, first), 0.9) is Verdict.ACCEPTED
+    assert t.ask(1, 1.8) == [], "the other delivered less than a second ago"
+    asked = t.ask(1, 1.95)
+    assert asked, "it has not since"
+    assert t.delivered(1, asked[0], part(blob, asked[0]), 2.0) is Verdict.ACCEPTED
+    assert t.ask(1, 2.0), "what it delivers itself is no reason to stop"
+    assert t.delivered(0, second, part(blob, second), 2.1) is Verdict.ACCEPTED
+    assert t.is_kept_back(1, 2.1)
+    t.keep_for_last(1, False)
+    assert not t.is_kept_back(1, 2.1), "it is as any other now: the node's leader is gone"

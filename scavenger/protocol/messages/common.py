@@ -90,7 +90,8 @@ class WeightSource(Part, frozen=True):
 
     `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both
     see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. `complete`: False while the holder has only
-    a part of the version, and tells readers which.
+    a part of the version, and tells readers which. `last`: an engine on the reader's node fetches the version for all of them; this source
+    is for when that one delivers nothing.
     """
 
     endpoint: BoundedText
@@ -99,6 +100,7 @@ class WeightSource(Part, frozen=True):
     local: BoundedText = ""
     complete: bool = True
     nixl: bool = False  # its memory may be read by NIXL
+    last: bool = False
 
 
 # ---------------------------------------------------------------- daemon -> worker or trainer, before a session
