@@ -103,7 +103,7 @@ def join(address: str, how: str) -> None:
         manifest = manifests.decode(bytes.fromhex(first["manifest"]))
         work = Pull(manifest, keys.generate(), limits=TransferLimits())
         work.arrived = lambda chunk: source.arrived(manifest.version, chunk)
-        tell(source=packed(source.publish_empty(manifest, work.buffer)))
+        tell(source=packed(source.publish_empty(manifest, work.buffer, work.coming)))
         began = time.monotonic()
         work.offer([unpacked(one) for one in first["offer"]])
 

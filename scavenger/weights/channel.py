@@ -39,7 +39,9 @@ from scavenger.weights.spool import BLOB
 
 CONNECT_S = 5.0
 POLL_S = 0.1  # how long a receiver waits for bytes before it looks at the clock
+NEIGHBOUR_S = 1.0  # how long a busy neighbour may take to pass its memory, before it is read over the network
 OnProgress = Callable[[], None]
+Bits = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Channel(Protocol):
@@ -161,7 +163,6 @@ class FileChannel:
         self._manifest = manifest
         self._asking = asking
         self._asked: deque[int] = deque()  # -1: what is there
-        self._has: bytes | None = None  # None: everything
         self._owner = threading.get_ident()
         self._closing = False
 
@@ -184,12 +185,13 @@ class FileChannel:
         try:
             sock.settimeout(timeout_s)
             sock.connect("\0" + name)
-            set_timeouts(sock, POLL_S, timeout_s)
+            set_timeouts(sock, min(NEIGHBOUR_S, timeout_s), timeout_s)
             send_frame(sock, protocol.map_(source.token, manifest.version))
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not fds:
                 raise WireError("the neighbour passes no memory of this version")
             fd = _regular(fds[0], max(manifest.total_nbytes, 1))  # an empty version's memory has one byte
+            set_timeouts(sock, POLL_S, timeout_s)
             return cls(fd, manifest, TcpChannel(sock, manifest.version, source.token, timeout_s))
         except BaseException:
             sock.close()
@@ -199,17 +201,21 @@ class FileChannel:
         self._asked.append(chunk)
 
     def ask_have(self) -> None:
+        if self._asking is not None:
+            self._asking.ask_have()
         self._asked.append(-1)
 
     def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         if not self._asked:
             return None
+        if self._asked[0] < 0 and self._asking is not None:
+            reply = self._asking.reply(into, heard)
+            if reply is not None:  # else its answer is still to come
+                self._asked.popleft()
+            return reply
         chunk = self._asked.popleft()
         if chunk < 0:
-            if self._asking is None:
-                return AvailableChunks(self._manifest.version, complete=True)
-            self._asking.ask_have()
-            return self._asking.reply(into, heard)
+            return AvailableChunks(self._manifest.version, complete=True)
         start, stop = self._manifest.chunk_range(chunk)
         done = start
         while done < stop and not self._closing:
@@ -336,12 +342,17 @@ class ZmqChannel:
         self._context.done()
 
 
-def here(available: AvailableChunks, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+def here(available: AvailableChunks, chunks: int) -> Bits | None:
     """Which chunks an answer says are there, None for all. Raises `WireError` when it says too little."""
-    if available.complete:
-        return None
-    if len(available.bitmap) * 8 < chunks:
-        raise WireError(f"a bitmap of {len(available.bitmap)} bytes for {chunks} chunks")
-    return np.unpackbits(
-        np.frombuffer(available.bitmap, dtype=np.uint8), count=chunks, bitorder="little"
-    ).astype(bool)
+    return None if available.complete else _bits(available.bitmap, chunks)
+
+
+def coming(available: AvailableChunks, chunks: int) -> Bits | None:
+    """Which chunks an answer says are on their way there, None where it does not say."""
+    return _bits(available.coming, chunks) if available.coming and not available.complete else None
+
+
+def _bits(bitmap: bytes, chunks: int) -> Bits:
+    if len(bitmap) * 8 < chunks:
+        raise WireError(f"a bitmap of {len(bitmap)} bytes for {chunks} chunks")
+    return np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=chunks, bitorder="little").astype(bool)

@@ -155,14 +155,12 @@ class Directory:
             return source if near or leader == worker else msgspec.structs.replace(source, last=True)
 
         other_holders = [
-            holder for holder in self._holders.get(version, {}).values() if holder.worker != worker
+            holder
+            for holder in self._holders.get(version, {}).values()
+            if holder.worker != worker and (holder.source.complete or self._leads(version, holder))
         ]
         # One whose memory it can read as it fills comes first, and then the others by their load.
-        near_ones = [
-            holder
-            for holder in other_holders
-            if holder.node == node and (holder.source.complete or holder.worker == leader)
-        ]
+        near_ones = [holder for holder in other_holders if holder.node == node]
         first = [min(near_ones, key=rank)] if near_ones else []
         chosen = [*first, *sorted([holder for holder in other_holders if holder not in first], key=rank)][
             :peers
@@ -177,6 +175,10 @@ class Directory:
         sources = [offered(source, near=False) for source in publisher]
         sources += [offered(holder.source, holder.node == node) for holder in chosen]
         return Choice(tuple(sources), reason)
+
+    def _leads(self, version: int, holder: Holder) -> bool:
+        """Whether no other engine fetches for its node: one that does not lead has only a part of what its leader has."""
+        return self._leaders.get((version, holder.node), holder.worker) == holder.worker
 
     def _leader(self, version: int, worker: int, node: str) -> int:
         """Who fetches the version for this node: who has all of it, else who was first to be asked, else this worker."""

@@ -250,7 +250,7 @@ class Store:
             return
         source.withdraw(manifest.version)
         try:
-            source_entry = source.publish_empty(manifest, work.buffer)
+            source_entry = source.publish_empty(manifest, work.buffer, work.coming)
         except WeightsError as error:
             _log.warning("weights.not_served_on", reason=str(error))
             return

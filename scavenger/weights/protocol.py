@@ -20,8 +20,8 @@ from scavenger.errors import WireError
 
 TOKEN_NBYTES = 32
 MAX_REQUEST_BYTES = 512
-#: A bitmap of as many chunks as a blob can have: 2 TB in chunks of 4 MiB.
-MAX_REPLY_BYTES = 128 * 1024
+#: Two bitmaps of as many chunks as a blob can have: 2 TB in chunks of 4 MiB.
+MAX_REPLY_BYTES = 192 * 1024
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
@@ -84,11 +84,12 @@ class NoSuch(msgspec.Struct, frozen=True, tag=True):
 
 
 class AvailableChunks(msgspec.Struct, frozen=True, tag=True):
-    """What is here: everything, or the chunks whose bits are set (lowest bit first)."""
+    """What is here: everything, or the chunks whose bits are set (lowest bit first). `coming`: the chunks on their way here, likewise."""
 
     version: int
     complete: bool
     bitmap: bytes = b""
+    coming: bytes = b""
 
 
 SourceRequest = Get | Have | Map | Reach

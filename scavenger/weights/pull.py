@@ -171,6 +171,11 @@ class Pull:
         with self.lock:
             return [int(chunk) for chunk in np.flatnonzero(self.transfer.here)]
 
+    def coming(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which chunks were asked of a holder and are not here yet."""
+        with self.lock:
+            return self.transfer.coming()
+
     def again(self, manifest: Manifest | None = None) -> None:
         """Make a pull that ended ready for further sources; what is here stays. `manifest`: the same weights under another number."""
         self.manifest = manifest or self.manifest
@@ -335,7 +340,8 @@ class _Stream(threading.Thread):
         if not asked and not self._have_due:
             if partial and (self._transfer.holders[index].chunks or now - self._asked_at >= _POLL_S):
                 pull.yield_slot(self)
-            pull.ended.wait(_IDLE_S)
+            # What a partial holder has is known until it is asked again.
+            pull.ended.wait(max(_IDLE_S, (self._have_at or now) + _POLL_S - now) if partial else _IDLE_S)
             return
         self._asked_at = now if asked else self._asked_at
         reply = channel.reply(self._into, self._heard)
@@ -364,8 +370,12 @@ class _Stream(threading.Thread):
         if isinstance(reply, AvailableChunks):
             self._have_due, self._known = False, True
             found = channels.here(reply, len(pull.manifest.chunk_hashes))
+            coming = channels.coming(reply, len(pull.manifest.chunk_hashes))
             with pull.lock:
-                self._transfer.know(self._transfer.holders[index].source, found)
+                source = self._transfer.holders[index].source
+                if found is not None:
+                    self._transfer.expect(source, found, coming, pull.clock())
+                self._transfer.know(source, found)
             return
         if isinstance(reply, NoSuch):
             with pull.lock:

@@ -14,7 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import structlog
 
 from scavenger.errors import WeightsError, WireError
@@ -148,9 +150,14 @@ class WeightSource:
         """
         return self._put(manifest, blob, empty=False, chunks=chunks)
 
-    def publish_empty(self, manifest: Manifest, buffer: Buffer) -> messages.WeightSource:
-        """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are."""
-        return self._put(manifest, buffer, empty=True)
+    def publish_empty(
+        self, manifest: Manifest, buffer: Buffer, coming: Callable[[], np.ndarray[Any, Any]] | None = None
+    ) -> messages.WeightSource:
+        """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are.
+
+        `coming`: which chunks (a bool each) are on their way; readers wait for those rather than fetch them too. Called from any thread.
+        """
+        return self._put(manifest, buffer, empty=True, coming=coming)
 
     def _put(
         self,
@@ -159,6 +166,7 @@ class WeightSource:
         *,
         empty: bool,
         chunks: Sequence[int] | None = None,
+        coming: Callable[[], np.ndarray[Any, Any]] | None = None,
     ) -> messages.WeightSource:
         buffer = blob if isinstance(blob, Buffer) else None
         view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
@@ -168,7 +176,7 @@ class WeightSource:
             raise self._curve.fault
         if chunks is not None and len(chunks) == len(manifest.chunk_hashes):
             chunks = None
-        token = self._store.put(manifest, view, buffer, empty=empty, chunks=chunks)
+        token = self._store.put(manifest, view, buffer, empty=empty, chunks=chunks, coming=coming)
         local = self.local if buffer is not None else ""
         nixl = self._agent is not None and buffer is not None
         return messages.WeightSource(

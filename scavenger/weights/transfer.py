@@ -4,7 +4,8 @@ A chunk is wanted, then in flight at one holder (at most two, when a faster one 
 chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives later (I8).
 
   which chunk   one that the fewest partial holders have, so that receivers who begin together fetch different ones from the publisher
-                and the rest from each other; among equals the order is the receiver's own (`seed`)
+                and the rest from each other; among equals the order is the receiver's own (`seed`). What is on its way to a partial
+                holder is left to it, and asked of no complete one, as long as that holder gets anything (`stall_s`)
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
   stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
   last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
@@ -99,6 +100,9 @@ class Transfer:
         self._free = np.ones(count, dtype=bool)
         self._flying: dict[int, set[int]] = {}  # chunk -> holders that were asked for it
         self._has: dict[int, np.ndarray[Any, Any]] = {}  # partial source -> its chunks
+        self._coming: dict[
+            int, tuple[np.ndarray[Any, Any], float]
+        ] = {}  # -> those on their way to it, since when it got one
         self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
         self._rarity = self._order
         self._last: set[int] = set()  # sources that are asked only while the others deliver nothing
@@ -111,8 +115,27 @@ class Transfer:
         self.holders.append(ChunkHolder(source, heard_at=now))
         return len(self.holders) - 1
 
+    def coming(self) -> np.ndarray[Any, Any]:
+        """Which chunks are on their way here."""
+        found: np.ndarray[Any, Any] = ~self._free & ~self.here
+        return found
+
+    def expect(
+        self, source: int, has: np.ndarray[Any, Any], coming: np.ndarray[Any, Any] | None, now: float
+    ) -> None:
+        """Note which chunks are on their way to a partial source, before `know` is told what it has."""
+        known = self._has.get(source)
+        if coming is None:
+            self._coming.pop(source, None)
+        elif source in self._coming and known is not None and not np.any(has & ~known):
+            self._coming[source] = coming, self._coming[source][1]
+        else:
+            self._coming[source] = coming, now
+
     def know(self, source: int, has: np.ndarray[Any, Any] | None) -> None:
         """Note which chunks a source has; None: all. A source that has not said is taken to have all."""
+        if has is None:
+            self._coming.pop(source, None)
         if has is not None:
             self._has[source] = has
         elif self._has.pop(source, None) is None:
@@ -166,10 +189,18 @@ class Transfer:
     def _choose(self, index: int, now: float) -> int | None:
         source = self.holders[index].source
         has = self._has.get(source)
-        free = np.flatnonzero(self._free if has is None else self._free & has)
+        free = np.flatnonzero(self._unclaimed(now) if has is None else self._free & has)
         if len(free):
             return int(free[np.argmin(self._rarity[free])])
         return self._steal(index, has, now)
+
+    def _unclaimed(self, now: float) -> np.ndarray[Any, Any]:
+        """Free chunks that are on their way to no partial holder, or only to such as get nothing any more."""
+        free = self._free
+        for coming, got_at in self._coming.values():
+            if now - got_at < self._limits.stall_s:
+                free = free & ~coming
+        return free
 
     def _steal(self, index: int, has: np.ndarray[Any, Any] | None, now: float) -> int | None:
         """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time."""

@@ -40,6 +40,7 @@ class StoredVersion:
     parts: tuple[int, ...] | None = (
         None  # the chunks that are here, now and later; None: all, or all that will come
     )
+    coming: Callable[[], np.ndarray[Any, Any]] | None = None  # which chunks are on their way here
 
     def ranges(self) -> list[tuple[int, int]]:
         """The byte ranges [start, stop) that have memory, or will have."""
@@ -66,6 +67,10 @@ class SourceStats:
     failed: int = 0  # requests that could not be answered for a fault of ours
     dropped: int = 0
     mapped: int = 0
+
+
+def _packed(chunks: np.ndarray[Any, Any]) -> bytes:
+    return np.packbits(chunks, bitorder="little").tobytes()
 
 
 StoreReply = tuple[ChunkPart | NoSuch | AvailableChunks, memoryview | None]
@@ -100,8 +105,10 @@ class VersionStore:
         *,
         empty: bool = False,
         chunks: Sequence[int] | None = None,
+        coming: Callable[[], np.ndarray[Any, Any]] | None = None,
     ) -> bytes:
         """Serve a version; returns its token. `empty`: nothing is there yet. `chunks`: all that is there, now and later; None = everything.
+        `coming`: which chunks are on their way here.
 
         Raises `WeightsError`.
         """
@@ -125,7 +132,7 @@ class VersionStore:
                 token = secrets.token_bytes(TOKEN_NBYTES)
                 parts = None if chunks is None else tuple(chunks)
                 present = self._versions[manifest.version] = StoredVersion(
-                    manifest, blob.toreadonly(), token, buffer, here, parts=parts
+                    manifest, blob.toreadonly(), token, buffer, here, parts=parts, coming=coming
                 )
                 served = {v: held.manifest for v, held in self._versions.items() if not held.retired}
                 bases = {of.adapter.base for of in served.values() if of.adapter is not None}
@@ -144,7 +151,7 @@ class VersionStore:
     def completed(self, version: int) -> None:
         with self._changed:
             if version in self._versions:
-                self._versions[version].here = None
+                self._versions[version].here = self._versions[version].coming = None
 
     def retire(self, version: int) -> None:
         with self._changed:
@@ -219,10 +226,11 @@ class VersionStore:
         if isinstance(held, NoSuch):
             return held, None
         if not isinstance(request, Get):
-            if held.here is None:
+            here, coming = held.here, held.coming
+            if here is None:
                 return AvailableChunks(request.version, complete=True), None
             return AvailableChunks(
-                request.version, False, np.packbits(held.here, bitorder="little").tobytes()
+                request.version, False, _packed(here), _packed(coming()) if coming is not None else b""
             ), None
         if not 0 <= request.chunk < len(held.manifest.chunk_hashes):
             self.stats.refused += 1

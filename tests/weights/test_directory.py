@@ -59,6 +59,7 @@ def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
 
 def test_a_part_of_a_version_is_served_on_and_is_not_the_version() -> None:
     directory = Directory()
+    assert endpoints(directory, 1, "a") == ["tcp://trainer:1"]
     directory.add_holder(1, 1, "a", engine(1, complete=False))
     assert endpoints(directory, 2, "a") == ["tcp://trainer:1", "tcp://engine1:1"]
     assert not directory.available(1)
@@ -117,6 +118,8 @@ def test_one_engine_of_a_node_fetches_for_the_others() -> None:
     directory.add_holder(1, 3, "b", engine(3, complete=False))
     assert asked_last(directory, 2, "a") == {"trainer": True, "engine1": False, "engine3": True}
     assert asked_last(directory, 1, "a") == {"trainer": False, "engine3": False}, "it leads on"
+    directory.add_holder(1, 2, "a", engine(2, complete=False))
+    assert asked_last(directory, 1, "a") == {"trainer": False, "engine3": False}, "that has what this one has"
     directory.add_holder(1, 1, "a", engine(1))
     directory.settled(1)
     assert asked_last(directory, 2, "a") == {"trainer": True, "engine1": False, "engine3": True}

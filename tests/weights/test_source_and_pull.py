@@ -6,6 +6,9 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
+import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +18,13 @@ from scavenger.errors import WeightsError
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights import pull as pull_module
+from scavenger.weights.channel import POLL_S, FileChannel
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import TOKEN_NBYTES
+from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks
 from scavenger.weights.pull import Pull, pull
 from scavenger.weights.source import WeightSource
+from scavenger.weights.transfer import TransferLimits
+from scavenger.weights.version_store import VersionStore
 from tests.weights.pulling import ME, QUICK, get, version
 
 
@@ -249,6 +255,55 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
         one, two = asyncio.run(both())
         assert one.view == two.view == blob
         assert slow.stats.parts < 1.5 * count
+
+
+def test_a_neighbour_that_is_slow_to_say_what_it_has_is_waited_for(
+    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that took longer than one look was lost: the reader spun until it gave the connection up."""
+    manifest, blob = version(1, nbytes=1 << 16)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish_empty(manifest, buffer)
+    channel = FileChannel.neighbour(address, manifest, 5.0)
+    may_answer, real = threading.Event(), VersionStore.reply
+
+    def slow(store: VersionStore, *args: Any) -> Any:
+        may_answer.wait(5.0)
+        return real(store, *args)
+
+    monkeypatch.setattr(VersionStore, "reply", slow)
+    into = memoryview(bytearray(manifest.chunk_nbytes))
+    channel.ask_have()
+    began = time.monotonic()
+    assert channel.reply(into, lambda: None) is None
+    assert channel.reply(into, lambda: None) is None
+    assert time.monotonic() - began >= POLL_S, "it waits, and does not spin"
+    may_answer.set()
+    until = time.monotonic() + 5.0
+    while (reply := channel.reply(into, lambda: None)) is None:
+        assert time.monotonic() < until
+    assert isinstance(reply, AvailableChunks)
+    assert not reply.complete
+    channel.close()
+
+
+def test_a_busy_neighbour_is_waited_for_before_its_memory_is_read_over_the_network(
+    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, blob = version(1)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish(manifest, buffer)
+    find = VersionStore.find
+
+    def busy(store: VersionStore, *args: Any) -> Any:
+        time.sleep(3 * POLL_S)
+        return find(store, *args)
+
+    monkeypatch.setattr(VersionStore, "find", busy)
+    assert get(manifest, address, limits=TransferLimits()) == blob
+    assert tcp.stats.parts == 0
 
 
 @pytest.mark.parametrize("leads", ["delivers", "delivers nothing"])

@@ -190,3 +190,24 @@ def test_a_holder_kept_for_last_is_asked_while_the_others_deliver_nothing() -> N
     assert t.is_kept_back(1, 2.1)
     t.keep_for_last(1, False)
     assert not t.is_kept_back(1, 2.1), "it is as any other now: the node's leader is gone"
+
+
+def test_what_is_on_its_way_to_another_is_not_asked_of_who_has_all_unless_that_one_gets_nothing() -> None:
+    t, _ = transfer(2, chunks=4)
+    nothing, all_but_one = np.zeros(4, dtype=bool), np.array([True, True, False, True])
+    t.expect(1, nothing, all_but_one, 0.0)
+    t.know(1, nothing)
+    assert t.ask(0, 0.0) == [2]
+    assert t.coming().tolist() == [False, False, True, False]
+    one = np.array([True, False, False, False])
+    t.expect(1, one, np.array([False, True, False, True]), 0.8)
+    t.know(1, one)
+    assert t.ask(1, 0.8) == [0], "it has that now"
+    t.expect(1, one, np.array([False, True, False, True]), 1.5)
+    t.know(1, one)
+    assert t.ask(0, 1.7) == [], "it got one less than a second ago"
+    assert t.ask(0, 1.85) == [1], "it has got nothing since"
+    t.expect(1, one, None, 1.9)
+    t.abandon(1, "gone")
+    t.lost(0, "for the test", 1.9)
+    assert t.ask(0, 5.0) == [0], "nothing is on its way to who is gone"
