@@ -6,7 +6,9 @@ and a sibling process elsewhere (`trainer.reserved`). A rank never forks an engi
 Environment, all optional:
     SCAVENGER_PYTHON   interpreter of ranks and engines; default this one
     SCAVENGER_RANKS    MPI ranks; default SLURM_NTASKS, else 1
-    SCAVENGER_MPI      srun | mpirun | auto (default): `srun --mpi=pmix` where a probe sees the whole world, else mpirun
+    SCAVENGER_MPI      srun | mpirun | auto (default): srun with the first of `--mpi=pmix` and `--mpi=pmi2` under which a probe sees
+                       the whole world, else mpirun
+    SLURM_MPI_TYPE     Slurm's own: the only type that srun is then tried with
     SCAVENGER_BACKEND  "local": not under Slurm, whatever SLURM_* says
 What the MPI library is told is what a tiny world of as many ranks was seen to need (`trainer.mpi_settings`); a
 variable that the user set stays. A job that fails says why in the last line of its log.
@@ -148,14 +150,17 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     )
 
 
-def srun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:
-    return ["srun", "--mpi=pmix", "--overlap", f"--ntasks={made.ranks}", "--kill-on-bad-exit=1", *argv]
+def srun_ranks(made: LaunchPlan, launcher: str, argv: Sequence[str]) -> list[str]:
+    return [*launcher.split(), "--overlap", f"--ntasks={made.ranks}", "--kill-on-bad-exit=1", *argv]
 
 
 def mpirun_ranks(made: LaunchPlan, argv: Sequence[str]) -> list[str]:
-    """Raises `ConfigError` when no mpirun is installed."""
+    """The mpirun beside the interpreter, which came with its MPI library, else the one on PATH.
+
+    Raises `ConfigError` when none is installed.
+    """
     beside = Path(made.python).with_name("mpirun")
-    found = shutil.which("mpirun") or (str(beside) if beside.exists() else None)
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise ConfigError(
             "no mpirun on PATH",
@@ -183,7 +188,8 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
     """
     if not made.slurm and made.launcher != "srun" and made.ranks == 1:
         return RankStart(made.trainer, environ, "one rank needs no launcher")
-    launchers, found, trials = _launchers(made), _library(made, environ), list[Trial]()
+    found = _library(made, environ)
+    launchers, trials = _launchers(made, found, environ), list[Trial]()
     while True:
         chosen = mpi_settings.decide(found, launchers, made.ranks, trials)
         if isinstance(chosen, GiveUp):
@@ -196,25 +202,33 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
         trials.append(Trial(chosen.launcher, chosen.settings, code, error_text))
 
 
-def _launchers(made: LaunchPlan) -> tuple[str, ...]:
+def _launchers(made: LaunchPlan, found: Library, environ: Mapping[str, str]) -> tuple[str, ...]:
     """In the order in which they are preferred.
 
-    Raises `ConfigError` where only mpirun would do and there is none.
+    Raises `ConfigError` where there is none.
     """
+    sruns: tuple[str, ...] = ()
+    if made.launcher == "srun" or (made.slurm and made.launcher == "auto"):
+        listed = "" if environ.get("SLURM_MPI_TYPE") else _output(["srun", "--mpi=list"], environ)
+        sruns = mpi_settings.srun_launchers(found, listed, environ.get("SLURM_MPI_TYPE", ""))
     if made.launcher == "srun":
-        return ("srun",)
-    both = made.slurm and made.launcher == "auto"
+        if not sruns:
+            raise ConfigError(
+                f"srun offers neither pmix nor pmi2: `srun --mpi=list` says {listed.strip()!r}",
+                "set SCAVENGER_MPI=mpirun, or install Slurm's PMIx plugin",
+            )
+        return sruns
     try:
         mpirun_ranks(made, ())
     except ConfigError:
-        if both:
-            return ("srun",)
+        if sruns:
+            return sruns
         raise
-    return ("srun", "mpirun") if both else ("mpirun",)
+    return (*sruns, "mpirun")
 
 
 def _launched(launcher: str, made: LaunchPlan, argv: Sequence[str]) -> list[str]:
-    return srun_ranks(made, argv) if launcher == "srun" else mpirun_ranks(made, argv)
+    return srun_ranks(made, launcher, argv) if launcher.startswith("srun ") else mpirun_ranks(made, argv)
 
 
 def _library(made: LaunchPlan, environ: Mapping[str, str]) -> Library:
@@ -223,6 +237,11 @@ def _library(made: LaunchPlan, environ: Mapping[str, str]) -> Library:
         argv = [mpirun_ranks(made, ())[0], "--version"]
     except ConfigError:
         argv = [made.python, "-c", LIBRARY]
+    return mpi_settings.library(_output(argv, environ))
+
+
+def _output(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What a command prints, older `srun --mpi=list` to stderr; "" where it cannot run, or does not end in time."""
     try:
         done = subprocess.run(
             argv,
@@ -233,8 +252,8 @@ def _library(made: LaunchPlan, environ: Mapping[str, str]) -> Library:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Library()
-    return mpi_settings.library(done.stdout.decode(errors="replace"))
+        return ""
+    return (done.stdout + done.stderr).decode(errors="replace")
 
 
 def _tried(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> tuple[int | None, str]:

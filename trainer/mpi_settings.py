@@ -99,6 +99,19 @@ def library(text: str) -> Library:
     return Library()
 
 
+def srun_launchers(found: Library, listed: str, named: str = "") -> tuple[str, ...]:
+    """`srun` with each process management interface (PMI) that may fit the library, the likeliest first.
+
+    `listed`: what `srun --mpi=list` prints. `named`: the user's own choice (SLURM_MPI_TYPE), which is left alone.
+    """
+    if named:
+        return (f"srun --mpi={named}",)
+    # MPICH and its kin speak PMI2 unless they were built with PMIx; Open MPI speaks PMIx.
+    order = ("pmi2", "pmix") if found.make in ("MPICH", "Intel MPI") else ("pmix", "pmi2")
+    offered = set(re.findall(r"^(?:srun:)?\s*(\w+)\s*$", listed, re.M))
+    return tuple(f"srun --mpi={kind}" for kind in order if kind in offered)
+
+
 def candidates(found: Library) -> tuple[Settings, ...]:
     """Settings to try, in this order. What is not Open MPI needs none of Open MPI's."""
     if found.make != "Open MPI":
@@ -138,7 +151,7 @@ def decide(
                 return Try(launcher, settings)
     remedy = (
         "try it in such an allocation: `mpirun -n 2 python -m trainer.world_probe 2 10`; open TCP between the nodes, "
-        "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun"
+        "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun and SLURM_MPI_TYPE"
     )
     return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_describe(trials)}", remedy)
 

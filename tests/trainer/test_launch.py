@@ -44,7 +44,8 @@ def test_reserved_engines_are_the_run_s() -> None:
 
 def test_under_slurm_each_engine_is_a_step_of_its_own() -> None:
     made = make({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SCAVENGER_MPI": "srun"})
-    assert launch.srun_ranks(made, made.trainer)[:4] == ["srun", "--mpi=pmix", "--overlap", "--ntasks=2"]
+    argv = launch.srun_ranks(made, "srun --mpi=pmix", made.trainer)
+    assert argv[:4] == ["srun", "--mpi=pmix", "--overlap", "--ntasks=2"]
     assert launch.engine_argv(made, 0)[:3] == ["srun", "--overlap", "--ntasks=1"]
     assert launch.environment({"SLURM_JOB_ID": "7"}, root=False)["SCAVENGER_JOB_ID"] == "7"
 
@@ -96,7 +97,9 @@ def test_variables_that_cannot_be_used_are_refused(environ: dict[str, str]) -> N
 
 
 def test_where_srun_cannot_make_a_world_mpirun_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, body in {"srun": "echo no pmix here >&2; exit 1", "mpirun": "exit 0"}.items():
+    listed = r'printf "MPI plugin types are...\n\tpmix\n"'
+    srun = f'[ "$1" = --mpi=list ] && {listed} || {{ echo no pmix here >&2; exit 1; }}'
+    for name, body in {"srun": srun, "mpirun": "exit 0"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -104,7 +107,7 @@ def test_where_srun_cannot_make_a_world_mpirun_does(monkeypatch: pytest.MonkeyPa
     start = launch.rank_start(made, os.environ)
     assert start.argv == (str(tmp_path / "mpirun"), "-n", "2", *made.trainer)
     assert "2 ranks met under mpirun" in start.reason
-    assert "(srun with its own settings: no pmix here)" in start.reason
+    assert "(srun --mpi=pmix with its own settings: no pmix here)" in start.reason
 
 
 def fake_python(folder: Path, body: str) -> Path:

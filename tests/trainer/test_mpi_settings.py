@@ -50,6 +50,28 @@ def chosen(text: str, *trials: Trial, launchers: tuple[str, ...] = ("srun", "mpi
     return mpi_settings.decide(mpi_settings.library(text), launchers, 2, trials)
 
 
+LISTED = "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "listed", "named", "expected"),
+    [
+        (OPEN_MPI_5, LISTED, "", ["pmix", "pmi2"]),
+        (MPICH, LISTED, "", ["pmi2", "pmix"]),
+        (INTEL, LISTED, "", ["pmi2", "pmix"]),
+        ("", LISTED, "", ["pmix", "pmi2"]),
+        (OPEN_MPI_5, "MPI plugin types are...\n\tnone\n\tpmi2\n", "", ["pmi2"]),
+        (OPEN_MPI_5, "srun: fatal: no configuration", "", []),
+        (OPEN_MPI_5, LISTED, "pmix_v3", ["pmix_v3"]),
+    ],
+)
+def test_srun_is_tried_with_the_interface_that_the_library_speaks(
+    text: str, listed: str, named: str, expected: list[str]
+) -> None:
+    found = mpi_settings.srun_launchers(mpi_settings.library(text), listed, named)
+    assert found == tuple(f"srun --mpi={kind}" for kind in expected)
+
+
 def test_open_mpi_4_is_tried_with_tcp_first_and_5_with_nothing_set() -> None:
     four, five = chosen(OPEN_MPI_4), chosen(OPEN_MPI_5)
     assert isinstance(four, Try)

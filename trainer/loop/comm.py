@@ -151,7 +151,7 @@ def check_size(size: int, environ: Mapping[str, str]) -> None:
         raise ConfigError(
             f"MPI sees a world of {size} rank(s), but {name} says {expected}",
             "launcher and MPI library must be of one make: start with that library's mpirun, or with `srun --mpi=pmix` if it was built "
-            "with PMIx; inside an allocation start `python -m trainer` through one of them, never by itself",
+            "with PMIx (MPICH: `--mpi=pmi2`); inside an allocation start `python -m trainer` through one of them, never by itself",
         )
 
 

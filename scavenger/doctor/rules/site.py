@@ -177,7 +177,7 @@ def mpi(facts: Facts, wanted: Wanted) -> Finding:
             "mpi", Level.WARNING, f"{observed}; training jobs start their ranks with mpirun", remedy
         )
     return Finding(
-        "mpi", Level.OK, f"{observed}; training jobs use pmix where it makes one world, else mpirun"
+        "mpi", Level.OK, f"{observed}; training jobs use pmix or pmi2, where it makes one world, else mpirun"
     )
 
 
