@@ -183,7 +183,7 @@ def test_a_job_whose_ranks_cannot_reach_one_another_fails_soon_with_why_in_its_l
     wait_for("the job to be gone", lambda: int(told) not in unfinished(cluster.view()), 120)
     last = (tmp_path / "log").read_text().splitlines()[-1]
     assert last.startswith("launch: 2 ranks cannot reach one another by MPI (Open MPI ")
-    assert "srun with " in last
+    assert "): srun --mpi=pmix with " in last, "the launcher that this Open MPI was tried by"
     assert "mpirun with " in last
     [found] = [job for job in cluster.view().jobs if job.job_id == int(told)]
     assert (found.state, found.exit_code) == (JobState.FAILED, 2)
