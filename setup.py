@@ -57,9 +57,9 @@ EXTRAS = {
     # constraints.txt has; so it is not in dev, and its tests are skipped without it.
     "verifiers": ["verifiers>=0.1.11,<0.2"],
     "postgres": ["psycopg[binary]>=3.1"],
-    # Only the one of the site's own Slurm X.Y works, and of those only 22.5 is read. pip would bring the newest release: the right one is
-    # built from pyslurm's tag with the site's headers (scripts/build-pyslurm), and pip refuses what could not be used anyway.
-    "pyslurm": ["pyslurm==22.5.*"],
+    # Only the one of the site's own Slurm X.Y works: scripts/build-pyslurm builds it from pyslurm's tag with the site's headers.
+    # Later releases dropped the calls that are read (scavenger/cluster/pyslurm/process.py).
+    "pyslurm": ["pyslurm>=22.5,<25"],
     "nixl": ["nixl>=1.0"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.
     "mpi": ["mpich>=4.2"],

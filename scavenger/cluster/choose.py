@@ -54,7 +54,7 @@ def backend(config: DaemonConfig) -> Cluster:
 
 
 def with_pyslurm(commands: SlurmCluster, timeout_s: float) -> tuple[PyslurmCluster | None, str]:
-    """A backend whose pyslurm was found, is that of this Slurm, and has been imported in its process; or None, and why not."""
+    """A backend whose pyslurm is that of this Slurm, was imported in its process and reads this site; or None, and why not."""
     try:
         why_not = unfit(commands.version())
     except ClusterError as error:
@@ -64,9 +64,12 @@ def with_pyslurm(commands: SlurmCluster, timeout_s: float) -> tuple[PyslurmClust
     cluster = PyslurmCluster(commands, timeout_s)
     try:
         cluster.start()
+        why_not = cluster.unreadable()
     except ClusterUnavailable as error:
+        why_not = error.cause
+    if why_not:
         cluster.close()
-        return None, error.cause
+        return None, why_not
     return cluster, ""
 
 

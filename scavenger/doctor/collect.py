@@ -11,8 +11,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from scavenger.cluster import choose
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.errors import ClusterError
 
@@ -61,7 +63,9 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
         silent = dataclasses.replace(answers["config"], remedy=NO_SLURM)
         return Facts(dict.fromkeys(("config", *QUESTIONS), silent), asked_at, pyslurm=pyslurm_version())
     answers |= {name: ask(argv, clean, deadline_s) for name, argv in QUESTIONS.items()}
-    facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), pyslurm_version())
+    installed = pyslurm_version()
+    unfit = pyslurm_unfit(clean, deadline_s) if installed else ""
+    facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), installed, unfit)
     if facts.accounting:
         answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}
     return facts
@@ -84,3 +88,11 @@ def pyslurm_version() -> str:
         return importlib.metadata.version("pyslurm")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def pyslurm_unfit(env: Mapping[str, str], deadline_s: float) -> str:
+    """Why the daemon would not use it, or "": found out as the daemon does, in a process of its own."""
+    cluster, why_not = choose.with_pyslurm(SlurmCluster(env, timeout_s=deadline_s), deadline_s)
+    if cluster is not None:
+        cluster.close()
+    return why_not

@@ -62,6 +62,7 @@ class Facts:
     asked_at: float = 0.0
     utc_offset_s: float = 0.0
     pyslurm: str = ""  # the installed one's version, "" = none
+    pyslurm_unfit: str = ""  # why it cannot read this site, "" = it can
     probe: CommandOutput | None = None  # what the test job said of its node; None = it was not asked for
     _cache: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 

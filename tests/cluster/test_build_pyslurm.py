@@ -64,7 +64,7 @@ def refused(env: dict[str, str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("different", "said"),
     [
-        ({"headers": "0x180b05"}, "are Slurm 24.11's, whose pyslurm the daemon does not read"),
+        ({"headers": "0x190b04", "commands": "slurm 25.11.4", "release": "25.11"}, "has no node() and job()"),
         ({"headers": "none"}, "say no version"),
         ({"commands": "slurm 24.11.5"}, "are Slurm 22.5's, and the commands here are slurm 24.11.5's"),
         ({"release": "23.2"}, "this source is for Slurm 23.2"),
@@ -86,3 +86,5 @@ def test_what_is_missing_is_named_with_where_to_get_it(tmp_path: Path) -> None:
     assert "is no folder" in refused(env, "--source", str(tmp_path / "nowhere"))
     assert "no Python at /nowhere/python" in refused(env, "--python", "/nowhere/python")
     assert "unknown option --help" in refused(env, "--help")
+    subprocess.run(["git", "init", "--quiet", "--bare", tmp_path / "clone"], check=True)
+    assert "pyslurm has no release for Slurm 22.5 in" in refused(env, "--source", str(tmp_path / "clone"))

@@ -22,6 +22,7 @@ def site(
     answers: dict[str, CommandOutput] | None = None,
     asked_at: float = AT,
     pyslurm: str = "",
+    pyslurm_unfit: str = "",
     probe: CommandOutput | None = None,
 ) -> Facts:
     """The recorded site with other settings (None: this Slurm has none of that name), and with text replaced in its answers."""
@@ -38,6 +39,7 @@ def site(
         asked_at,
         0.0,
         pyslurm,
+        pyslurm_unfit,
         probe,
     )
 

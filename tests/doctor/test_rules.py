@@ -52,7 +52,14 @@ CASES = [
     ("pyslurm", site(), WANTED, OK, "not installed"),
     ("pyslurm", site(pyslurm="22.5.3"), WANTED, OK, "matches"),
     ("pyslurm", site(pyslurm="25.11.0"), WANTED, WARNING, "does not match"),
-    ("pyslurm", site({"SLURM_VERSION": "24.11.3"}, pyslurm="24.11.0"), WANTED, WARNING, "is not read"),
+    ("pyslurm", site({"SLURM_VERSION": "24.11.3"}, pyslurm="24.11.0"), WANTED, OK, "reads this site"),
+    (
+        "pyslurm",
+        site({"SLURM_VERSION": "25.11.3"}, pyslurm="25.11.0", pyslurm_unfit="pyslurm 25.11.0 has no node"),
+        WANTED,
+        WARNING,
+        "Slurm's commands instead: pyslurm 25.11.0 has no node",
+    ),
     # clock
     ("clock", site(asked_at=AT + 2), WANTED, OK, "agree"),
     ("clock", site(asked_at=AT - 60), WANTED, WARNING, "-60 s off"),

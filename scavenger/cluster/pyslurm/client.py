@@ -65,9 +65,6 @@ def mismatch(pyslurm_version: str, slurm_version: str) -> str:
         return f"pyslurm {pyslurm_version} or Slurm {slurm_version} has no version that can be compared"
     if ours != theirs:
         return f"pyslurm {pyslurm_version} is for Slurm {ours[0]}.{ours[1]:02d}, and this is Slurm {slurm_version}"
-    if ours not in wire.READS:
-        known = ", ".join(f"{major}.{minor}" for major, minor in wire.READS)
-        return f"pyslurm {pyslurm_version} has other calls than those known here ({known})"
     return ""
 
 
@@ -98,8 +95,19 @@ class PyslurmCluster:
         return self._child.pid
 
     def start(self) -> str:
-        """Start the process now and return pyslurm's version. Raises `ClusterUnavailable` when it cannot be imported there."""
+        """Start the process now and return pyslurm's version.
+
+        Raises `ClusterUnavailable` when it cannot be imported there, or lacks a call that is made.
+        """
         return self._child.start()
+
+    def unreadable(self) -> str:
+        """What of the site's own records cannot be read, or "": asked once, and a Slurm that does not answer says nothing of them."""
+        try:
+            self.view()
+        except ClusterUnavailable as error:
+            return error.cause if error.error_kind == ErrorKind.PARTIAL else ""
+        return ""
 
     def info(self) -> ClusterInfo:
         return replace(self._commands.info(), backend="pyslurm")
@@ -212,6 +220,10 @@ class Child:
             raise self._failed(error.cause) from error
         if not isinstance(hello, wire.Hello):
             raise self._failed(f"pyslurm's process began with {type(hello).__name__}")
+        if hello.lacks:
+            raise self._failed(
+                f"pyslurm {hello.version} has no {' and no '.join(hello.lacks)}, which are read"
+            )
         self._version = hello.version
 
     def _failed(self, cause: str) -> ClusterUnavailable:

@@ -14,8 +14,6 @@ import msgspec
 from scavenger.cluster.error_kind import ErrorKind
 from scavenger.errors import ClusterUnavailable
 
-#: (major, minor) of the pyslurm releases whose calls `scavenger.cluster.pyslurm.process` makes.
-READS = ((22, 5),)
 MAX_BYTES = 512 << 20  # 100,000 jobs take about 60 MB
 HEADER = struct.Struct(">I")
 
@@ -72,9 +70,10 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Sent once, when pyslurm was imported."""
+    """Sent once, when pyslurm was imported. `lacks`: names that are read and that this release does not have."""
 
     version: str
+    lacks: tuple[str, ...] = ()
 
 
 class RowsReply(msgspec.Struct, frozen=True, tag=True):

@@ -6,8 +6,9 @@ A process of its own, because pyslurm holds the interpreter's lock during every 
 ends the process that it is in when it finds no configuration, because the cluster is fixed at import, and because it is GPL-2.0: nothing
 of it is linked into the daemon.
 
-Written for the releases in `pyslurm_wire.READS`. Owns which of pyslurm's calls are made: `node().get()` and `job().get()` for what only
-they have (`gres_used`, TRES texts); `Jobs.load()` for exit codes, because `job().get()` carries one record's signal over into the next.
+Owns which of pyslurm's calls are made: `node().get()` and `job().get()` for what only they have (`gres_used`, TRES texts), which releases
+22.5 to 24.11 offer; `Jobs.load()` for exit codes, because `job().get()` carries one record's signal over into the next. What a release
+lacks of them is in the first message.
 Configuration and partitions are the commands' (`partition().get()` leaves the preempt mode out). Knows nothing of what the rows mean.
 """
 
@@ -24,6 +25,8 @@ import msgspec
 from scavenger.cluster.pyslurm import messages as wire
 from scavenger.errors import ClusterUnavailable
 
+#: What is read of pyslurm. 25.5 dropped `node`, 25.11 `job` too.
+READS = ("node", "job", "Jobs", "PyslurmError")
 _OVER = (
     "COMPLETED",
     "CANCELLED",
@@ -151,9 +154,14 @@ def answer(lib: Any, ask: wire.Ask) -> wire.Reply:
         return wire.Failed(ask.number, str(error.args[0] if error.args else error))
 
 
+def version_of(lib: Any) -> str:
+    """A function says it until 22.5, a module of that name since."""
+    return str(lib.version() if callable(lib.version) else lib.__version__)
+
+
 def serve(lib: Any, source: BinaryIO, sink: BinaryIO) -> None:
     """Answer until the daemon closes its end."""
-    _send(sink, wire.Hello(lib.version()))
+    _send(sink, wire.Hello(version_of(lib), tuple(name for name in READS if not hasattr(lib, name))))
     while True:
         header = source.read(wire.HEADER.size)
         if len(header) < wire.HEADER.size:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from scavenger.cluster.pyslurm.messages import READS
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
 
@@ -59,24 +58,15 @@ def pyslurm(facts: Facts, wanted: Wanted) -> Finding:
         return Finding(
             "pyslurm", Level.OK, 'not installed: the daemon uses Slurm\'s commands (backend = "auto")'
         )
-    x, y = major_minor(theirs)
-    known = ", ".join(f"{major}.{minor}" for major, minor in READS)
-    readable = (x, y) in READS
-    if major_minor(facts.pyslurm) == (x, y) and readable:
-        return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs}")
-    if major_minor(facts.pyslurm) == (x, y):
-        observed = f"pyslurm {facts.pyslurm} matches Slurm {theirs}, and is not read: pyslurm {known} is; the daemon uses Slurm's commands"
-    else:
+    leave_out = "leave it out (pip uninstall pyslurm): the commands do the same"
+    if major_minor(facts.pyslurm) != major_minor(theirs):
         observed = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
-    build = (
-        "build this Slurm's with scripts/build-pyslurm (pip's is another release), or " if readable else ""
-    )
-    return Finding(
-        "pyslurm",
-        Level.WARNING,
-        observed,
-        f"{build}leave it out (pip uninstall pyslurm): the commands do the same",
-    )
+        build = "build this Slurm's with scripts/build-pyslurm (pip's is another release)"
+        return Finding("pyslurm", Level.WARNING, observed, f"{build}, or {leave_out}")
+    if facts.pyslurm_unfit:
+        observed = f"the daemon uses Slurm's commands instead: {facts.pyslurm_unfit}"
+        return Finding("pyslurm", Level.WARNING, observed, leave_out)
+    return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs} and reads this site")
 
 
 def private_data(facts: Facts, wanted: Wanted) -> Finding:
