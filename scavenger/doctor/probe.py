@@ -24,6 +24,7 @@ from scavenger.config import DaemonConfig
 from scavenger.doctor import collect
 from scavenger.doctor.facts import CommandOutput
 from scavenger.errors import ClusterError
+from scavenger.harvest.execute import job_script
 
 LIMIT_S = 60.0
 WAIT_S = 180.0
@@ -43,7 +44,8 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then exit 0; fi
 say "node=${{SLURMD_NODENAME:-$(hostname)}}"
 say state_dir=ok
 if [ -n "${{CUDA_VISIBLE_DEVICES:-}}" ]; then say gpu=ok; else say "gpu=CUDA_VISIBLE_DEVICES is empty"; fi
-if words=$({python} -c 'import rollout, scavenger' 2>&1 </dev/null); then say python=ok; else say "python=${{words##*$'\\n'}}"; fi
+if words=$({container}{python} -c 'import os, sys, rollout, scavenger; os.stat(sys.argv[1])' "$dir" 2>&1 </dev/null); then say python=ok
+else words=$(grep -v '^srun: ' <<<"$words"); say "python=${{words##*$'\\n'}}"; fi
 if timeout 10 bash -c 'exec 3<>"/dev/tcp/$0/$1"' {host} {port} 2>/dev/null; then say port=ok
 else say "port="{host}":{port} cannot be reached from here"; fi
 if words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
@@ -52,11 +54,20 @@ sleep {limit}
 """
 
 
-def script(folder: Path, python: str, host: str, port: int) -> str:
-    """Pure. The batch script of the test job."""
+def script(folder: Path, python: str, host: str, port: int, container: str = "") -> str:
+    """Pure. The batch script of the test job. `container`: `harvest.container`, in which the engines' Python is looked for."""
     quote = shlex.quote
+    # in a step, as the engine: the container may be options of srun
+    step = (
+        f"srun --ntasks=1 --mpi=none --input=none {job_script.shell_words(container)} " if container else ""
+    )
     return _SCRIPT.format(
-        dir=quote(str(folder)), python=quote(python), host=quote(host), port=int(port), limit=int(LIMIT_S)
+        dir=quote(str(folder)),
+        container=step,
+        python=quote(python),
+        host=quote(host),
+        port=int(port),
+        limit=int(LIMIT_S),
     )
 
 
@@ -100,9 +111,9 @@ def run(
     job_id = 0
     try:
         with _listening(config) as (host, port):
-            job_id = cluster.submit(
-                job(config, script(folder, config.harvest.python or sys.executable, host, port))
-            )
+            h = config.harvest
+            text = script(folder, h.python or sys.executable, host, port, h.container)
+            job_id = cluster.submit(job(config, text))
             say(
                 f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"
             )

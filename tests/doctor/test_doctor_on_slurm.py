@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
 
@@ -89,6 +90,22 @@ def test_a_node_without_our_python_or_way_to_our_port_is_a_problem_with_its_reme
     assert "harvest.python" in one.remedy
     assert "daemon.advertise" in one.remedy
     assert "requeue:" not in one.observed
+
+
+def test_the_engines_python_is_looked_for_where_the_engine_runs(
+    slurm_sandbox: SlurmSandbox, tmp_path: Path
+) -> None:
+    """What stands for the container here is a command with a mark in its environment."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$MARK" = "in it" ] && exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    outside = on_node(slurm_sandbox, config(tmp_path / "state", python=str(python)))
+    assert outside.level is Level.PROBLEM, outside
+    inside = config(tmp_path / "state", python=str(python), container="env 'MARK=in it'")
+    assert on_node(slurm_sandbox, inside).level is Level.OK
+    nowhere = on_node(slurm_sandbox, config(tmp_path / "state", container="/nowhere/apptainer exec x"))
+    assert nowhere.level is Level.PROBLEM
+    assert "/nowhere/apptainer" in nowhere.observed
 
 
 def test_a_job_that_the_partition_refuses_is_told_with_slurm_s_words(

@@ -61,7 +61,7 @@ def _quote(value: object) -> str:
     return shlex.quote(text)
 
 
-def _words(value: object) -> str:
+def shell_words(value: object) -> str:
     """A command line of the configuration as the shell's words, each quoted: nothing in it is run or expanded."""
     try:
         return " ".join(_quote(word) for word in shlex.split(str(value)))
@@ -80,7 +80,7 @@ def render(template: str, job: JobScript) -> str:
         comment_end_string="##}",
     )
     environment.filters["quote"] = _quote
-    environment.filters["words"] = _words
+    environment.filters["words"] = shell_words
     try:
         script = environment.from_string(template).render(dataclasses.asdict(job))
     except jinja2.TemplateError as error:
