@@ -330,6 +330,10 @@ def _run(made: LaunchPlan, environ: Mapping[str, str], error_text: list[str]) ->
     ranks: subprocess.Popen[bytes] | None = None
     control = engine_control.Launcher()
     environ = dict(environ) | {engine_control.VARIABLE: str(control.folder)}
+    if (
+        not sys.stdout.isatty()
+    ):  # rich's variable: no bar in a log, also where ranks get a terminal (mpirun of Open MPI 5)
+        environ["TTY_COMPATIBLE"] = "0"
     acted = 0  # number of rank 0's last word that was acted upon
     try:
         if made.daemon is not None:

@@ -318,7 +318,7 @@ class HarvestSection(Section):
     container: str = ""
     """Runs the engine in a container: options of `srun` for pyxis (`--container-image=...`), or a command
     (`apptainer exec --nv IMAGE`), split as a shell splits words. Python and the state directory must have the
-    same paths in the container."""
+    same paths in the container (`--bind`); `scavenger doctor --submit` looks for both there."""
     quarantine_after: Positive = 3
     """Engine deaths on a node within `quarantine_s` after which the node gets no engines for
     `quarantine_s`. Where engines of one owner's runs die on two nodes and none of these runs ever worked, no

@@ -1,4 +1,4 @@
-"""Engines in containers on a real Slurm: they work, leave on notice and come back as others do. With each runtime that is installed here."""
+"""Engines in containers on a real Slurm: they work, leave on notice and come back. With each runtime that is installed here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PYTHON = Path("/engine/python")
 
 def _image(folder: Path) -> list[Path]:
     """An image as a folder: a marker, empty places for the host's files, and the Python's name. Returns what has to be mounted."""
-    for name in ("dev", "etc", "home", "mnt", "proc", "run", "sys", "tmp", "var"):
+    for name in ("dev", "etc", "home", "mnt", "proc", "run", "sys", "tmp", "var", "var/tmp"):
         (folder / name).mkdir(parents=True)
     for name in ("hosts", "passwd", "group", "resolv.conf", "nsswitch.conf", "localtime"):
         (folder / "etc" / name).touch()
@@ -30,7 +30,7 @@ def _image(folder: Path) -> list[Path]:
     (folder / PYTHON.parent.name).mkdir()
     (folder / str(PYTHON)[1:]).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / str(PYTHON)[1:]).chmod(0o755)
-    needed = (Path(__file__), Path(sys.executable), Path(sys.executable).resolve())
+    needed = (folder, Path(__file__), Path(sys.executable), Path(sys.executable).resolve())
     tops = sorted({Path("/usr"), *(Path("/", path.parts[1]) for path in needed)} - {Path("/tmp")})
     for top in tops:
         (folder / top.name).mkdir()
@@ -42,7 +42,7 @@ def _charliecloud(image: Path, mounts: list[Path]) -> str:
 
 
 def _apptainer(image: Path, mounts: list[Path]) -> str:
-    return f"apptainer exec --no-home --bind {','.join(map(str, mounts))} {image}"
+    return f"apptainer exec --userns --no-home --bind {','.join(map(str, mounts))} {image}"
 
 
 @pytest.mark.parametrize(("runtime", "command"), [("ch-run", _charliecloud), ("apptainer", _apptainer)])
@@ -85,6 +85,7 @@ def test_engines_in_containers_leave_on_notice_and_come_back(
         play.wait_for(
             "their jobs to be at work again", lambda: {job for _, job, _ in play.busy(site)} == jobs
         )
+        play.wait_for("a step that they took part in", lambda: play.steps_done(site) >= 2)
         done = play.cut_short(site, training)
         harvest_limits.drain(site.state_dir, "the test", at_once=False)
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site))

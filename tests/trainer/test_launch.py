@@ -154,11 +154,12 @@ def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
     """The launcher's own process, with a stand-in for Python that tells the two apart."""
     fake = fake_python(
         tmp_path,
-        f'case "$2" in trainer) sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 600;; esac',
+        f'case "$2" in trainer) echo "$TTY_COMPATIBLE" > {tmp_path}/compatible; sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 600;; esac',
     )
     script, environ = job(tmp_path, fake)
-    done = subprocess.run(script, env=environ, timeout=90, check=False)
+    done = subprocess.run(script, env=environ, timeout=90, check=False, stdout=subprocess.DEVNULL)
     assert done.returncode == 5
+    assert (tmp_path / "compatible").read_text() == "0\n", "what writes to a log is no terminal"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "engine").read_text()), 0)
 

@@ -82,8 +82,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Pa
         Monitor(tmp_path / "file" / "out", steps=4, out=Screen(terminal=False))
 
 
-def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(tmp_path: Path) -> None:
-    out = Screen(terminal=False)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """Also where a launcher that writes to a log gives its ranks a terminal."""
+    if terminal:
+        monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    out = Screen(terminal)
     write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 5.0))
     assert out.getvalue().splitlines() == [
         "step 1/4  reward 0.250  loss +3.000000e-01  tokens 12  length 3.0  moved 1  2.0 s (wait 1.0, train 0.5, publish 0.10)",

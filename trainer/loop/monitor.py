@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -286,7 +287,9 @@ class Monitor:
         clock: Callable[[], float] = time.time,
     ) -> None:
         out = out or sys.stdout
-        self._screen: Plain | Terminal = Terminal(steps, out) if out.isatty() else Plain(steps, out)
+        # Open MPI 5's mpirun gives ranks a terminal of its own, whatever its output is: the launcher knows (`launch`).
+        terminal = out.isatty() and os.environ.get("TTY_COMPATIBLE") != "0"
+        self._screen: Plain | Terminal = Terminal(steps, out) if terminal else Plain(steps, out)
         self._sinks: list[Sink] = [Jsonl(out_dir), self._screen, *more]
         self._clock = clock
 
