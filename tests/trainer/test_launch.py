@@ -154,7 +154,8 @@ def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
     """The launcher's own process, with a stand-in for Python that tells the two apart."""
     fake = fake_python(
         tmp_path,
-        f'case "$2" in trainer) echo "$TTY_COMPATIBLE" > {tmp_path}/compatible; sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 600;; esac',
+        f'case "$2" in trainer) echo "$TTY_COMPATIBLE" > {tmp_path}/compatible; sleep 1; exit 5;; '
+        f"*) echo $$ > {tmp_path}/engine; exec sleep 600;; esac",
     )
     script, environ = job(tmp_path, fake)
     done = subprocess.run(script, env=environ, timeout=90, check=False, stdout=subprocess.DEVNULL)
