@@ -50,3 +50,14 @@ def test_every_script_and_query_it_names_exists(page: Path) -> None:
     named = {name.rstrip(".") for name in NAMED.findall(page.read_text(encoding="utf-8"))}
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing, f"{identify(page)} names {missing}"
+
+
+def test_the_tour_counts_the_files_of_both_ways() -> None:
+    """Issue: a chunk crosses at most 22 files and an idle GPU at most 20."""
+    text = (ROOT / "docs/tour.md").read_text()
+    chunk, gpu = text.split("## Walk 2")
+    walks = [re.findall(r"^\| (\d+)\. `([\w/]+\.py)`", walk, re.MULTILINE) for walk in (chunk, gpu)]
+    for walk, most in zip(walks, (22, 20), strict=True):
+        assert [int(number) for number, _ in walk] == list(range(1, len(walk) + 1))
+        assert len({path for _, path in walk}) == len(walk) <= most
+        assert f"({len(walk)} files)" in text

@@ -49,6 +49,7 @@ class SiteOptions:
     cluster: Mapping[str, Any] = field(default_factory=dict)
     ledger: str = ""  # SQLAlchemy URL; empty = SQLite in the state directory
     router: Mapping[str, Any] = field(default_factory=dict)
+    daemon_module: str = "scavenger"  # what `python -m` starts as the daemon
 
 
 def daemon_document(
@@ -173,7 +174,7 @@ class Site:
         argv = [
             sys.executable,
             "-m",
-            "scavenger",
+            self.options.daemon_module,
             "daemon",
             "--config",
             str(self.config_path),
