@@ -29,7 +29,7 @@ from scavenger.errors import (
     StaleAttempt,
     describe,
 )
-from scavenger.protocol import keys, messages
+from scavenger.protocol import engine_options, keys, messages
 from scavenger.weights.source import WeightSource, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
@@ -85,6 +85,7 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         config.engine.gpu_memory_share,
         config.engine.eager,
         str(config.model.path / "tokenizer.json"),
+        engine_options.encode(config.engine.vllm),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from scavenger.config.section import Allowed, Fraction, Name, NonNegative, Positive, Seconds, Section, Share
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages.common import MAX_GROUP_SAMPLES
 
 Column = Annotated[str, Field(min_length=1), Allowed("column name")]
@@ -186,9 +187,20 @@ class EngineSection(Section):
     eager: bool = False
     """vLLM: `true` means no compilation and no CUDA graphs. Engines start sooner and generate slower. Without
     a GPU it is always so."""
+    vllm: dict[str, JsonValue] = {}
+    """vLLM: any other engine argument, by its Python name. Refused are those that the run or its job decides.
+    Harvested engines take numbers, switches and plain names, and what the admin allows besides
+    (`harvest.vllm_options`)."""
     pause: Annotated[Literal["abort", "keep"], Allowed('`"abort"`')] = "abort"
     """What becomes of unfinished samples when an engine gets other weights. `"keep"`, with which vLLM would
     continue them, is refused: a sample carries one version."""
+
+    @model_validator(mode="after")
+    def _vllm(self) -> EngineSection:
+        if found := engine_options.fault(self.vllm, harvested=False):
+            raise ValueError("; ".join(found))
+        engine_options.encode(self.vllm)
+        return self
 
     @model_validator(mode="after")
     def _pause(self) -> EngineSection:

@@ -330,6 +330,11 @@ class HarvestSection(Section):
     lived."""
     job_template: Path | None = None
     """Jinja2 template of the engines' batch script. None: the shipped `scripts/rollout.sbatch.j2`."""
+    vllm_options: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Allowed("names")
+    ] = ()
+    """Engine arguments of vLLM that harvested engines take of a run's `[engine.vllm]` besides numbers, switches
+    and plain names. Such an option may name files or code, and engines run as the daemon's user."""
     python: Annotated[str, Allowed("path")] = ""
     """Python interpreter of the engines on the compute nodes. Empty: the path of the daemon's own."""
     logs_mb: Positive = 512

@@ -7,6 +7,7 @@ but for the mark, which is `MARK`; of JSON documents only the fields that we rea
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,10 +122,17 @@ def play(sandbox: SlurmSandbox) -> None:
     is_now("cancelled-running", JobState.RUNNING)
     sandbox.run("scancel", stopped)
     is_now("cancelled-running", JobState.CANCELLED)
+    ready = sandbox.dir / "completing.ready"  # a SIGTERM that came before the trap would end it
     stubborn = submit(
-        "completing", "normal", "trap '' TERM; while :; do sleep 1; done", "-w", "node2", "--gres=gpu:1"
+        "completing",
+        "normal",
+        f"trap '' TERM; touch {shlex.quote(str(ready))}; while :; do sleep 1; done",
+        "-w",
+        "node2",
+        "--gres=gpu:1",
     )
     is_now("completing", JobState.RUNNING)
+    wait_for("the job to ignore SIGTERM", ready.exists)
     sandbox.run("scancel", "--full", stubborn)
     is_now("completing", JobState.RUNNING, JobFlag.COMPLETING)
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from scavenger import config as configs
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Finding, ScavengerError
-from scavenger.protocol import keys
+from scavenger.protocol import engine_options, keys
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
 from trainer.prepare import kv_cache, memory, weights
@@ -241,6 +241,8 @@ def _algorithm(config: RunConfig) -> str:
 
 def _engine(config: RunConfig) -> str:
     text = (config.model.path / "config.json").read_text()
+    from trainer.prepare import engines
+
     if config.engine.name == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
@@ -248,9 +250,10 @@ def _engine(config: RunConfig) -> str:
                 'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
         _divides(config)
+        engines.check_vllm_options(config.engine.vllm)
+        if found := engine_options.fault(config.engine.vllm, harvested=config.run.harvest):
+            return f"vllm; the daemon refuses this unless its admin allows it: {'; '.join(found)}"
         return "vllm"
-    from trainer.prepare import engines
-
     engines.check_reference(text)
     return (
         "reference: small models and tests; vllm is many times as fast"

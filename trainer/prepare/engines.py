@@ -5,12 +5,18 @@ The one place of `prepare` that knows `rollout`; starts no engine. Importing it 
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from rollout.engines.decoder import build_model, read_config
 from rollout.engines.published import layout, parse_config
+from scavenger.errors import ConfigError
 
 
 def wanted_weights(config_json: str) -> dict[str, tuple[int, ...]]:
@@ -28,3 +34,31 @@ def empty_model(config_json: str) -> Any:
 def check_reference(config_json: str) -> None:
     """Raises `EngineError` for a model that the reference engine does not compute."""
     read_config(config_json)
+
+
+def check_vllm_options(options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for an option that vLLM's own class does not have, or whose value is of another type."""
+    if not options:
+        return
+    from vllm.engine import arg_utils  # seconds of imports
+
+    fields = {field.name: field.type for field in dataclasses.fields(arg_utils.AsyncEngineArgs)}
+    for name, value in options.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            raise ConfigError(
+                f"engine.vllm.{name} is no engine argument of this vLLM",
+                f"did you mean {near[0]}?" if near else "see vLLM's page on engine arguments",
+            )
+        try:
+            one = type("One", (), {"__annotations__": {name: fields[name]}})  # vLLM writes some types as text
+            adapter = TypeAdapter(get_type_hints(one, vars(arg_utils))[name])
+        except (NameError, PydanticUserError):
+            continue  # a type that only vLLM can tell: the engine says what is wrong
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(
+                f"engine.vllm.{name} = {value!r}: {error.errors()[0]['msg']}",
+                "see vLLM's page on engine arguments",
+            ) from error

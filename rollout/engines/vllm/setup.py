@@ -23,6 +23,7 @@ from rollout.engines.base import Host, Weight
 from rollout.engines.published import Layout, layout, parse_config
 from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import EngineSpec
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,7 +93,17 @@ def cache_nbytes(config: Any, spec: EngineSpec) -> int:
 
 
 def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool) -> dict[str, Any]:
-    """Pure: vLLM's engine arguments. `folder` holds the config.json and nothing else: weights come from the trainer."""
+    """Pure: vLLM's engine arguments. `folder` holds the config.json and nothing else: weights come from the trainer.
+
+    Raises `EngineError` for options of the run that an engine must not take.
+    """
+    options = _options(spec)
+    stages = int(options.get("pipeline_parallel_size", 1))
+    if stages < 1 or host.gpus % stages:
+        raise EngineError(
+            f"engine.vllm.pipeline_parallel_size = {stages}, and the engine has {host.gpus} GPUs",
+            "set it to a divisor of the engine's GPUs",
+        )
     chosen: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",
@@ -102,7 +113,7 @@ def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool
         "dtype": spec.dtype,
         "max_model_len": spec.context_length,
         "max_num_seqs": spec.max_batch,
-        "tensor_parallel_size": host.gpus,
+        "tensor_parallel_size": host.gpus // stages,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
@@ -113,15 +124,23 @@ def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool
         "enable_sleep_mode": host.sleeps and gpu,
     }
     if gpu:
-        return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager}
+        return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager} | options
     chosen["distributed_executor_backend"] = (
         "uni" if host.gpus == 1 else "mp"
     )  # "uni": one process less than vLLM's choice
-    return chosen | {
-        "enforce_eager": True,
-        "block_size": CPU_BLOCK,
-        "kv_cache_memory_bytes": cache_nbytes(config, spec),
-    }
+    own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
+    return chosen | own | options | {"enforce_eager": True}
+
+
+def _options(spec: EngineSpec) -> dict[str, Any]:
+    try:
+        options = engine_options.decode(spec.options)
+    except ValueError as error:
+        raise EngineError(f"engine.vllm: {error}", "run trainer and engines of one release") from error
+    # What harvested engines may take besides was decided by the daemon.
+    if found := engine_options.fault(options, harvested=False):
+        raise EngineError(*found)
+    return options
 
 
 ALIGN = 64

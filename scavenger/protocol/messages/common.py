@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from scavenger.protocol.engine_options import MAX_CHARS
+
 #: The one protocol: a peer of another number is refused, and told to run the daemon's release.
 PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -83,6 +85,7 @@ class EngineSpec(Part, frozen=True):
     memory_share: Share = 0.9  # of a GPU's memory
     eager: bool = False  # no compilation and no CUDA graphs
     tokenizer: str = ""  # path of the tokenizer.json; read by workers only where `Sampling.stop` asks for it
+    options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
 
 
 class WeightSource(Part, frozen=True):

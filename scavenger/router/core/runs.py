@@ -12,6 +12,7 @@ import msgspec
 from scavenger.errors import ONE_RELEASE
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import WindowMoved
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
     PROTOCOL,
     Attach,
@@ -170,6 +171,10 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         # A repeat: its trainer connected again while the ledger is being read.
         run.trainer.opening = (conn, call.id, body)
         return
+    if (refusal := _fault_of_options(core, body)) is not None:
+        core.count("calls_refused")
+        core.send(conn, Reply(call.id, refusal))
+        return
     if run is None and not core.charge_row(f"runs {identity.public_key}"):
         core.count("calls_refused")
         core.send(conn, Reply(call.id, Denied("invalid", *_TOO_MANY)))
@@ -239,6 +244,16 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.step.last_committed = body.resume_step
     core.read_history(run)
+
+
+def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:
+    """Harvested engines are processes of the daemon's user: what they are given of a run is checked before anything is submitted."""
+    try:
+        options = engine_options.decode(body.engine.options)
+    except ValueError as error:
+        return Denied("invalid", f"engine.vllm: {error}", "run trainer and daemon of one release")
+    found = engine_options.fault(options, harvested=body.harvest, allowed=core.limits.vllm_options)
+    return Denied("invalid", *found) if found else None
 
 
 def _supersede_opening(core: Core, run: Run) -> None:

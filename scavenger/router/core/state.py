@@ -580,6 +580,7 @@ class RouterLimits:
     trainer_silent_s: float = 60.0
     trainer_gone_s: float = 600.0
     stalled_s: float = 300.0
+    vllm_options: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
@@ -595,4 +596,5 @@ class RouterLimits:
             daemon.trainer_silent_s,
             daemon.trainer_gone_s,
             daemon.engine_stalled_s,
+            config.harvest.vllm_options,
         )

@@ -1,0 +1,118 @@
+"""What a run may pass on to vLLM: ours are refused everywhere; harvested engines take plain values and what the admin allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rollout.engines.base import Host
+from rollout.engines.vllm import setup
+from scavenger.config import RunConfig
+from scavenger.errors import EngineError
+from scavenger.protocol import engine_options
+from scavenger.protocol.messages import Denied, EngineSpec
+from scavenger.router.core.state import RouterLimits
+from tests.router.harness import SPEC, Bench, open_body
+from trainer.prepare import engines
+
+
+@pytest.mark.parametrize("name", sorted(engine_options.OWNED))
+def test_what_the_run_or_its_job_decides_is_refused_everywhere(name: str) -> None:
+    for harvested in (False, True):
+        found = engine_options.fault({name: 1}, harvested=harvested, allowed=[name])
+        assert found is not None
+        assert f"engine.vllm.{name} cannot be set" in found[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_transfer_config": {"kv_connector_module_path": "evil"}},
+        {"speculative_config": {"method": "custom_class", "model": "evil.Proposer"}},
+        {"compilation_config": {"backend": "evil.backend"}},
+        {"scheduler_cls": "evil.Scheduler"},
+        {"kv_cache_dtype": "../../somewhere"},
+        {"attention_backend": "evil.module:Backend"},
+        {"cudagraph_capture_sizes": ["1"]},
+        {"moe_backend": {"a": 1}},
+        {"log_config_file": "/etc/passwd"},
+    ],
+)
+def test_harvested_engines_take_nothing_that_could_name_code_or_files(options: dict[str, Any]) -> None:
+    assert engine_options.fault(options, harvested=True) is not None
+    assert engine_options.fault(options, harvested=False) is None
+    assert engine_options.fault(options, harvested=True, allowed=list(options)) is None
+
+
+def test_plain_values_are_taken() -> None:
+    options = {"enable_expert_parallel": True, "kv_cache_dtype": "fp8", "cudagraph_capture_sizes": [1, 2, 4]}
+    assert engine_options.fault(options, harvested=True) is None
+    assert engine_options.decode(engine_options.encode(options)) == options
+    assert engine_options.fault({"not an option": 1}, harvested=False) is not None
+
+
+def test_a_configuration_with_an_option_of_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch says it"):
+        RunConfig.model_validate(
+            {"run": {"name": "r"}, "model": {"path": "m"}, "engine": {"vllm": {"max_num_seqs": 4}}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("allowed", "harvest", "opened"), [((), True, False), (("scheduler_cls",), True, True), ((), False, True)]
+)
+def test_the_daemon_refuses_the_run_before_anything_is_submitted(
+    allowed: tuple[str, ...], harvest: bool, opened: bool
+) -> None:
+    bench = Bench(limits=RouterLimits(vllm_options=allowed))
+    engine = replace(SPEC, options=json.dumps({"scheduler_cls": "evil.Scheduler"}))
+    answer = bench.call(replace(open_body(harvest=harvest), engine=engine))
+    assert ("r" in bench.router.core.runs) is opened
+    if not opened:
+        assert isinstance(answer, Denied)
+        assert "engine.vllm.scheduler_cls" in answer.reason
+
+
+def test_options_that_cannot_be_read_are_refused() -> None:
+    answer = Bench().call(replace(open_body(), engine=replace(SPEC, options="[1")))
+    assert isinstance(answer, Denied)
+    assert "engine.vllm" in answer.reason
+
+
+def _spec(**options: Any) -> EngineSpec:
+    return EngineSpec("vllm", "{}", "bfloat16", 8, 128, options=json.dumps(options))
+
+
+def test_options_reach_vllm_and_stages_divide_the_gpus(tmp_path: Path) -> None:
+    host = Host("r", gpus=4)
+    found = setup.arguments(_spec(pipeline_parallel_size=2, kv_cache_dtype="fp8"), host, tmp_path, None, True)
+    assert (found["tensor_parallel_size"], found["pipeline_parallel_size"]) == (2, 2)
+    assert found["kv_cache_dtype"] == "fp8"
+    with pytest.raises(EngineError, match="pipeline_parallel_size = 3, and the engine has 4 GPUs"):
+        setup.arguments(_spec(pipeline_parallel_size=3), host, tmp_path, None, True)
+    with pytest.raises(EngineError, match="cannot be set"):
+        setup.arguments(_spec(trust_remote_code=True), host, tmp_path, None, True)
+
+
+@pytest.mark.vllm
+def test_vllms_own_class_says_names_and_types() -> None:
+    engines.check_vllm_options(
+        {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "enable_eplb": False}
+    )
+    with pytest.raises(Exception, match="did you mean max_num_batched_tokens"):
+        engines.check_vllm_options({"max_num_batched_token": 4096})
+    with pytest.raises(Exception, match=r"engine\.vllm\.enable_eplb = 'yes'"):
+        engines.check_vllm_options({"enable_eplb": "yes"})
+
+
+@pytest.mark.vllm
+def test_every_name_of_ours_and_every_plain_one_is_an_argument_of_vllm() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert names >= engine_options.PLAIN | set(engine_options.OWNED)
