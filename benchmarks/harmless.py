@@ -9,14 +9,14 @@ same ones in each arm, by `--seed`), their GPUs scaled to its nodes, their start
     floor   what Slurm itself costs: preemptible one-GPU jobs that exit on TERM, always `--queued` of them in the queue
     daemon  the harvester of the daemon (driver, tracker, policy, Slurm's commands); its looks are divided by `--compress`,
             not below 1 s, and its RPC budget is multiplied by it
-    peers   the daemon, and every `--is_same_tier-every`-th job of others is in the harvest partition itself: Slurm never preempts us for it
-    peers0  the same jobs in the same partitions, and nobody harvests
+    peers   the daemon, and every `--same-tier-every`-th job of other users is in the harvest partition: Slurm never preempts us for it
+    peers0  the same jobs in the same partitions, without a daemon
     ahead     the daemon, looking ahead for as long as GraceTime is, and no less than `--window`; meant for `--grace 60`, where a job that
             Slurm must preempt us for could wait for a minute (the goal: p99 grows by 5 s at most)
     beside  no trace: a job of somebody else that works for CPU and disk, with and without an engine on its node (`harmless_neighbour`)
 
 `--preempt qos` has Slurm preempt by QOS (slurmdbd on a MariaDB of its own): others' QOS `normal` preempts ours, `scavenge`, which has the
-GraceTime. The arms are the same; a peer, in the harvest partition with QOS `normal`, may then preempt us as well.
+GraceTime. The arms are the same; a same-tier job, in the harvest partition with QOS `normal`, may then preempt us as well.
 
 What is light in it: the ledger and the router are lists, demand is unbounded, and an engine is the shipped job script around a shell loop
 that leaves within 0.3 s of a TERM (exit 75, then `scontrol requeue`) or of being given back. GPUs are files that Slurm believes in.
@@ -172,11 +172,11 @@ class OtherUsers:
     """Submits their jobs on time and reads what became of them."""
 
     def __init__(
-        self, sandbox: SlurmSandbox, folder: Path, plan: Sequence[OtherUsersJob], peer_every: int
+        self, sandbox: SlurmSandbox, folder: Path, plan: Sequence[OtherUsersJob], same_tier_every: int
     ) -> None:
         self.cluster, self.folder = SlurmCluster(sandbox.env), folder
         self.seen = [Seen(arrival) for arrival in plan]
-        self._same_tier_every = peer_every
+        self._same_tier_every = same_tier_every
 
     def is_same_tier(self, one: Seen) -> bool:
         return (
@@ -289,7 +289,7 @@ def harvester(
             job_template=template,
             time_limit_s=4 * HOUR_S,
             other_users_window_s=window_s,
-            same_tier_yield_s=options.peer_yield,
+            same_tier_yield_s=options.same_tier_yield,
             fresh_after_s=max(3.0, 30.0 / options.compress),
             drain_before_s=1.0,
             min_runtime_s=600.0 / options.compress,
@@ -412,7 +412,7 @@ async def _run(
 ) -> HarmlessOutcome:
     theirs = folder / "theirs"
     theirs.mkdir()
-    other_users = OtherUsers(sandbox, theirs, plan, options.peer_every if arm.startswith("peers") else 0)
+    other_users = OtherUsers(sandbox, theirs, plan, options.same_tier_every if arm.startswith("peers") else 0)
     sink, asked, stop = RecordSink(folder / "state"), Counter[str](), asyncio.Event()
     window_s = options.hours * HOUR_S / options.compress
     for one in other_users.seen:  # what ran before the window runs before anybody harvests
@@ -541,8 +541,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8, help="a node")
     parser.add_argument("--cold-start", type=float, default=115.0, help="of an engine, s before compression")
     parser.add_argument("--window", type=float, default=2.0, help="other_users_window_s")
-    parser.add_argument("--peer-yield", type=float, default=5.0, help="same_tier_yield_s")
-    parser.add_argument("--peer-every", type=int, default=3)
+    parser.add_argument("--same-tier-yield", type=float, default=5.0, help="same_tier_yield_s")
+    parser.add_argument("--same-tier-every", type=int, default=3)
     parser.add_argument("--pending", type=int, default=32, help="max_pending")
     parser.add_argument("--queued", type=int, default=8, help="jobs of the floor in the queue")
     parser.add_argument("--turns", type=int, default=6, help="of `beside`: as often an engine comes and goes")

@@ -41,7 +41,7 @@ class HarmlessOutcome:
 
 
 def report(outcomes: Sequence[HarmlessOutcome]) -> list[str]:
-    """A table, then the peers, then the reasons. *Later* is a job's delay less its own in `none`: what harvesting did to that job.
+    """A table, then the same-tier jobs, then the reasons. *Later* is a job's delay less its own in `none`: what harvesting did to that job.
 
     Where there is an arm `none` the jobs that began in it count, in every arm, also those that did not begin there (`bounded`).
     """
@@ -92,7 +92,7 @@ def report(outcomes: Sequence[HarmlessOutcome]) -> list[str]:
             )
             later_s = percentile(_later(one.same_tier_delays, before.same_tier_delays), 1.0)
             summary = (
-                f"{len(one.same_tier_delays)} jobs of peers: delay p50, p99, max "
+                f"{len(one.same_tier_delays)} same-tier jobs: delay p50, p99, max "
                 f"{percentiles}; at most {later_s:+.2f} s later than in peers0"
             )
             lines.append(f"\n{one.arm}, GraceTime {one.grace_s:g} s: {summary}")

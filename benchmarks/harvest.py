@@ -157,17 +157,17 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--cold-start", type=float, default=COLD_S)
-    parser.add_argument("--observe", type=float, default=10.0)
+    parser.add_argument("--poll-interval", type=float, default=10.0)
     parser.add_argument("--schedule", type=float, default=2.0)
     parser.add_argument("--hours", type=float, default=12.0)
     asked = parser.parse_args()
     fleet, cold_s = traces.read_nodes(asked.trace, 8, 72 * HOUR_S), asked.cold_start
     print(
-        f"{fleet.origin}: {fleet.gpus} GPUs, cold start {cold_s:g} s, looks every {asked.observe:g} s; "
+        f"{fleet.origin}: {fleet.gpus} GPUs, cold start {cold_s:g} s, polls every {asked.poll_interval:g} s; "
         "goal: 92 % harvested, under 5 % wasted"
     )
     for share in SHARES:
-        gpus = replay(fleet, share, cold_s, asked.observe, asked.schedule)
+        gpus = replay(fleet, share, cold_s, asked.poll_interval, asked.schedule)
         all_of = measure(gpus, cold_s, fleet.end_s)
         segments = [
             measure(part, cold_s, fleet.end_s)

@@ -64,11 +64,11 @@ ARMS = (
 )
 
 
-def coin(prompt: str, answer: str, meta: dict[str, Any]) -> float:
-    """A reward that says nothing: a coin that falls the same way for the same prompt and answer. In evaluations the truth is wanted."""
+def coin(prompt: str, completion: str, meta: dict[str, Any]) -> float:
+    """A reward that says nothing: a coin that falls the same way for the same prompt and completion. In evaluations the truth is wanted."""
     if meta.get("mode"):
-        return float(answer == meta["answer"])
-    return float(hashlib.blake2b(f"{prompt}/{answer}".encode(), digest_size=1).digest()[0] & 1)
+        return float(completion == meta["answer"])
+    return float(hashlib.blake2b(f"{prompt}/{completion}".encode(), digest_size=1).digest()[0] & 1)
 
 
 def document(

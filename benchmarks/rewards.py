@@ -31,9 +31,9 @@ STEP_S, CALL_S, COMPARED_S = 60.0, 1.0, 0.5
 GROUP = 8
 
 
-def reward(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+def reward(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     time.sleep(meta["seconds"])
-    return float(len(answer))
+    return float(len(completion))
 
 
 def opened(processes: int) -> RewardPool:

@@ -80,8 +80,8 @@ class Lottery:
 
     version = "lottery"
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        return float(zlib.crc32(f"{prompt} {answer}".encode()) & 1)
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        return float(zlib.crc32(f"{prompt} {completion}".encode()) & 1)
 
 
 # ---------------------------------------------------------------- deltas

@@ -197,7 +197,7 @@ def _advantages(rewards: Sequence[float], n: int) -> list[float]:
 
 
 def reward_of(name: str) -> Any:
-    """The run's `module:function`, (prompt, answer, meta) -> float, as TRL calls reward functions: with every column of the data."""
+    """The run's `module:function`, (prompt, completion, meta) -> float, as TRL calls reward functions: with every column of the data."""
     module, _, function = name.partition(":")
     judge = getattr(importlib.import_module(module), function)
 

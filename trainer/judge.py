@@ -128,7 +128,7 @@ async def _ask(url: str, body: dict[str, Any], key_file: str) -> str:
 @prepared(_open)
 async def reward(
     prompt: str,
-    answer: str,
+    completion: str,
     meta: dict[str, Any],
     *,
     url: str,
@@ -146,7 +146,7 @@ async def reward(
 
     `pattern`: its last match's group is the score. `attempts`: for a server that cannot be reached, is busy or fails.
     """
-    said = template.format(prompt=prompt, answer=answer, reference=meta.get("answer", ""))
+    said = template.format(prompt=prompt, answer=completion, reference=meta.get("answer", ""))
     body = {
         "model": model,
         "messages": [{"role": "user", "content": said}],

@@ -1,8 +1,8 @@
 """Reward functions that come with the trainer: `[reward] function = "trainer.verifiers:math"`, with `[reward.options]` as keywords.
 
-Called in the reward's own process, which is killed at its deadline: an answer that sends a solver or a pattern off for hours costs
-`reward.timeout_s` a try and, since it is the answer that cannot be judged, gets a reward of 0. Knows no torch, so that the process starts
-at once. A problem whose own answer cannot be read is an error, not a 0.
+Called in the reward's own process, which is killed at its deadline: a completion that sends a solver or a pattern off for hours costs
+`reward.timeout_s` a try and, since it is the completion that cannot be judged, gets a reward of 0. Knows no torch, so that the
+process starts at once. A row whose own answer cannot be read is an error, not a 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepared(prepare: Callable[..., str]) -> Callable[[_F], _F]:
 
 
 def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
-    """Declares that an answer which cannot be judged within the deadline is wrong. `prepare` is called once before the first deadline."""
+    """Declares that a completion which cannot be judged within the deadline is wrong. `prepare` is called before the first deadline."""
 
     def called(**options: object) -> str:
         prepare()
@@ -49,7 +49,7 @@ def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
 
 
 def whole_group(function: _F) -> _F:
-    """Declares that the function rewards a group: function(prompt, answers, meta) -> one reward for each of `answers`, a list of texts."""
+    """Declares that the function rewards a group: function(prompt, completions, meta) -> a reward for each of the list `completions`."""
     function.__dict__.update(whole_group=True)
     return function
 
@@ -69,17 +69,19 @@ def _math_verify() -> tuple[Any, Any]:
 
 
 def exact(
-    prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False
+    prompt: str, completion: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False
 ) -> float:
-    """1 if the answer is the problem's `field`, blanks at both ends aside."""
-    said, wanted = answer.strip(), str(meta[field]).strip()
+    """1 if the completion is the row's `field`, blanks at both ends aside."""
+    said, wanted = completion.strip(), str(meta[field]).strip()
     return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)
 
 
 @late_is_wrong(lambda: None)
-def regex(prompt: str, answer: str, meta: dict[str, Any], *, pattern: str, field: str = "answer") -> float:
-    """1 if the last match of `pattern` (its first group, if it has one) is the problem's `field`, blanks aside."""
-    matches = list(_compiled(pattern).finditer(answer))
+def regex(
+    prompt: str, completion: str, meta: dict[str, Any], *, pattern: str, field: str = "answer"
+) -> float:
+    """1 if the last match of `pattern` (its first group, if it has one) is the row's `field`, blanks aside."""
+    matches = list(_compiled(pattern).finditer(completion))
     if not matches:
         return 0.0
     said = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
@@ -87,17 +89,17 @@ def regex(prompt: str, answer: str, meta: dict[str, Any], *, pattern: str, field
 
 
 @late_is_wrong(_math_verify)
-def math(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer") -> float:
-    """1 if math-verify finds the answer equal to the problem's `field`: LaTeX or plain; of a worked solution, what follows `####`.
+def math(prompt: str, completion: str, meta: dict[str, Any], *, field: str = "answer") -> float:
+    """1 if math-verify finds the completion equal to the row's `field`: LaTeX or plain; of a worked solution, what follows `####`.
 
-    Raises `ValueError` when the problem's own answer cannot be read.
+    Raises `ValueError` when the row's own answer cannot be read.
     """
     parse, verify = _math_verify()
     text = str(meta[field]).rpartition(FINAL)[2].strip()
     gold = parse(f"\\boxed{{{text}}}", parsing_timeout=None) or parse(text, parsing_timeout=None)
     if not gold:
-        raise ValueError(f"the problem's {field} is not mathematics")
-    return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+        raise ValueError(f"the row's {field} is not mathematics")
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=8)

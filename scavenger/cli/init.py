@@ -44,7 +44,7 @@ def init(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="on these problems: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
+        typer.Option(help="on these prompts: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
@@ -359,7 +359,7 @@ def _assumed(settings: DaemonConfig, said: frozenset[str]) -> list[str]:
         (
             "partition",
             f"harvest.partition = {h.partition!r}",
-            "what is harvested; others must be able to preempt its jobs",
+            "what is harvested; other users must be able to preempt its jobs",
         ),
         (
             "listen",

@@ -20,7 +20,7 @@ from rich.console import Console
 from scavenger import __version__, config
 from scavenger.cli import checkpoint, doctor, drain, init, join, ledger, simulate, weights
 from scavenger.cli import keys as cli_keys
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, removed
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.protocol import keys
 
@@ -133,6 +133,7 @@ def daemon(
     polls: Annotated[
         int, typer.Option(min=0, help="with --dry-run: end after so many polls; 0 = when stopped")
     ] = 0,
+    looks: Annotated[str | None, removed("--looks", "write --polls")] = None,
     carry: Annotated[
         bool,
         typer.Option("--carry", help="take up the ledger that the last daemon left in the state directory"),

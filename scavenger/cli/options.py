@@ -19,6 +19,16 @@ def number(name: str, meaning: str, least: float | None = None) -> Any:
     return typer.Option(name, callback=_finite, min=least, help=meaning)
 
 
+def removed(name: str, remedy: str) -> Any:
+    """An option that an earlier release had, kept for one minor release: hidden, and an error that says `remedy`."""
+
+    def refuse(value: str | None) -> None:
+        if value is not None:
+            raise typer.BadParameter(f"{name} is gone: {remedy}")
+
+    return typer.Option(name, callback=refuse, hidden=True)
+
+
 def _finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")

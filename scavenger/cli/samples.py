@@ -58,7 +58,7 @@ def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
         "retry": row.retry,
         "index": row.index,
         "prompt": tokenizer.decode(list(row.prompt), skip_special_tokens=False),
-        "answer": tokenizer.decode(list(row.tokens), skip_special_tokens=False),
+        "completion": tokenizer.decode(list(row.tokens), skip_special_tokens=False),
         "reward": row.reward,
         "advantage": row.advantage,
         "state": row.state,
@@ -87,9 +87,9 @@ def _line(item: dict[str, Any]) -> str:
         return "-" if value is None else f"{value:+.3f}"
 
     gone = item["contents"] in reader.GONE
-    answer = f"({item['tokens']} tokens, {item['contents']})" if gone else repr(item["answer"])
+    completion = f"({item['tokens']} tokens, {item['contents']})" if gone else repr(item["completion"])
     engines = " > ".join(f"{e['kind']}@{e['node']}[{e['from']}:{e['to']}]" for e in item["engines"])
     return (
-        f"  {item['index']:>3}  {answer:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
+        f"  {item['index']:>3}  {completion:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
         f"{item['state']:<10} {item['finish']:<7} moves {item['moves']}  {engines}"
     )

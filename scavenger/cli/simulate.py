@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, number, removed
 from scavenger.cli.simulate_run import run_command
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
@@ -193,6 +193,9 @@ def site_command(
     message_timeout_s: Annotated[
         float, number("--message-timeout", "slurm.conf's MessageTimeout, s", 0)
     ] = 10.0,
+    sched_interval: Annotated[
+        str | None, removed("--sched-interval", "the bound no longer depends on it; leave it out")
+    ] = None,
     reserved_gpus: Annotated[
         int,
         typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none, at once"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from scavenger.cluster.model import ClusterInfo, Partition, PreemptMode, Qos
 from scavenger.errors import ConfigError
 
-_EXAMPLE = "PreemptType=preempt/partition_prio, and for the partition: PreemptMode=REQUEUE PriorityTier=1 (the others' tiers higher)"
+_EXAMPLE = "PreemptType=preempt/partition_prio, and for the partition: PreemptMode=REQUEUE PriorityTier=1 (other partitions higher)"
 
 
 def check(info: ClusterInfo, partitions: Sequence[Partition], name: str, qos: str = "") -> None:
@@ -85,7 +85,7 @@ def _check_exempt_time(info: ClusterInfo, name: str, qos: Qos | None) -> None:
     if not exempt_s or (name and qos is None):  # a QOS that is not known may have 0
         return
     raise ConfigError(
-        f"{whose} has PreemptExemptTime = {exempt_s:g} s: nobody can preempt harvested jobs for that long, so others would wait",
+        f"{whose} has PreemptExemptTime = {exempt_s:g} s: no job can preempt harvested jobs for that long, so other users' jobs would wait",
         "ask the admin for PreemptExemptTime=-1 in slurm.conf, or a QOS of our own with PreemptExemptTime=00:00:00 (harvest.qos)",
     )
 
@@ -93,7 +93,7 @@ def _check_exempt_time(info: ClusterInfo, name: str, qos: Qos | None) -> None:
 def _check_qos(info: ClusterInfo, name: str, qos: Qos | None) -> None:
     if not name:
         why = f"cluster {info.name} preempts by QOS, and harvest.qos is empty; harvested jobs would block other users' jobs"
-        raise ConfigError(why, "set harvest.qos to a QOS that the others' QOS may preempt")
+        raise ConfigError(why, "set harvest.qos to a QOS that other users' QOS may preempt")
     if qos is not None and not any(name in other.preempts and other.name != name for other in info.qos or ()):
         raise ConfigError(
             f"harvest.qos = {name!r}: no QOS of cluster {info.name} may preempt it; harvested jobs would block other users' jobs",

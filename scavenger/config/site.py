@@ -199,7 +199,7 @@ class HarvestSection(Section):
     """`false`: the daemon neither polls the cluster nor submits. Running harvested engines lose their keys
     and end."""
     partition: str = "scavenge"
-    """The preemptible partition. The daemon refuses to start on one whose jobs could block others."""
+    """The preemptible partition. The daemon refuses to start on one whose jobs could block other users' jobs."""
     # what may be used
     max_engines: NonNegative = 4
     """Harvested jobs at most, over all runs; pending and draining ones count. 0: all of them are drained."""

@@ -107,7 +107,7 @@ METRICS = (
     ),
     Metric("engines_lost", "counter", "Engines that left, with notice or without", ("run", "notice")),
     Metric(
-        "holds_ended",
+        "allocations_ended",
         "counter",
         "Harvested GPUs given up, by reason: preempted, cancelled, completed, failed, ...",
         ("reason",),
@@ -224,7 +224,7 @@ def _counters(f: StatusMetrics) -> Iterator[Sample]:
     single = {
         "salvaged_tokens": t.salvaged,
         "regenerated_tokens": t.regenerated,
-        "holds_ended": t.allocations_ended,
+        "allocations_ended": t.allocations_ended,
         "jobs_ended": t.jobs_ended,
         "samples_ended": t.samples_ended,
         "steps": t.steps,

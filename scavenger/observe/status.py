@@ -44,10 +44,10 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         gpus=sum(job.gpus for job in holding),
         waiting=sum(job.waits and not job.standby for job in jobs),
         standby_jobs=sum(job.standby for job in jobs),
-        leaving=sum(job.leaving is not DrainKind.NO for job in jobs),
+        draining=sum(job.leaving is not DrainKind.NO for job in jobs),
         seen_at=view.observed_at if view is not None else 0.0,
         idle=seen.idle if seen is not None else 0,
-        others=seen.other_users if seen is not None else 0,
+        gpus_other_users=seen.other_users if seen is not None else 0,
         jobs_pending_other_users=seen.jobs_pending_other_users if seen is not None else 0,
         stopped=stop_state.stop_read.reason if stop_state.stop_read is not None else "",
         concluded=stop_state.concluded,
@@ -70,22 +70,22 @@ SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Harvest(msgspec.Struct, frozen=True):
-    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `leaving`: of both, those that are to drain.
+    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `draining`: of both, those that are to drain.
 
-    `seen_at` (Unix seconds, 0 = never) is of the last complete poll, whose figures `idle`, `others` (GPUs)
+    `seen_at` (Unix seconds, 0 = never) is of the last complete poll, whose figures `idle`, `gpus_other_users` (GPUs)
     and `jobs_pending_other_users` (jobs) are.
     `engines` and `gpus` are what our jobs held by it; `connected`, `connected_gpus` what engines are registered now (None: a daemon of an
-    older release). `stopped`: who stopped harvesting, "" = nobody. `concluded`: the last decision's reason.
+    older release). `stopped`: who stopped harvesting, "" = it is not stopped. `concluded`: the last decision's reason.
     """
 
     partition: str
     engines: int
     gpus: int
     waiting: int
-    leaving: int
+    draining: int
     seen_at: float
     idle: int
-    others: int
+    gpus_other_users: int
     jobs_pending_other_users: int
     stopped: str
     concluded: str
@@ -163,9 +163,9 @@ def write_last(state_dir: Path, status: Status) -> None:
 
 
 def absent(status: Status, now: float, runs: bool | None) -> str:
-    """Why nobody serves, as far as the file tells; "" when the daemon does. Pure.
+    """Why no daemon serves, as far as the file tells; "" when it does. Pure.
 
-    `runs`: whether its process is there; None on another host than the daemon's, where nobody can tell.
+    `runs`: whether its process is there; None on another host than the daemon's, where that cannot be told.
     """
     if status.state != SERVING:
         why = f" ({status.reason})" if status.reason else ""
@@ -221,14 +221,14 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
 
 
 def harvested(status: Status, now: float, gone: str) -> list[str]:
-    """What it holds of the partition, whether somebody stopped it, and why it took no more. Pure. `gone` as `absent` says it."""
+    """What it holds of the partition, whether it was stopped, and why it took no more. Pure. `gone` as `absent` says it."""
     h = status.harvest
     if h is None:
         return []
     had = "held" if gone else "hold"
-    leaving = f", {h.leaving} of them told to leave" if h.leaving else ""
+    draining = f", {h.draining} of them draining" if h.draining else ""
     queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}" + (
-        f" and {h.standby_jobs} are spare" if h.standby_jobs else ""
+        f" and {h.standby_jobs} are standby jobs" if h.standby_jobs else ""
     )
     held = f"{h.engines} engines {had} {h.gpus} GPUs"
     if not gone and h.connected is not None and (h.connected, h.connected_gpus) != (h.engines, h.gpus):
@@ -240,18 +240,18 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         )
         since = f"{max(0.0, now - status.at):.0f} s ago"
         held = f"{h.engines} engines held {h.gpus} GPUs {polled}; {h.connected} engines on {h.connected_gpus} GPUs were connected {since}"
-    said = [f"harvest   partition {h.partition}: {held}, {queue}{leaving}"]
+    said = [f"harvest   partition {h.partition}: {held}, {queue}{draining}"]
     if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:
         said.append(f"          STOPPED by {h.stopped}")
     if h.unread:
-        said.append(f"          NOT KNOWN whether somebody stopped it: {h.unread}")
+        said.append(f"          NOT KNOWN whether it is stopped: {h.unread}")
     if h.seen_at:
         seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {_utc(h.seen_at)}"
-        gpus = f"{h.idle} GPUs idle, {h.others} with others"
+        gpus = f"{h.idle} GPUs idle, {h.gpus_other_users} used by other users"
         said.append(
-            f"slurm     seen {seen}: {gpus}; {h.jobs_pending_other_users} jobs of others wait for GPUs there"
+            f"slurm     seen {seen}: {gpus}; {h.jobs_pending_other_users} jobs of other users wait for GPUs there"
         )
     else:
         said.append("slurm     not seen yet")
@@ -311,7 +311,7 @@ async def publish(
 
 def _counts(harvest: Harvest) -> dict[str, int | str]:
     """What is logged when it changes. The rest changes with every poll."""
-    return {name: getattr(harvest, name) for name in ("engines", "gpus", "waiting", "leaving", "stopped")}
+    return {name: getattr(harvest, name) for name in ("engines", "gpus", "waiting", "draining", "stopped")}
 
 
 async def _written(state_dir: Path, status: Status) -> None:

@@ -4,7 +4,7 @@
                 --harvest.room.find_room--> how many engines fit
 
 Read-only by construction: it is handed a view and returns answers. A site that has no harvest partition yet is shown as if it had one below
-all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one look cannot tell.
+all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one poll cannot tell.
 
 One look at a cluster as rows of name, value and meaning. Pure: a `ClusterPoll` in, text out.
 
@@ -30,11 +30,11 @@ from scavenger.simulate.survey import text
 from scavenger.simulate.survey.text import TableRow
 from scavenger.simulate.survey.waits import Timing
 
-NEEDS_TIME = f"one look cannot tell how long GPUs stay idle. Ask accounting:\n    {COMMAND}\n    scavenger simulate --sacct dump.txt"
+NEEDS_TIME = f"one poll cannot tell how long GPUs stay idle. Ask accounting:\n    {COMMAND}\n    scavenger simulate --sacct dump.txt"
 
 
 def rows(found: ClusterPoll, wish: EngineRequest) -> tuple[TableRow, ...]:
-    """The table of one look."""
+    """The table of one poll."""
     gpus = found.gpus
     size = "1 GPU" if wish.gpus_per_engine == 1 else f"{wish.gpus_per_engine} GPUs"
     spread = ", ".join(f"{nodes} with {count}" for count, nodes in found.idle_by_count) or "none"
@@ -48,9 +48,9 @@ def rows(found: ClusterPoll, wish: EngineRequest) -> tuple[TableRow, ...]:
             f"on {found.nodes} usable nodes of partition {found.partition}; nodes by idle GPUs: {spread}",
         ),
         TableRow(
-            "others use",
+            "other users use",
             f"{gpus.other_users}",
-            f"{found.pending_other_users} jobs of others wait for GPUs there",
+            f"{found.pending_other_users} jobs of other users wait for GPUs there",
         ),
         TableRow("harvested", f"{gpus.harvested}", f"{found.engines} engines run, {found.pending} wait"),
         TableRow("unusable", f"{gpus.unusable}", "on nodes of the partition that are down or drained"),
@@ -66,7 +66,7 @@ def notes(found: ClusterPoll, configured: bool) -> tuple[str, ...]:
     """What to know before the table is believed. `configured`: the limits are a site's own."""
     lines = [] if configured else ["There is no scavenger.toml here: the limits are the daemon's defaults."]
     if found.hypothetical:
-        made = "over all nodes with GPUs, GraceTime 0, its PriorityTier below the others'"
+        made = "over all nodes with GPUs, GraceTime 0, its PriorityTier below the other partitions'"
         lines.append(f"There is no partition {found.partition!r} yet: this shows one {made}.")
     if found.refused:
         lines.append(f"The daemon would refuse it as it is: {found.refused}")
@@ -87,7 +87,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPoll:
-    """One look. `fit`: engines that would start now. `idle_by_count`: (idle GPUs on a node, nodes). `decision`: with its reasons.
+    """One poll. `fit`: engines that would start now. `idle_by_count`: (idle GPUs on a node, nodes). `decision`: with its reasons.
 
     `refused`: why the daemon would not harvest this partition as it is, or "". `hypothetical`: the partition does not exist yet.
     """

@@ -59,7 +59,7 @@ def _owners(outcome: Outcome, fleet: Fleet) -> Series:
     times = tuple(t_s for t_s, _, _ in outcome.levels)
     by_owner = (
         ("reserved", tuple(float(outcome.gpus_reserved) for _ in outcome.levels)),
-        ("others", tuple(float(fleet.gpus - idle) for _, _, idle in outcome.levels)),
+        ("other users", tuple(float(fleet.gpus - idle) for _, _, idle in outcome.levels)),
         ("harvested", tuple(float(held) for _, held, _ in outcome.levels)),
         ("idle", tuple(float(idle - held) for _, held, idle in outcome.levels)),
     )

@@ -15,7 +15,7 @@ from scavenger.observe import plots
 #: Colours by name, so that the same thing looks the same in every plot. Names that are not here take the next of `OTHER_COLOURS`.
 COLOURS = {
     "reserved": "#5b6ee1",
-    "others": "#d9634c",
+    "other users": "#d9634c",
     "harvested": "#37a66b",
     "starting": "#a8d8bd",
     "idle": "#d8dce3",

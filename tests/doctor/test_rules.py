@@ -204,7 +204,7 @@ CASES = [
     # private data
     ("private data", site(), WANTED, OK, "visible"),
     ("private data", site({"PrivateData": "cloud,usage"}), WANTED, OK, "visible"),
-    ("private data", site({"PrivateData": "jobs,usage"}), WANTED, WARNING, "hides jobs of others"),
+    ("private data", site({"PrivateData": "jobs,usage"}), WANTED, WARNING, "hides jobs of other users"),
     (
         "private data",
         site({"PrivateData": "jobs"}, answers={"admin": CommandOutput("scavenger|Operator\n")}),

@@ -78,7 +78,7 @@ def test_a_drain_gives_everything_back_and_off_takes_it_again(world: World, now:
             await until("engines run", lambda: len(world.of(rec.AllocationStarted)) == 2)
             had = harvested.take(harvester, time.time())
             assert had is not None
-            assert (had.partition, had.engines, had.gpus, had.waiting, had.leaving, had.stopped) == (
+            assert (had.partition, had.engines, had.gpus, had.waiting, had.draining, had.stopped) == (
                 "scavenge",
                 2,
                 2,

@@ -41,8 +41,8 @@ from trainer.loop.metrics import Capacity, Judgement, Sources, summarise, summar
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
 JUDGE = """
-def quotes(prompt, answer, meta):
-    raise ValueError(f"cannot judge {answer!r} of {prompt!r}, wanted {meta['answer']!r}")
+def quotes(prompt, completion, meta):
+    raise ValueError(f"cannot judge {completion!r} of {prompt!r}, wanted {meta['answer']!r}")
 """
 TRAINER, WORKER = 1, 11
 

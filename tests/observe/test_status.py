@@ -124,20 +124,20 @@ HELD = Harvest("scavenge", 2, 4, 1, 1, 990.0, 8, 16, 3, "", "max_engines = 2 is 
 def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daemon_left() -> None:
     text = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0))
     for said in (
-        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 jobs of ours wait, 1 of them told to leave",
-        "slurm     seen 11 s ago: 8 GPUs idle, 16 with others; 3 jobs of others wait for GPUs there",
+        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 jobs of ours wait, 1 of them draining",
+        "slurm     seen 11 s ago: 8 GPUs idle, 16 used by other users; 3 jobs of other users wait for GPUs there",
         "decided   max_engines = 2 is reached",
     ):
         assert said in text
     assert "STOPPED" not in text
     assert "scancel" not in text
     spare = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, standby_jobs=4))
-    assert "1 jobs of ours wait and 4 are spare" in "\n".join(status.lines(spare, 1001.0))
+    assert "1 jobs of ours wait and 4 are standby jobs" in "\n".join(status.lines(spare, 1001.0))
     stopped = msgspec.structs.replace(HELD, stopped="scavenger drain: ada: a talk")
     unread = msgspec.structs.replace(
         stopped, stopped="", unread="the stop file (/x) cannot be read: Input/output error"
     )
-    assert "NOT KNOWN whether somebody stopped it: the stop file (/x) cannot be read" in "\n".join(
+    assert "NOT KNOWN whether it is stopped: the stop file (/x) cannot be read" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=unread), 1001.0)
     )
     assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(

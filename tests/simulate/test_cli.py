@@ -353,3 +353,14 @@ def test_a_configuration_that_was_named_must_exist(tmp_path: Path) -> None:
     done = simulate("--live", "--config", tmp_path / "none.toml")
     assert isinstance(done.exception, ConfigError)
     assert "none.toml" in done.exception.cause
+
+
+def test_an_option_of_an_earlier_release_is_refused_with_what_to_write() -> None:
+    done = simulate("--sacct", DUMP, "--sched-interval", "30")
+    assert done.exit_code == 2
+    assert "--sched-interval is gone: the bound no longer depends on it; leave it out" in done.output
+    assert "--sched-interval" not in simulate("--help").output
+    wide = dict(os.environ) | {"COLUMNS": "200"}
+    done = CliRunner().invoke(main.app, ["daemon", "--dry-run", "--looks", "2"], env=wide)
+    assert done.exit_code == 2
+    assert "--looks is gone: write --polls" in done.output

@@ -26,7 +26,10 @@ from scavenger.simulate.report import (
 
 PARTS = (("window", 60.0), ("toggle", 5.0), ("wait", 15.0), ("train", 120.0))
 OWNERS = Series(
-    "ours", (0.0, 1800.0), (("others", (6.0, 2.0)), ("harvested", (0.0, 4.0)), ("idle", (2.0, 2.0))), 7200.0
+    "ours",
+    (0.0, 1800.0),
+    (("other users", (6.0, 2.0)), ("harvested", (0.0, 4.0)), ("idle", (2.0, 2.0))),
+    7200.0,
 )
 FULL = Report(
     title="a run",
@@ -157,7 +160,10 @@ def test_the_table_has_every_figure() -> None:
 
 
 def test_the_same_owner_has_the_same_colour_whatever_stands_beside_it() -> None:
-    assert dict(colours(["idle", "others"]))["others"] == dict(colours(["others", "new"]))["others"]
+    assert (
+        dict(colours(["idle", "other users"]))["other users"]
+        == dict(colours(["other users", "new"]))["other users"]
+    )
     first, second = colours(["unheard", "of"])
     assert first[1] != second[1]
 

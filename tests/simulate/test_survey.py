@@ -244,7 +244,7 @@ def test_the_plot_s_owners_add_up_to_all_gpus_at_every_instant() -> None:
     )
     series = survey_report.by_owner(found)
     lines = dict(series.by_owner)
-    assert set(lines) == {"others", "harvested", "starting", "idle"}
+    assert set(lines) == {"other users", "harvested", "starting", "idle"}
     for index in range(len(series.times_s)):
         values = [line[index] for line in lines.values()]
         assert sum(values) == found.gpus

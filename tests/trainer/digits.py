@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def first_digits(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+def first_digits(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     """A reward that an untrained model meets sometimes, so that there is something to learn."""
-    return float(sum(char in meta["answer"] for char in answer))
+    return float(sum(char in meta["answer"] for char in completion))

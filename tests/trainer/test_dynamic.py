@@ -89,8 +89,8 @@ class Reward:
     def __init__(self, flat: set[str]) -> None:
         self._flat = flat
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        return 1.0 if prompt in self._flat else float(len(answer) % 2)
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        return 1.0 if prompt in self._flat else float(len(completion) % 2)
 
 
 def play(folder: Path, slots: int, **algorithm: Any) -> tuple[SlottedFleet, ToyRanks, StepResult, RunConfig]:

@@ -28,7 +28,7 @@ class Judge:
         self.version = version
         self.asked = 0
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
         self.asked += 1
         return 2.0
 

@@ -25,53 +25,53 @@ from trainer.loop.step import POLL_S
 
 FUNCTIONS = '''
 import os, time
-def meets(prompt, answer, meta):
+def meets(prompt, completion, meta):
     """A barrier of `meta["of"]` processes: opens only when so many are inside."""
-    open(os.path.join(meta["folder"], answer), "w").close()
+    open(os.path.join(meta["folder"], completion), "w").close()
     while len(os.listdir(meta["folder"])) < meta["of"]:
         time.sleep(0.005)
-    return float(answer)
-def length(prompt, answer, meta):
-    return len(answer)
-def hangs(prompt, answer, meta):
-    if answer == "hangs":
+    return float(completion)
+def length(prompt, completion, meta):
+    return len(completion)
+def hangs(prompt, completion, meta):
+    if completion == "hangs":
         time.sleep(600)
-    if answer == "raises":
+    if completion == "raises":
         raise RuntimeError("no such judge")
-    return len(answer)
+    return len(completion)
 '''
 FUNCTIONS += """
 import asyncio, sys
 from trainer.verifiers import whole_group
 inside = set()
-async def meets_async(prompt, answer, meta):
-    inside.add(answer)
+async def meets_async(prompt, completion, meta):
+    inside.add(completion)
     while len(inside) < meta["of"]:
         await asyncio.sleep(0.005)
-    return float(answer)
-async def troubles(prompt, answer, meta):
-    if answer == "blocks":
+    return float(completion)
+async def troubles(prompt, completion, meta):
+    if completion == "blocks":
         time.sleep(600)
-    if answer == "dies":
+    if completion == "dies":
         os._exit(3)
-    if answer == "hangs":
+    if completion == "hangs":
         await asyncio.sleep(600)
-    if answer == "raises":
+    if completion == "raises":
         raise RuntimeError("no such judge")
-    if answer == "forks" and os.fork() == 0:
+    if completion == "forks" and os.fork() == 0:
         return -1.0
     await asyncio.sleep(0.01)
-    return len(answer)
+    return len(completion)
 @whole_group
-def rank(prompt, answers, meta):
-    return [float(sorted(answers).index(answer)) for answer in answers]
+def rank(prompt, completions, meta):
+    return [float(sorted(completions).index(completion)) for completion in completions]
 @whole_group
-async def few(prompt, answers, meta):
+async def few(prompt, completions, meta):
     return [0.0]
-def rubric(prompt, answer, meta):
-    return {"right": float(answer == "good"), "short": 1.0 / len(answer)}
-def badly_named(prompt, answer, meta):
-    return {"what " + answer: 1.0}
+def rubric(prompt, completion, meta):
+    return {"right": float(completion == "good"), "short": 1.0 / len(completion)}
+def badly_named(prompt, completion, meta):
+    return {"what " + completion: 1.0}
 """
 DEADLINE_S = 60.0
 
@@ -299,14 +299,14 @@ class Held:
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Reward], Reward]] = []
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
         raise AssertionError("it is not waited for")
 
     def submit(
-        self, prompt: str, answers: Sequence[str], meta: dict[str, Any], step: int = 0
+        self, prompt: str, completions: Sequence[str], meta: dict[str, Any], step: int = 0
     ) -> list[Future[Reward]]:
-        futures: list[Future[Reward]] = [Future() for _ in answers]
-        rewards = [Reward(LengthReward().score(prompt, answer, meta)) for answer in answers]
+        futures: list[Future[Reward]] = [Future() for _ in completions]
+        rewards = [Reward(LengthReward().score(prompt, completion, meta)) for completion in completions]
         self.waiting += zip(futures, rewards, strict=True)
         return futures
 
@@ -390,8 +390,8 @@ def test_a_real_pool_gives_what_the_function_gives(model_folder: Path, mesh: Dev
     class Plain:
         version = rewards.version
 
-        def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-            return float(len(answer))
+        def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+            return float(len(completion))
 
     plain, plain_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(2)), Plain())
     assert (root, pooled.outcomes, comparable(pooled)) == (plain_root, plain.outcomes, comparable(plain))

@@ -14,60 +14,60 @@ from trainer.algorithms.rewards import RewardRunner
 
 FUNCTIONS = """
 import os, subprocess, sys, time
-def good(prompt, answer, meta):
+def good(prompt, completion, meta):
     print("what a function prints breaks nothing")
-    return len(prompt) + len(answer) + meta["bonus"]
-def raises(prompt, answer, meta):
+    return len(prompt) + len(completion) + meta["bonus"]
+def raises(prompt, completion, meta):
     raise RuntimeError("no such judge")
-def hangs(prompt, answer, meta):
+def hangs(prompt, completion, meta):
     time.sleep(60)
-def length(prompt, answer, meta):
-    return len(answer)
-def same(prompt, answer, meta):
+def length(prompt, completion, meta):
+    return len(completion)
+def same(prompt, completion, meta):
     return meta == {"answer": -(10**30), "text": chr(0xD800) + chr(0xE9), "list": [2**64, None, 0.5]}
-def quotes(prompt, answer, meta):
+def quotes(prompt, completion, meta):
     raise KeyError(meta["text"])
-def starts(prompt, answer, meta):
+def starts(prompt, completion, meta):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with open(meta["pid"], "w") as file:
         file.write(str(child.pid))
-    if answer == "hangs":
+    if completion == "hangs":
         time.sleep(60)
     os._exit(3)
-def detaches(prompt, answer, meta):
+def detaches(prompt, completion, meta):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     with open(meta["pid"], "w") as file:
         file.write(str(child.pid))
-    if answer == "hangs":
+    if completion == "hangs":
         time.sleep(600)
     os._exit(3)
 left = []
-def leaks(prompt, answer, meta):
-    left.append(bytearray(int(answer) << 20) if answer != "files" else open(os.devnull))
+def leaks(prompt, completion, meta):
+    left.append(bytearray(int(completion) << 20) if completion != "files" else open(os.devnull))
     return len(left)
-def leaks_files(prompt, answer, meta):
+def leaks_files(prompt, completion, meta):
     import resource
     resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
     return leaks(prompt, "files", meta)
-def takes(prompt, answer, meta):
-    return len(bytearray(int(answer) << 20)) >> 20
-def forks(prompt, answer, meta):
+def takes(prompt, completion, meta):
+    return len(bytearray(int(completion) << 20)) >> 20
+def forks(prompt, completion, meta):
     if os.fork() == 0:
         return -1.0
-    return float(answer)
-def reads(prompt, answer, meta):
+    return float(completion)
+def reads(prompt, completion, meta):
     return len(subprocess.run(["cat"], stdout=subprocess.PIPE).stdout) + len(sys.stdin.read())
-def dies(prompt, answer, meta):
+def dies(prompt, completion, meta):
     os._exit(9)
-def nan(prompt, answer, meta):
+def nan(prompt, completion, meta):
     return float("nan")
-def prepares(prompt, answer, meta, *, level):
+def prepares(prompt, completion, meta, *, level):
     return level
 prepares.prepare_rewards = lambda *, level: open("level").read()
-def never_ready(prompt, answer, meta):
+def never_ready(prompt, completion, meta):
     return 0.0
 never_ready.prepare_rewards = lambda: time.sleep(60)
-def flaky(prompt, answer, meta):
+def flaky(prompt, completion, meta):
     seen = os.path.exists(meta["mark"])
     open(meta["mark"], "w").close()
     if not seen:
@@ -266,7 +266,7 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Pat
     mark = tmp_path / "killed"
     text = "import os, signal\nif not os.path.exists({0!r}):\n    open({0!r}, 'w').close()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "struck.py").write_text(
-        text.format(str(mark)) + "def good(prompt, answer, meta):\n    return 0.25\n"
+        text.format(str(mark)) + "def good(prompt, completion, meta):\n    return 0.25\n"
     )
     with RewardRunner("struck:good", timeout_s=10.0, retries=1) as runner:
         assert runner.score("", "", {}) == 0.25

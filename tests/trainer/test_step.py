@@ -153,14 +153,14 @@ class LengthReward:
 
     version = "length"
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        return 0.0 if meta["answer"] == WORTHLESS else float(len(answer))
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        return 0.0 if meta["answer"] == WORTHLESS else float(len(completion))
 
 
 class NoReward:
     version = "none"
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
         raise RewardError("no judge")
 
 
@@ -360,9 +360,9 @@ class LateReward:
 
     version = "late"
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        reward = LengthReward().score(prompt, answer, meta)
-        if len(answer) > 3:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        reward = LengthReward().score(prompt, completion, meta)
+        if len(completion) > 3:
             raise RewardTimeout("no reward within 1 s")
         return reward + 1.0
 

@@ -75,8 +75,8 @@ class Reward:
     def __init__(self, flat: str) -> None:
         self._flat = flat
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        return 1.0 if prompt == self._flat else float(len(answer) % 3)
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        return 1.0 if prompt == self._flat else float(len(completion) % 3)
 
 
 def play(

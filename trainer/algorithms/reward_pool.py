@@ -46,7 +46,7 @@ class Call:
     """Completions that wait for their rewards: one, or a group's where the function rewards groups."""
 
     prompt: str
-    answers: tuple[str, ...]
+    completions: tuple[str, ...]
     meta: dict[str, Any]
     result: Future[tuple[Parts, ...]]
 
@@ -97,18 +97,18 @@ class Lane:
             thread.start()
 
     def submit(
-        self, prompt: str, answers: Sequence[str], meta: dict[str, Any], step: int
+        self, prompt: str, completions: Sequence[str], meta: dict[str, Any], step: int
     ) -> list[tuple[Future[tuple[Parts, ...]], int]]:
-        """Of each answer the call that scores it, and which of the call's scores is its own."""
+        """Of each completion the call that scores it, and which of the call's scores is its own."""
         together = (
-            [tuple(answers)]
-            if self._runners[0].whole_group and answers
-            else [(answer,) for answer in answers]
+            [tuple(completions)]
+            if self._runners[0].whole_group and completions
+            else [(completion,) for completion in completions]
         )
         calls = [Call(prompt, some, meta, Future()) for some in together]
         for call in calls:
             self._queue.put((step, next(self._numbers), call))
-        return [(call.result, place) for call in calls for place in range(len(call.answers))]
+        return [(call.result, place) for call in calls for place in range(len(call.completions))]
 
     def weigh(self, scores: Parts) -> dict[str, tuple[float, float]]:
         """(value, weight) of each part by its metric's name; that of a lone function's plain number is ""."""
@@ -142,7 +142,7 @@ class Lane:
         """A thread's life: make the calls one after the other, each in the process of its runner."""
         while (call := self._queue.get()[2]) is not None:
             try:
-                call.result.set_result(runner.call(call.prompt, call.answers, call.meta))
+                call.result.set_result(runner.call(call.prompt, call.completions, call.meta))
             except BaseException as error:  # noqa: BLE001  whoever asked for the reward raises it
                 call.result.set_exception(error)
 
@@ -180,15 +180,15 @@ class RewardPool:
         return f"{first.version if len(self._lanes) == 1 else 'several'}+{blake3(follows.encode()).hexdigest()[:16]}"
 
     def submit(
-        self, prompt: str, answers: Sequence[str], meta: dict[str, Any], step: int = 0
+        self, prompt: str, completions: Sequence[str], meta: dict[str, Any], step: int = 0
     ) -> list[Future[Reward]]:
-        """A reward for each answer; of a future, `RewardError` where there is none, `ConfigError` where no process could be started."""
-        asked = [lane.submit(prompt, answers, meta, step) for lane in self._lanes]
-        return [self._sum([of_lane[place] for of_lane in asked]) for place in range(len(answers))]
+        """A reward for each completion; of a future, `RewardError` where there is none, `ConfigError` where no process could be started."""
+        asked = [lane.submit(prompt, completions, meta, step) for lane in self._lanes]
+        return [self._sum([of_lane[place] for of_lane in asked]) for place in range(len(completions))]
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
         """One reward, waited for."""
-        return self.submit(prompt, [answer], meta)[0].result().value
+        return self.submit(prompt, [completion], meta)[0].result().value
 
     def _sum(self, asked: Sequence[tuple[Future[tuple[Parts, ...]], int]]) -> Future[Reward]:
         """What is there once every function's call is done."""

@@ -4,9 +4,9 @@ TIMEOUT`. Started by
 
 Frames come on standard input and go to standard output, by descriptors of this process's own: the function, and what it starts, read an
 empty input, and what they print goes to standard error, so they cannot break a frame. Nor does a copy of this process that the function
-forked and that returns from it: it ends there, because a second answer would be taken for that of the next call.
+forked and that returns from it: it ends there, because a second reply would be taken for that of the next call.
 Any exception of the function is caught here, for one named recovery: its type is sent back, and apart from it what it said, which may
-quote the prompt or the answer.
+quote the prompt or the completion.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PART, MOST_PARTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}", re.ASCII), 32
 Function = Callable[[str, Any, dict[str, Any]], Any]
 
 
-def _write(out: BinaryIO, answer: RewardReply) -> None:
-    out.write(framed(msgspec.msgpack.encode(answer)))
+def _write(out: BinaryIO, reply: RewardReply) -> None:
+    out.write(framed(msgspec.msgpack.encode(reply)))
     out.flush()
 
 
@@ -64,7 +64,7 @@ def _load(name: str, given: str) -> tuple[Function, RewardReply]:
             "", "", {}, **options
         )  # an option that it does not have is told before the run starts
     except TypeError as error:
-        remedy = "it is called with (prompt, answer, meta) and [reward.options] as keywords"
+        remedy = "it is called with (prompt, completion, meta) and [reward.options] as keywords"
         raise ConfigError(f"it cannot be called: {error}", remedy) from error
     prepare = getattr(function, "prepare_rewards", None)
     follows = prepare(**options) if prepare else ""  # what only the first call does must not make it late
@@ -80,7 +80,7 @@ def _load(name: str, given: str) -> tuple[Function, RewardReply]:
 
 
 def _arguments(ask: Ask, whole_group: bool) -> tuple[str, Any, dict[str, Any]]:
-    return ask.prompt, list(ask.answers) if whole_group else ask.answers[0], json.loads(ask.meta)
+    return ask.prompt, list(ask.completions) if whole_group else ask.completions[0], json.loads(ask.meta)
 
 
 def _score(function: Function, ask: Ask, whole_group: bool) -> RewardReply:
@@ -91,10 +91,10 @@ def _score(function: Function, ask: Ask, whole_group: bool) -> RewardReply:
 
 
 def _scored(given: Any, ask: Ask, whole_group: bool) -> RewardReply:
-    """What a function returned, as an answer. Raises what its conversion raises."""
+    """What a function returned, as a reply. Raises what its conversion raises."""
     rewards = list(given) if whole_group else [given]
-    if len(rewards) != len(ask.answers):
-        return RewardReply(error=f"it gave {len(rewards)} rewards for {len(ask.answers)} completions")
+    if len(rewards) != len(ask.completions):
+        return RewardReply(error=f"it gave {len(rewards)} rewards for {len(ask.completions)} completions")
     scores = tuple(
         {key: float(value) for key, value in reward.items()}
         if isinstance(reward, dict)
@@ -123,14 +123,14 @@ async def _serve(
         own_pid = os.getpid()
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                answer = _scored(await function(*_arguments(ask, whole_group)), ask, whole_group)
+                reply = _scored(await function(*_arguments(ask, whole_group)), ask, whole_group)
         except Exception as error:  # noqa: BLE001  as in `_score`
-            answer = _failed(error)
+            reply = _failed(error)
             if limit.expired():
-                answer = RewardReply(error=f"no reward within {timeout_s:g} s", late=True)
+                reply = RewardReply(error=f"no reward within {timeout_s:g} s", late=True)
         if os.getpid() != own_pid:
             os._exit(0)
-        _write(out, msgspec.structs.replace(answer, number=ask.number))
+        _write(out, msgspec.structs.replace(reply, number=ask.number))
 
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), frames)
@@ -188,10 +188,10 @@ def main(argv: list[str]) -> int:
         asyncio.run(_serve(function, frames, out, float(argv[4]), ready.whole_group))
         return 0
     while (payload := read_frame(frames.read)) is not None:
-        answer = _score(function, msgspec.msgpack.decode(payload, type=Ask), ready.whole_group)
+        reply = _score(function, msgspec.msgpack.decode(payload, type=Ask), ready.whole_group)
         if os.getpid() != own_pid:
             os._exit(0)
-        _write(out, answer)
+        _write(out, reply)
     return 0
 
 

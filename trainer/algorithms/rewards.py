@@ -1,10 +1,10 @@
 """Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0, save that a function can declare
-its deadline to mean a wrong answer (`RewardTimeout`).
+its deadline to mean a wrong completion (`RewardTimeout`).
 
 Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. The process leads
 a session of its own and carries a mark: what a function started ends with it. One that ran out of memory or descriptors is replaced.
 What a run does with a `RewardError` (`on_reward_error`) is the loop's decision. Its cause goes to the ledger and names the function and
-the type of what went wrong; what the function said, and the answer, are quoted beside it for the trainer's own log. The function must
+the type of what went wrong; what the function said, and the completion, are quoted beside it for the trainer's own log. The function must
 depend on its arguments alone: results are recorded with the function's version, and a resumed run takes those that were recorded under
 the same one.
 """
@@ -60,10 +60,10 @@ def read_frame(read: Callable[[int], bytes]) -> bytes | None:
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Completions of one prompt: one, or a group's for a function that rewards groups. `number` comes back with the answer."""
+    """Completions of one prompt: one, or a group's for a function that rewards groups. `number` comes back with the reply."""
 
     prompt: str
-    answers: tuple[str, ...]
+    completions: tuple[str, ...]
     meta: str  # JSON in ASCII: MessagePack has no integers over 64 bits
     number: int = 0
 
@@ -75,7 +75,7 @@ Parts = dict[str, float]
 class RewardReply(msgspec.Struct, frozen=True):
     """Either `scores`, one for each completion, or `error` is set. `output`: an exception's words. `late`: the error is the deadline's.
 
-    In the first answer of a process: `version`, the function's; `late_is_wrong`: whether its deadline says that an answer is wrong;
+    In the first reply of a process: `version`, the function's; `late_is_wrong`: whether its deadline says that a completion is wrong;
     `concurrent`: it is `async def`; `whole_group`: it is called with a group's completions. `remedy`, of an error. `exhausted`: the
     process has no memory, or no file descriptors, for this call.
     """
@@ -110,7 +110,7 @@ _replies: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardR
 
 
 class RewardRunner:
-    """`function` is "module:name", called as name(prompt_text, answer_text, meta, **options) -> float. Use as a context manager.
+    """`function` is "module:name", called as name(prompt, completion, meta, **options) -> float. Use as a context manager.
 
     Its further keyword arguments are `options`. `version` names what gives the rewards; unless the user named it, it is the function's
     name and a hash of its module's file, and one of the options. `memory_gb`: what a call may take beyond what the process has once the
@@ -165,18 +165,18 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float:
         """The reward of one completion: its parts' sum. See `call`."""
-        return math.fsum(self.call(prompt, (answer,), meta)[0].values())
+        return math.fsum(self.call(prompt, (completion,), meta)[0].values())
 
-    def call(self, prompt: str, answers: Sequence[str], meta: dict[str, Any]) -> tuple[Parts, ...]:
+    def call(self, prompt: str, completions: Sequence[str], meta: dict[str, Any]) -> tuple[Parts, ...]:
         """What the function gives. Raises `RewardError` when it failed or overran its deadline `retries + 1` times.
 
-        It is a `RewardTimeout` where all of these were deadlines, and the function says that such an answer is wrong. Of calls that were
+        It is a `RewardTimeout` where all of these were deadlines, and the function says that such a completion is wrong. Of calls that were
         under way side by side when their process ended nobody knows whose fault it was: they are made again, one at a time, and
         only then counted.
         """
-        failure, ask = RewardError("it was not called"), Ask(prompt, tuple(answers), json.dumps(meta))
+        failure, ask = RewardError("it was not called"), Ask(prompt, tuple(completions), json.dumps(meta))
         late = tries = 0
         lost = False
         while tries <= self._retries and not self._stopped:
@@ -191,7 +191,7 @@ class RewardRunner:
         raise (RewardTimeout if self._late_is_wrong and late > self._retries else RewardError)(
             f"reward function {self._function} failed {tries} times: {failure.cause}",
             'fix the function, or set reward.on_reward_error = "mask" to leave such samples out',
-            quoted=f"{failure.quoted} (answer: {answers[0][:80]!r})".strip(),
+            quoted=f"{failure.quoted} (completion: {completions[0][:80]!r})".strip(),
         )
 
     def stop(self) -> None:
@@ -266,7 +266,7 @@ class RewardRunner:
         if self.concurrent:
             self._under_way = {}
             self._reader = threading.Thread(
-                target=self._read_answers, args=(process, self._under_way), name="reward-reader", daemon=True
+                target=self._read_replies, args=(process, self._under_way), name="reward-reader", daemon=True
             )
             self._reader.start()
 
@@ -276,16 +276,16 @@ class RewardRunner:
         try:
             deadline = time.monotonic() + self._timeout_s
             self._send(msgspec.msgpack.encode(ask), deadline)
-            answer = self._receive(self._timeout_s, deadline)
+            reply = self._receive(self._timeout_s, deadline)
         except RewardError:
             self.close()  # it may still be running: the next call gets a fresh process
             raise
-        if answer.exhausted:
+        if reply.exhausted:
             self.close()
             if self._calls:  # what earlier calls left behind took it: no fault of this one's
                 return self._call(ask)
         self._calls += 1
-        return _scores(answer)
+        return _scores(reply)
 
     def _call_beside(self, ask: Ask, *, alone: bool, again: bool = True) -> tuple[Parts, ...]:
         """A call of any thread, beside others in the one process. `alone`: it is one of those that are made one at a time. `again`: it is
@@ -312,33 +312,33 @@ class RewardRunner:
         if not sent:
             return self._call_beside(ask, alone=alone, again=False)
         try:
-            answer = result.result(max(0.0, deadline - time.monotonic()))
+            reply = result.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:  # it should have said so itself: the process is blocked, and every call in it
             self._replace(process)
             raise (RewardTimeout if alone else Lost)(f"no reward within {self._timeout_s:g} s") from None
-        if answer.exhausted:
+        if reply.exhausted:
             self._replace(process)
-            raise Lost(answer.error or "", quoted=answer.output)
-        return _scores(answer)
+            raise Lost(reply.error or "", quoted=reply.output)
+        return _scores(reply)
 
     def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
         with self._writing:
             if self._process is process:
                 self.close()
 
-    def _read_answers(
+    def _read_replies(
         self, process: subprocess.Popen[bytes], under_way: dict[int, Future[RewardReply]]
     ) -> None:
-        """A thread's life: give each answer to whoever waits for it. At the process's end they all are told."""
+        """A thread's life: give each reply to the call that waits for it. At the process's end they all are told."""
         assert process.stdout is not None
         pipe, why, output = process.stdout, "the reward process ended", ""
         try:
             while (payload := read_frame(lambda count: _read_whole(pipe.fileno(), count))) is not None:
-                answer = _replies.decode(payload)
-                if (result := under_way.pop(answer.number, None)) is not None:
-                    result.set_result(answer)
+                reply = _replies.decode(payload)
+                if (result := under_way.pop(reply.number, None)) is not None:
+                    result.set_result(reply)
         except msgspec.MsgspecError as error:
-            why, output = "the reward process answered with something else than an answer", str(error)
+            why, output = "the reward process answered with something that is no reply", str(error)
         for result in list(under_way.values()):
             with contextlib.suppress(InvalidStateError):
                 result.set_exception(Lost(why, quoted=output))
@@ -366,7 +366,7 @@ class RewardRunner:
             return _replies.decode(payload)
         except msgspec.MsgspecError as error:
             raise RewardError(
-                "the reward process answered with something else than an answer", quoted=str(error)
+                "the reward process answered with something that is no reply", quoted=str(error)
             ) from error
 
     def _ended(self) -> int:
@@ -395,12 +395,12 @@ class RewardRunner:
         return read
 
 
-def _scores(answer: RewardReply) -> tuple[Parts, ...]:
-    if answer.scores is None:
-        raise (RewardTimeout if answer.late else RewardError)(
-            answer.error or "no reward and no error", quoted=answer.output
+def _scores(reply: RewardReply) -> tuple[Parts, ...]:
+    if reply.scores is None:
+        raise (RewardTimeout if reply.late else RewardError)(
+            reply.error or "no reward and no error", quoted=reply.output
         )
-    return answer.scores
+    return reply.scores
 
 
 def _read_whole(descriptor: int, count: int) -> bytes:

@@ -1,7 +1,7 @@
 """From completed groups to rows that can be trained: rewards, advantages and what becomes of each sample. Rank 0 only.
 
 Owns the outcome of a sample: consumed, filtered (its group says nothing), masked (no usable reward or tokens), each with its reason,
-which quotes neither prompt nor answer: the ledger shows it to people who may see neither.
+which quotes neither prompt nor completion: the ledger shows it to people who may see neither.
 Nothing is left out silently (I6). Rows depend on the groups of the advantage's scope (the group alone, or the step's), never on their
 arrival (I7).
 """
@@ -28,7 +28,7 @@ from trainer.algorithms.rows import Counted, resolve
 from trainer.data.batching import TrainRow
 from trainer.data.prompts import PromptTask
 
-#: Why an answer that the length limit ended is not trained (`algorithm.on_length = "mask"`).
+#: Why a completion that the length limit ended is not trained (`algorithm.on_length = "mask"`).
 ENDED_BY_LENGTH = "ended by the length limit"
 #: Between two looks at rewards that are waited for without end: an infinite wait is none that a lock takes.
 WAIT_S = 60.0
@@ -41,7 +41,7 @@ class Scorer(Protocol):
     def version(self) -> str:
         """Of the function that gave the last reward."""
 
-    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float: ...
+    def score(self, prompt: str, completion: str, meta: dict[str, Any]) -> float: ...
 
 
 @runtime_checkable
@@ -49,9 +49,9 @@ class Submits(Protocol):
     """A scorer that works beside its caller: `reward_pool.RewardPool`."""
 
     def submit(
-        self, prompt: str, answers: Sequence[str], meta: dict[str, Any], step: int = 0
+        self, prompt: str, completions: Sequence[str], meta: dict[str, Any], step: int = 0
     ) -> list[Future[Reward]]:
-        """A future reward for each answer. Those of an earlier step go first."""
+        """A future reward for each completion. Those of an earlier step go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ScoredGroup:
     rows: tuple[TrainRow, ...]
     outcomes: tuple[messages.SampleOutcome, ...]
     rewards: tuple[float, ...]  # of the usable samples
-    lengths: tuple[int, ...]  # answer tokens of the usable samples
+    lengths: tuple[int, ...]  # completion tokens of the usable samples
     informative: bool
     counted: Counted  # in the step's denominator
     parts: tuple[Mapping[str, float], ...] = ()  # as in `Judged`
@@ -137,8 +137,8 @@ class Scoring:
         for sample in asked:
             if sample.reward is not None and not math.isnan(sample.reward):
                 self._report_rescored(sample)
-        answers = [self._text(sample.tokens) for sample in asked]
-        futures = self._submit(self._text(group.prompt), answers, json.loads(group.meta), group.step)
+        completions = [self._text(sample.tokens) for sample in asked]
+        futures = self._submit(self._text(group.prompt), completions, json.loads(group.meta), group.step)
         found = dict(zip((sample.sample_id for sample in asked), futures, strict=True))
         self._pending[group.group_id] = _Pending(
             group, tuple((sample, found.get(sample.sample_id)) for sample in samples)
@@ -184,15 +184,15 @@ class Scoring:
         return list(self.judge(group).samples)
 
     def _submit(
-        self, prompt: str, answers: Sequence[str], meta: dict[str, Any], step: int
+        self, prompt: str, completions: Sequence[str], meta: dict[str, Any], step: int
     ) -> list[Future[Reward]]:
         if isinstance(self._scorer, Submits):
-            return self._scorer.submit(prompt, answers, meta, step)
+            return self._scorer.submit(prompt, completions, meta, step)
         futures: list[Future[Reward]] = []
-        for answer in answers:
+        for completion in completions:
             futures.append(Future())
             try:
-                futures[-1].set_result(Reward(self._scorer.score(prompt, answer, meta)))
+                futures[-1].set_result(Reward(self._scorer.score(prompt, completion, meta)))
             except RewardTimeout as error:
                 futures[-1].set_result(Reward(0.0, late=error))
             except RewardError as error:
@@ -342,7 +342,7 @@ def specs(
     offset: int = 0,
     mark: dict[str, Any] | None = None,
 ) -> list[messages.GroupSpec]:
-    """What to generate for these problems. `offset` sets the prompt indices of a second use in the same step apart."""
+    """What to generate for these prompts. `offset` sets the prompt indices of a second use in the same step apart."""
     return [
         messages.GroupSpec(
             p.index + offset,

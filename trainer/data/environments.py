@@ -5,8 +5,8 @@
 writes train.jsonl and test.jsonl, which `[data]` reads like any others; `[reward] function =
 "trainer.data.environments:reward"` judges by the
 environment's rubric. Owns all that is known of that package here, and imports it in this command and the reward's process alone. A row
-goes through the environment's own rollout, with a client that gives the model's finished answer in a model's place: so prompt, state and
-completion are what the package makes them. Exceptions of the rubric's functions, which the package logs and counts as 0, are raised.
+goes through the environment's own rollout, with a client that gives the model's finished completion in a model's place: so prompt, state
+and completion are what the package makes them. Exceptions of the rubric's functions, which the package logs and counts as 0, are raised.
 Boundary: the `verifiers` package, imported nowhere else.
 """
 
@@ -86,7 +86,7 @@ class Environment:
         self.digest = _digest([version, _source(name)])
 
     def prompt(self, row: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """What the environment sends to a model for this row: text, or a conversation. Without its rewards, which would be of no answer."""
+        """What the environment sends to a model for this row: text, or a conversation. Without its rewards: no completion is there."""
         self.environment.set_score_rollouts(False)
         try:
             self._roll(row, "")
@@ -96,12 +96,12 @@ class Environment:
             raise ValueError(f"the environment asks its model {len(self._sent)} times")
         return self._sent[0]
 
-    def score(self, row: dict[str, Any], sent: str, answer: str) -> float:
+    def score(self, row: dict[str, Any], sent: str, completion: str) -> float:
         """The weighted sum of the rubric's functions. `sent`: digest of the prompt that was answered.
 
         Raises what a function raised, and `ValueError` where the environment does not make the same prompt of the row again.
         """
-        output = self._roll(row, answer)
+        output = self._roll(row, completion)
         if self._raised:
             raise self._raised[0]
         if [_digest(prompt) for prompt in self._sent] != [sent]:
@@ -110,16 +110,18 @@ class Environment:
             )
         return float(output["reward"])
 
-    def _roll(self, row: dict[str, Any], answer: str) -> Any:
+    def _roll(self, row: dict[str, Any], completion: str) -> Any:
         self._raised.clear()
         self._sent.clear()
-        output = self._runner.run(self.environment.run_rollout(row, self._client(answer), "scavenger", {}))
+        output = self._runner.run(
+            self.environment.run_rollout(row, self._client(completion), "scavenger", {})
+        )
         if output.get("error") is not None and not self._raised:
             raise RuntimeError(f"the environment's rollout failed: {output['error']}")
         return output
 
-    def _client(self, answer: str) -> Any:
-        """A client of the package that knows one answer and notes what it was asked."""
+    def _client(self, completion: str) -> Any:
+        """A client of the package that knows one completion and notes what it was asked."""
         from verifiers.clients import Client
         from verifiers.types import Response, ResponseMessage
 
@@ -134,7 +136,7 @@ class Environment:
                 created=0,
                 model=model,
                 usage=None,
-                message=ResponseMessage(content=answer, finish_reason="stop", is_truncated=False),
+                message=ResponseMessage(content=completion, finish_reason="stop", is_truncated=False),
             )
 
         unused = dict.fromkeys(Client.__abstractmethods__)  # they speak to servers
@@ -214,7 +216,7 @@ def _check(name: str, environment: Any) -> None:
 
 
 def _check_rubric(name: str, rubric: Any) -> None:
-    """Raises `ConfigError` for rewards that do not follow from one row and one answer alone."""
+    """Raises `ConfigError` for rewards that do not follow from one row and one completion alone."""
     from verifiers import JudgeRubric
 
     remedy = "choose another rubric in the environment's args, or write a reward function of your own"
@@ -227,7 +229,8 @@ def _check_rubric(name: str, rubric: Any) -> None:
     if groups or getattr(rubric, "has_advantages", False):
         what = f"the function {groups[0]} judges" if groups else "it judges"
         raise ConfigError(
-            f"the rubric of {name!r} rewards no answer by itself: {what} those of a group together", remedy
+            f"the rubric of {name!r} rewards no completion by itself: {what} those of a group together",
+            remedy,
         )
 
 
@@ -278,21 +281,21 @@ def _open(environment: str, args: dict[str, Any] | None = None, on_error: str = 
 @prepared(_open)
 def reward(
     prompt: str,
-    answer: str,
+    completion: str,
     meta: dict[str, Any],
     *,
     environment: str,
     args: dict[str, Any] | None = None,
     on_error: str = "raise",
 ) -> float:
-    """What the environment's rubric gives for the answer to a row that this module's command wrote."""
+    """What the environment's rubric gives for the completion of a row that this module's command wrote."""
     row = meta.get(COLUMN)
     if not isinstance(row, dict) or row.get("environment") != environment:
         raise ValueError(
             f"this is no row of {environment!r}: write its rows with python -m trainer.data.environments"
         )
     opened = _opened(environment, json.dumps(args or {}, sort_keys=True), on_error)
-    return opened.score(row["input"], row["sent"], answer)
+    return opened.score(row["input"], row["sent"], completion)
 
 
 def rows(environment: Environment, dataset: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -322,7 +322,7 @@ def _reward(data: DataFacts, wish: RunOptions) -> str:
     if wish.reward:
         chosen, why = (
             wish.reward,
-            "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed",
+            "f(prompt: str, completion: str, meta: dict) -> float, in a module beside this file or installed",
         )
     elif data.environment:
         chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"

@@ -36,13 +36,13 @@ def prompt_task(seed: int, index: int, *, held_out: bool = False) -> tuple[str, 
         attempt += 1
 
 
-def reward(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+def reward(prompt: str, completion: str, meta: dict[str, Any]) -> float:
     """1 for exactly the sorted digits, 0 otherwise."""
-    return 1.0 if answer == meta["answer"] else 0.0
+    return 1.0 if completion == meta["answer"] else 0.0
 
 
 def tokenizer() -> Tokenizer:
-    """One token a character, plus padding and the end of an answer."""
+    """One token a character, plus padding and the end of a completion."""
     made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(ALPHABET)}, unk_token=PAD))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()

@@ -158,7 +158,7 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
         if facts.preempts_by == "qos":
             observed = "Slurm preempts by QOS and harvest.qos is empty"
             return Finding(
-                "qos", Level.PROBLEM, observed, "set harvest.qos to the QOS that the others' may preempt"
+                "qos", Level.PROBLEM, observed, "set harvest.qos to the QOS that other users' QOS may preempt"
             )
         observed = "harvest.qos is empty: GPU time of engines counts in the fair share of their account"
         return Finding(
@@ -174,7 +174,7 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
         )
     above = sorted(one.name for one in facts.qos if ours.name in one.preempts)
     if facts.preempts_by == "qos" and not above:
-        observed = f"no QOS may preempt {ours.name!r}: others would wait for our engines"
+        observed = f"no QOS may preempt {ours.name!r}: other users' jobs would wait for our engines"
         return Finding("qos", Level.PROBLEM, observed, f"sacctmgr modify qos normal set preempt+={ours.name}")
     others = sorted(one.name for one in facts.qos if one.name != ours.name and ours.name not in one.preempts)
     observed = f"QOS {ours.name}" + (f" may be preempted by {', '.join(above)}" if above else "")

@@ -134,7 +134,7 @@ def exempt_time(facts: Facts, wanted: Wanted) -> Finding:
         return Finding(
             "exempt time", Level.OK, "PreemptExemptTime=0: our jobs may be preempted from their first second"
         )
-    observed = f"{where} = {exempt_s:g} s: nobody can preempt our jobs for that long after their start, so others would wait"
+    observed = f"{where} = {exempt_s:g} s: no job can preempt ours for that long after their start, so other users' jobs would wait"
     return Finding(
         "exempt time",
         Level.PROBLEM,

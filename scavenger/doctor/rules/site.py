@@ -18,7 +18,7 @@ SKEW_S = 5.0
 #: What slurmctld counts of one whole poll, which is two commands of two requests each (docs/slurm-states.md).
 REQUESTS_PER_POLL = 4
 DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
-#: What PrivateData may hide without making us take GPUs that others wait for.
+#: What PrivateData may hide without making us take GPUs that other users' jobs wait for.
 HARMLESS_PRIVATE = {"accounts", "cloud", "events", "reservations", "usage", "users"}
 
 
@@ -78,7 +78,7 @@ def private_data(facts: Facts, wanted: Wanted) -> Finding:
     if admin.lower() in ("operator", "administrator", "admin"):
         observed = f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same"
         return Finding("private data", Level.OK, observed)
-    observed = f"PrivateData hides {', '.join(hidden)} of others: GPUs that their pending jobs wait for would look idle to us"
+    observed = f"PrivateData hides {', '.join(hidden)} of other users: GPUs that their pending jobs wait for would look idle to us"
     remedy = (
         f"sacctmgr modify user {wanted.user} set adminlevel=operator, and harvest.sees_all_jobs = true; without that only a partition of "
         "named users, or harvest.sole_user = true, is harvested at all"

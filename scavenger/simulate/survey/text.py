@@ -45,7 +45,7 @@ def by_owner(found: Survey) -> Series:
     times, levels = _levels(moves, fleet.end_s)
     idle, held, working = levels
     lines: list[tuple[str, Sequence[int]]] = [
-        ("others", [fleet.gpus - count for count in idle]),
+        ("other users", [fleet.gpus - count for count in idle]),
         ("harvested", working),
         ("starting", [all_of - done for all_of, done in zip(held, working, strict=True)]),
         ("idle", [count - taken for count, taken in zip(idle, held, strict=True)]),

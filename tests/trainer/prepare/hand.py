@@ -15,7 +15,7 @@ from trainer.prepare.memory import Shape, TrainJob
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_GPU = Gpus(1, 0, 0.0)
-RAISES = 'def f(prompt, answer, meta):\n    return float(meta["no such column"])\n'
+RAISES = 'def f(prompt, completion, meta):\n    return float(meta["no such column"])\n'
 BIG = Shape(8_000_000_000, 36, 4096, 12288, 151936)
 FITS = TrainJob(16, 80.0, 8192, True, BIG.parameters, False, False, 0.9, 1)
 

@@ -133,8 +133,8 @@ def test_overlong_prompts_are_told_with_their_rows(run: Path, data: Path) -> Non
     assert "they are left out" in said
 
 
-NAN = 'def f(prompt, answer, meta):\n    return float("nan")\n'
-SAME = "def f(prompt, answer, meta):\n    return 1.0\n"
+NAN = 'def f(prompt, completion, meta):\n    return float("nan")\n'
+SAME = "def f(prompt, completion, meta):\n    return 1.0\n"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,6 @@ def test_a_reward_function_sees_the_prompt_as_it_will_in_the_run(
 ) -> None:
     (own_model / "chat_template.jinja").write_text("<eos>{{ messages[-1].content }}<eos>")
     change(run, "chat = false", "chat = true")
-    source = (
-        "def f(prompt, answer, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(answer)\n"
-    )
+    source = "def f(prompt, completion, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(completion)\n"
     use_reward(run, source, tmp_path, monkeypatch)
     assert "reward" not in refused(run)
