@@ -7,12 +7,13 @@ an engine of one GPU that starts on it at a:
 
     harvested    sum of max(0, e - a) over slices with e - s > C,   over the sum of e - s of the same slices
     generating   the same with a + C for a: the cold start does not count
-    wasted       starts with e - a < C (others took the GPU before it generated), over all starts; those cut off by the end count in neither
+    wasted       starts with e - a < C (another job took the GPU before it generated), over all starts; those cut off by the end count in
+    neither
 
-The rule is the daemon's (`harvest.min_expected_life`): at each look a GPU is taken once it has been idle for
+The rule is the daemon's (`harvest.min_expected_life`): at each poll a GPU is taken once it has been idle for
 `survival.settle_s`: the least age at
 which it outlasts a cold start with probability `share`, within bounds, by the curves that were learned until then and nothing else
-(`policy.forecast.survival`; running slices count as lives at risk). Before `idling.LEAST_LOST` lives were
+(`policy.forecast.survival`; running slices count as lives at risk). Before `idle_gpus.LEAST_LOST` lives were
 seen, and with share 0, each is taken at
 once. This replays GPUs, not jobs: Slurm's queue and engines of several GPUs are not in it. Figures are given
 for the whole trace, and as the median and range of its segments of `--hours`, by when slices began.

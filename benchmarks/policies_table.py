@@ -384,7 +384,7 @@ def page(
         *([*in_short(found), ""] if compared else []),
         f"*Simulated*, {month}, with the router, harvest policy and step machine that run live, over traces;",
         "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
-        f"`scavenger/simulate/published.py`, heartbeats and looks at Slurm every 10 s. Seeds {seeds[0]} to {seeds[-1]};",
+        f"`scavenger/simulate/presets.py`, heartbeats and polls of Slurm every 10 s. Seeds {seeds[0]} to {seeds[-1]};",
         "`pairs`: engines of two GPUs that the run may have.",
         "",
         *summary,

@@ -4,14 +4,14 @@
     python -m benchmarks.scale cycle   [--nodes 1000]  [--pending 10000]   one observation and decision on a private Slurm, goal 1 s
     python -m benchmarks.scale rest    [--nodes 1000]  [--minutes 12]      a daemon with nothing to do: goals 1 % of a core, 2 RPCs a minute
 
-`policy` makes a full queue (a third of the jobs run, the rest wait, half of these for GPUs that others or ours hold) with hundreds of
-engines of ours, and asks `harvest.policy.decide` some times: the least and the median, in CPU time of this process. Everybody who waits has
-waited long enough for us to leave: the most work that such a site can make. `cycle` starts a real
-slurmctld whose nodes are CLOUD nodes (they cost nothing and never run anything), fills its queue with jobs of others that wait, and times
-`Cluster.view`, the tracker and the decision apart, as the daemon does them; and what of that was CPU time, of this process and of the
-Slurm commands that it ran, which a busy machine does not change. Both look for garbage as seldom as the daemon (`interpreter.tune`). `rest`
-starts `scavenger daemon` beside such a controller, as a site would, and asks the kernel for its CPU time and the controller (`sdiag`) for
-the requests that it got meanwhile.
+`policy` makes a full queue (a third of the jobs run, the rest wait, half of these for GPUs that other users' jobs or ours have) with
+hundreds of engines of ours, and asks `harvest.decide.decide` some times: the least and the median, in CPU time of this process. Every job
+that waits has waited long enough for us to leave: the most work that such a site can make. `cycle` starts a real
+slurmctld whose nodes are CLOUD nodes (they cost nothing and never run anything), fills its queue with jobs of other users that wait, and
+times `Cluster.view`, the tracker and the decision apart, as the daemon does them; and what of that was CPU time, of this process and of the
+Slurm commands that it ran, which a busy machine does not change. Both look for garbage as seldom as the daemon (`daemon.process.tune`).
+`rest` starts `scavenger daemon` beside such a controller, as a site would, and asks the kernel for its CPU time and the controller
+(`sdiag`) for the requests that it got meanwhile.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.sweep --traces DIR [--segments A,B] [--models M,N] [--pairs 4] [--seeds 3] [--jobs 2]
 
 Cells, scenario and lengths are those of `policies.py`. The paper gives eta and the floor; Theta and B are multiples of what is profiled
-(`contenders.profiled`). A unit of work is one cell with one seed, all variants on the same fleet and lengths; ratios are taken seed by
-seed. The best is chosen for each cell by its median over the seeds, after the fact: what a user could gain by tuning for this very cell.
+(`baselines.registry.profiled`). A unit of work is one cell with one seed, all variants on the same fleet and lengths; ratios are taken seed
+by seed. The best is chosen for each cell by its median over the seeds, after the fact: what a user could gain by tuning for this very cell.
 The default takes under 5 minutes on two cores; interrupted, it prints what it has.
 """
 

@@ -2,10 +2,11 @@
 
 - window and instance limit: `seeding`.
 - load balancing: a request goes to the instance with the shortest queue among those with fewer than Theta pending ones; the others wait at
-  the router. An instance whose queue is empty gets pending requests of others; an idle one also max(m_exec - B, 0) of those that a peer
-  executes, B being the batch beyond which more requests hardly add throughput, which is profiled (`simulate.policies.make`): `balancing`.
+  the router. An instance whose queue is empty gets pending requests of others; an idle one also max(m_exec - B, 0) of those that another
+  instance executes, B being the batch beyond which more requests hardly add throughput, which is profiled (`registry.profiled`):
+  `balancing`.
 - an instance that loads the step's weights counts among the queues, so that the first to have them does not get everything.
-- micro-batches are trained in any order (all contenders do).
+- micro-batches are trained in any order (all policies do).
 
 The paper's instances tell at once what they execute, ours with a heartbeat. A request is thus *pending* from the moment it is given until
 a token of it was heard of, or until the time of a first token is over while it is one of its instance's first B, which are taken to fit.
@@ -42,7 +43,7 @@ FIRST_TOKEN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The paper's eta and floor. What depends on the engine is profiled (`simulate.policies.make`); here for who knows nothing of it."""
+    """The paper's eta and floor. What depends on the engine is profiled (`registry.profiled`); here for who knows nothing of it."""
 
     eta: float = 1 / 3
     floor_s: float = 5.0

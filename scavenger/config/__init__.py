@@ -1,7 +1,7 @@
 """Configuration: `scavenger.toml` (the daemon's, `site`) and `run.toml` (a run's, `run`), read once, checked once, never changed.
 
 Owns the reading, and the words for what is refused: an unknown key, a wrong unit or an impossible value is named with the file, the key
-and what is allowed. Reads files and nothing else.
+and what is allowed. Must not know what a value is used for, nor ask Slurm or a ledger.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The checks that apply to the local backend: no Slurm, no other users, one machine's processes.
 
-Owns the list. Each is Slurm's rule of the same name, on what the backend reports. All it reads is the backend's `ClusterPort`.
+Owns the list. Each is Slurm's rule of the same name, on what the backend reports. All it reads is the backend's `Cluster` port.
 
 Boundary: the checks of one backend.
 """

@@ -1,4 +1,5 @@
 """What the daemon says of itself: status file, metrics, logs.
 
-Reads the other parts on the event loop and changes nothing. Read `status.py` first.
+Owns what admins see of a running daemon. Reads the other parts on the event loop.
+Must not change them, nor wait for them. Read `status.py` first.
 """

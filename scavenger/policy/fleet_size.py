@@ -1,6 +1,6 @@
 """How many harvested engines a run asks for: up while its trainer waits, down gently, none that cannot earn its start. Pure.
 
-    useful    the most engines of which each still shortens the step (`router.window.size_fleet`)
+    useful    the most engines of which each still shortens the step (`seed_window.size_fleet`)
     target    within it: grows by the share of the step in which its GPUs did not train (they generated themselves, or waited), holds
               inside a dead band, shrinks by little at a time
     worth     the next engine's saving over its expected life (`survival`) against the GPU time of its cold start

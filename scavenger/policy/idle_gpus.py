@@ -1,10 +1,11 @@
 """For how long GPUs have been idle, and how long such GPUs last: ages by node and survival curves, from one poll after the other. Pure.
 
-    poll --Idling.observe-->  lives of GPUs that nobody but us holds  --survival-->  Idle   what the policy may know of them
+    poll --Idling.observe-->  lives of GPUs that no job but ours has  --survival-->  Idle   what the policy may know of them
 
-A life begins when others leave a GPU and ends when others take it, whether an engine of ours came to be on it or not: we take nothing
-from anybody, so the GPU's time is the same. On a node the latest to come free is the first to be taken (which GPU Slurm picks is not seen;
-so it is in `simulate.fleet_stats`). What was free at the first poll has an age that nobody knows: it counts as settled, and in no curve.
+A life begins when another user's job leaves a GPU and ends when one takes it, whether an engine of ours came to be on it or not: we take
+no GPU from any job, so the GPU's time is the same. On a node the latest to come free is the first to be taken (which GPU Slurm picks is not
+seen; so it is in `simulate.fleet_stats`). What was free at the first poll has an age that is not known: it counts as settled, and in no
+curve.
 
 Owns the ages. Knows nothing of demand or limits; `now` is given. What happens between two polls is not seen.
 """
@@ -37,10 +38,10 @@ class _Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What is known of idle GPUs now. `since`: by node, when each GPU that nobody but us holds came free, the earliest first (Unix s).
+    """What is known of idle GPUs now. `since`: by node, when each GPU that no job but ours has came free, the earliest first (Unix s).
 
     `curves`: how long such GPUs last, by class of node; a class of which too little is known has none.
-    `share`: as in `autoscale.start_benefit`.
+    `share`: as in `fleet_size.start_benefit`.
     """
 
     since: Mapping[str, Sequence[float]]

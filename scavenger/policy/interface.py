@@ -1,6 +1,6 @@
 """What a run's samples, engines and window are decided by: the questions, what may be known, and today's answers. Pure.
 
-    core (advice.py)  --RunView-->  place / rebalance / window / engines  --answers with reasons-->  leases, moves, Fleet, Demand
+    policy_driver.py  --RunView-->  place / rebalance / window / engines  --answers with reasons-->  leases, moves, Fleet, Demand
                       --Fact----->  observe                               (what a policy may learn from)
 
 Views and facts hold what a live daemon knows: lengths so far, never a length to come; rates that were measured, never an engine's

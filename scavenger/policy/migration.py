@@ -1,6 +1,6 @@
 """Which running samples change engines: rebalancing, and the merging of tails. Pure.
 
-Both reckon with when an engine is done: `Curve.drain_s` of what it holds (`forecast_speed`), given expected lengths. A move costs its
+Both reckon with when an engine is done: `Curve.drain_s` of what it holds (`forecast.speed`), given expected lengths. A move costs its
 target the prefill of the sample's whole context, and a transfer.
 
     rebalance  take from the engine that is done last, give to those that are done first, while each move ends the later of two sooner

@@ -1,6 +1,6 @@
 """How long reserved engines shall generate before they train, and how many harvested engines are worth having. Pure.
 
-The window is the end of the open phase with the least predicted step time (`forecast_step`), found over a coarse grid and then by golden
+The window is the end of the open phase with the least predicted step time (`forecast.step`), found over a coarse grid and then by golden
 section between its best point's neighbours. Solved again whenever the fleet or the forecast changed: seconds count from that moment.
 
 A window that has closed stays closed once a sample of the step is done. Should harvested engines all be lost then, the trainer wakes the

@@ -6,5 +6,5 @@
     worker       the worker's side, a sans-IO state machine
     train_step   the state machine of one training step, which the trainer and the simulator drive
 
-Knows no router, no trainer and no engine. Read `messages/__init__.py` first.
+Must not know router, trainer or engine. Read `messages/__init__.py` first.
 """

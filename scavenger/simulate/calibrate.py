@@ -1,14 +1,14 @@
-"""Fits the decode curve's free parameters to measured (batch, context, tokens/s). Pure, but for `read`, which opens the one file.
+"""Fits the decode curve's free parameters to measured (batch, context, tokens/s), and keeps them in a small TOML file.
+
+    measurements --read--> points --fit--> Fit --rows--> a table for people
+                                            '--dump, load--> TOML, read by the simulations
 
 With u = 1 / bandwidth share and v = 1 / compute share the model is `step_s = o + max(u M, v F)`, M and F known for each point. Which
 of the two leads at a point depends on v / u alone, so sorted by M / F the memory-bound points come last: n + 1 splits are all there is, and
 for each the fit is a small linear least squares with bounds. The best by the true residual wins: no start values, no local minimum.
 
-A fit as a reader meets it: the constants with what they were, and each point's error. Pure: a `Fit` in, text out.
-
-Calibrated constants of an engine as a small TOML file: written by `scavenger simulate calibrate`, read by the simulations. Pure text.
-
-Owns the file's form. The file says what it was fitted for, so that one model's constants are not taken for another's unseen.
+The file says what it was fitted for, so that one model's constants are not taken for another's. Pure, but for `read`, which opens the one
+file. It must not know a fleet, a run or a policy.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What one look at a cluster tells of the same question: GPUs that idle now, and what the policy would do about them. Pure.
+"""What one poll of a cluster says of its idle GPUs: how many idle now, and what the policy would do about them. Pure.
 
-    ClusterView --harvest.decide.decide.decide--> what it would submit, and why
-                --harvest.room.find_room--> how many engines fit
+    ClusterView --harvest.decide.decide.decide--------------------> what it would submit, and why
+                --harvest.decide.free_capacity.find_free_capacity--> how many engines fit
+    ClusterPoll --rows, notes--> text
 
-Read-only by construction: it is handed a view and returns answers. A site that has no harvest partition yet is shown as if it had one below
-all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one poll cannot tell.
+Reads only: it is handed a view. A site without a harvest partition is shown as if it had one below all other partitions, and `notes` says
+so. One poll cannot say how long GPUs stay idle, or how often they are taken.
 
-One look at a cluster as rows of name, value and meaning. Pure: a `ClusterPoll` in, text out.
-
-Boundary: a live cluster is read; everything else here is recorded or drawn.
+Boundary: a live cluster is polled; the rest of `simulate` plays what was recorded or drawn. It must not know a backend.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                                       |                    '--JobGone--> daemon <--IntentRevoked--'
                                       '--starts, preempts--> SimEngine
 
-Other users always win: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their
+Other users come first: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their
 grace, and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free.
 
 `VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.harvester` does, without commands that fail. With
@@ -50,7 +50,7 @@ _HEALTH = HealthRules(_LIVE.quarantine_after, _LIVE.quarantine_s, _LIVE.backoff_
 _MANY = 1 << 20
 #: Slurm forgets a job that ended so long ago (MinJobAge, its default).
 _LISTED_S = 300.0
-#: However quiet it is, for how long GPUs are idle is told so often: a small part of `idling.PIECE_S`.
+#: However quiet it is, for how long GPUs are idle is told so often: a small part of `idle_gpus.PIECE_S`.
 _QUIET_S = 60.0
 
 #: Make an engine for (job's number, intent, incarnation, node); it is told when it is built.

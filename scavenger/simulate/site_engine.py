@@ -84,8 +84,8 @@ class _Request:
 
 
 class SimEngine:
-    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `Contender`: of a group's answers none is handed
-    over before all are complete, or longer than the shortest of them.
+    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `SimulatedPolicy`: of a group's completions none is
+    handed over before all are complete, or longer than the shortest of them.
     """
 
     def __init__(

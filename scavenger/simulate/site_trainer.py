@@ -1,6 +1,6 @@
-"""The training job's rank 0 in virtual time: the real phase machine over the trainer's cost model. Theory of operation:
+"""The training job's rank 0 in virtual time: the real train-step state machine over the trainer's cost model. Theory of operation:
 
-    submit -> SEED / TRAIN / WAKE as `phases` says -> optimizer -> publish -> commit -> submit the next step
+    submit -> SEED / TRAIN / WAKE as `protocol.train_step` says -> optimizer -> publish -> commit -> submit the next step
 
 Rank 0 does one thing at a time, as the real one: while it computes, what arrives waits. Owns where a step's seconds went. It knows groups
 by what the daemon delivers; lengths it learns when they are there.

@@ -1,4 +1,4 @@
 """The field's policy-gradient algorithms. `rows` declares each one; the other modules are the pure functions that rows are made of.
 
-Read `rows.py` first, then `loss.py`.
+Must not know ranks, the daemon or checkpoints. Read `rows.py` first, then `loss.py`.
 """

@@ -1,13 +1,10 @@
 """What a run tells people: the same entries to every sink, one protocol. Rank 0 only.
 
-Owns the sinks that need nothing installed: one JSON line an entry in `metrics.jsonl`, and on standard output a progress display where
-that is a terminal, else one plain line a step. TensorBoard and W&B are in `monitors`. Floats are written with all their digits, so two
-runs can be compared bit by bit.
+Owns the sinks. Two need nothing installed: one JSON line an entry in `metrics.jsonl`, and on standard output a progress display where
+that is a terminal, else one plain line a step. Floats are written with all their digits, so two runs can be compared bit by bit.
 
-Sinks that need an extra: TensorBoard (`[tensorboard]`) and W&B (`[wandb]`).
-
-Owns what is theirs: imports, names, and what may go wrong. A missing package is an error before the run starts; a sink that fails later is
-left, aloud, and the run goes on. W&B's key is W&B's own business (`wandb login`): none stands in run.toml.
+Sinks that need an extra: TensorBoard (`[tensorboard]`) and W&B (`[wandb]`). A missing package is an error before the run starts; a sink
+that fails later is left, aloud, and the run goes on. W&B's key is W&B's own business (`wandb login`): none stands in run.toml.
 """
 
 from __future__ import annotations

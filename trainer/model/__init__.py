@@ -1,1 +1,4 @@
-"""The learner on one rank: sharded model, attention, adapters. Read `learner.py` first."""
+"""The learner on one rank: sharded model, attention, adapters.
+
+Owns weights, gradients and the optimizer. Must not know samples' origin, the daemon or Slurm. Read `learner.py` first.
+"""

@@ -6,5 +6,6 @@
     check.py    every check, in order
     __main__.py the commands, which `scavenger init` starts
 
-Read `check.py` first. Knows no daemon's state but whether its files are there; starts no job.
+Read `check.py` first. Must not start a job, nor know a daemon's state but whether its
+files are there.
 """

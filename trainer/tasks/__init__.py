@@ -1,1 +1,1 @@
-"""The built-in task: sorting six digits. It needs no data set and no torch. Read `sort.py`."""
+"""The built-in task: sorting six digits. Needs no data set. Must not know torch, nor how a run is trained. Read `sort.py`."""

@@ -1,9 +1,9 @@
 """The clairvoyant policy's search: when the window closes, and how many samples an engine serves at a time. Pure.
 
-The predictions are those that all controllers reckon with (`forecast_step`), told the truth; golden section and what a share is in samples
-are `window`'s: a formula has one home. The search is its own: what the live controller's is tuned to must not move the yardstick that it
-is measured by. It looks where the last answer was and in a coarse grid, goes downhill from the best of these, and looks at no window that
-cannot win:
+The predictions are those that all controllers reckon with (`policy.forecast.step`), told the truth; golden section and what a share is in
+samples are `seed_window`'s: a formula has one home. The search is its own: what the live controller's is tuned to must not move the
+yardstick that it is measured by. It looks where the last solution was and in a coarse grid, goes downhill from the best of these, and looks
+at no window that cannot win:
 
     asleep    waking costs both toggles, and all that is left must be trained: where that alone takes as long as to train on, no window is
               looked at. Nor is more than a coarse grid where its best is far from worth it.

@@ -1,1 +1,4 @@
-"""vLLM behind `rollout.engines.base.Engine`. Read `engine.py` first."""
+"""vLLM behind `rollout.engines.base.Engine`.
+
+Owns everything that depends on a vLLM release. Must not know leases or the daemon. Read `engine.py` first.
+"""

@@ -1,7 +1,7 @@
 """What the daemon and its pyslurm process say to each other: one typed request, one typed reply, over a pair of pipes.
 
 Owns the framing (4-byte length, MessagePack), the bounds, and the rows: Slurm's records as pyslurm has them, without a meaning. What they
-mean is in `pyslurm_read`. Knows nothing of processes, and never imports pyslurm.
+mean is in `rows`. Knows nothing of processes, and never imports pyslurm.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that imports pyslurm: answers one request at a time on its pipes until they close. The only place that imports it.
 
-    python -m scavenger.cluster.pyslurm.process          started by `pyslurm_client`, never by a person
+    python -m scavenger.cluster.pyslurm.process          started by `client`, never by a person
 
 A process of its own, because pyslurm holds the interpreter's lock during every RPC (seconds, when the controller hangs), because libslurm
 ends the process that it is in when it finds no configuration, because the cluster is fixed at import, and because it is GPL-2.0: nothing

@@ -149,7 +149,7 @@ class SlurmCluster:
     """`port.Cluster` over Slurm's commands.
 
     `env` is the environment for them (default: this process's, without what an outer Slurm job left in it). `rpc` counts the
-    requests that the commands send to the controller, so that the load we put on it can be seen. `output`: see `slurm_json`.
+    requests that the commands send to the controller, so that the load we put on it can be seen. `output`: see `json_output`.
     """
 
     def __init__(

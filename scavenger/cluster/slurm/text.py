@@ -1,6 +1,6 @@
 """Pure: the words and numbers that Slurm writes wherever it writes them: states, durations, GRES and TRES texts.
 
-Shared by every way of asking Slurm (`commands`, `slurm_json`, `pyslurm_read`). A word that is not known raises
+Shared by every way of asking Slurm (`commands`, `json_output`, `pyslurm.rows`). A word that is not known raises
 `ClusterUnavailable`. Who reads the record decides whether that makes a field unknown or fails the whole poll.
 
 Host lists too: 'gpu[01-03,7],login1' -> names.

@@ -1,4 +1,4 @@
 """Performs what was decided: intents made durable, job scripts written, jobs submitted, drained and cancelled.
 
-Decides nothing. Read `execute.py` first.
+Must not decide: an action comes with its reason. Read `execute.py` first.
 """

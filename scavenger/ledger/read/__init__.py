@@ -1,4 +1,4 @@
-"""Reads of the ledger: a restarted daemon's snapshot, reports, the tokens of a sample. Writes nothing.
+"""Reads of the ledger: a restarted daemon's snapshot, reports, the tokens of a sample. Must not write.
 
 Read `reader.py` first.
 """

@@ -1,4 +1,4 @@
-"""The ledger's only writer: records in, one fenced transaction out. Read top-down:
+"""The ledger's only writer: records in, one fenced transaction out. Must not read for reports, nor decide. Read top-down:
 
 writer        the thread: many submissions, one transaction, one acknowledgement
 transaction   who may write (generations), and moves that are logged first

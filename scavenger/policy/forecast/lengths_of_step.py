@@ -1,4 +1,4 @@
-"""`forecast_lengths.Table` for all samples of a step at once: the same numbers to the last bit, several times as fast. Pure.
+"""`lengths.Table` for all samples of a step at once: the same numbers to the last bit, several times as fast. Pure.
 
 Boundary: a step's samples taken together in arrays; pure.
 
@@ -99,7 +99,7 @@ def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> Fl
 
 
 def impute(table: Table, groups: Sequence[tuple[int, Belief, Group]]) -> Floats:
-    """`forecast_lengths.impute` of groups given as (key, belief, group), group after group."""
+    """`lengths.impute` of groups given as (key, belief, group), group after group."""
     if not groups:
         return np.empty(0)
     root = math.sqrt(table.correlation)

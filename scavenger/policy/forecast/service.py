@@ -1,6 +1,6 @@
 """Who generates at the same time, counted in tokens instead of seconds. Pure.
 
-All samples under way gain tokens at one common pace (`forecast_step`), so that one counter V of tokens serves them all: a sample that
+All samples under way gain tokens at one common pace (`forecast.step`), so that one counter V of tokens serves them all: a sample that
 begins at V = s with r tokens to come ends at s + r. With capacity for `slots` samples the first ones begin at once, each other one when the
 first place comes free: list scheduling, whatever the pace. What the pace depends on, how many are under way and with how much context, is
 then known as a function of V, here in buckets.

@@ -13,7 +13,7 @@ groups:
     closed  harvested engines alone; what reserved ones held is prefilled there; the trainer takes whole groups as they come
     step    the later of the last sample and the trainer's last round, plus the update
 
-Knows no clock: seconds count from the moment asked about. Chooses nothing: `window.py` does.
+Knows no clock: seconds count from the moment asked about. Chooses nothing: `seed_window.py` does.
 """
 
 from __future__ import annotations

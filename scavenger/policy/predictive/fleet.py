@@ -2,9 +2,9 @@
 
 Boundary: the size of the fleet; pure.
 
-Sizes the fleet on a whole step with lengths from the forecast (`window.size_fleet`), asks for no engine that saves less over its
-expected life than its start costs (`harvest.autoscale.worth`), and goes there by the share of the step that the trainer waited
-(`harvest.autoscale.step_ended`). Owns when the size is solved again: after a step in which engines came or were lost, after some
+Sizes the fleet on a whole step with lengths from the forecast (`seed_window.size_fleet`), asks for no engine that saves less over its
+expected life than its start costs (`fleet_size.worth`), and goes there by the share of the step that the trainer waited
+(`fleet_size.step_ended`). Owns when the size is solved again: after a step in which engines came or were lost, after some
 steps else, and when the step or the limit is another. (What comes or goes changes how long engines last, and the window at once.)
 """
 

@@ -1,9 +1,8 @@
 """All that a run's controllers have learned, from facts alone: lengths, engines, the trainer, starts, lives. Pure.
 
-Each part states its own prior (`forecast_lengths`, `forecast_speed`, `policy.forecast.survival`); here are
-the priors of plain durations. They say
-what a mid-size model on one GPU takes, and matter until the first step is over (`forecast_speed.Average`). Knows facts
-(`policy.Fact`) and no view, decides nothing.
+Each part states its own prior (`policy.forecast`: `lengths`, `speed`, `survival`); here are the priors of plain durations. They say what a
+mid-size model on one GPU takes, and matter until the first step is over (`speed.Average`). Knows facts (`interface.Fact`) and no view,
+decides nothing.
 """
 
 from __future__ import annotations

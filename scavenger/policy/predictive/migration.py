@@ -2,7 +2,7 @@
 
 Boundary: which samples move; pure.
 
-Asks `offload.rebalance` and `offload.merge` with what the forecast expects of every lease. Owns when they are asked, and the memory of one
+Asks `policy.migration.rebalance` and `merge` with what the forecast expects of every lease. Owns when they are asked, and the memory of one
 step that keeps samples from going back and forth: where each was taken from, and which engines were emptied.
 """
 

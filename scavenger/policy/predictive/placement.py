@@ -22,8 +22,8 @@ in it; knows no engine, no length, and no clock but the time of the last `renew`
 In which order queued samples go, and how many an engine serves at a time, from one decision to the next. Pure.
 
 Two orders are tried (`placement.order`, the longest first, and `placement.in_turn`, group after group), each with several limits, and what
-`window.serve` predicts to end the step soonest is kept until the fleet or the window is another. That costs ten solutions of the window,
-and nobody is served meanwhile: a run of short steps decides it for several steps at once. Owns that memory, and nothing else.
+`seed_window.serve` predicts to end the step soonest is kept until the fleet or the window is another. That costs ten solutions of the
+window, and no sample is placed meanwhile: a run of short steps decides it for several steps at once. Owns that memory, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The policy that predicts: window, placement, rebalancing, tails and fleet size out of one forecast. Pure.
 
     facts  --> Forecast (what was learned)
-    view   --> Outlook  (the moment: what everybody has, and what is to come; the window's plan)
-                 |-- window.solve       whether reserved engines go on generating
+    view   --> Picture  (the moment: what each engine has, and what is to come; the window's plan)
+                 |-- seed_window.solve     whether reserved engines go on generating
                  |-- Placer             which queued sample goes where, in which order, how many an engine serves at a time
                  |-- Mover              which running sample changes engines
                  '-- FleetSizer         how many harvested engines
@@ -13,8 +13,7 @@ A run asks often: what is dear is done again only when the fleet or the step cha
 What leases and moves were reckoned with, in numbers for the ledger: expected tokens, engines' curves, the price of a move. Pure.
 
 Looks at the moment by which they were decided (`PolicyForecast.decided_by`) and at nothing anew, so that
-being asked changes no answer and costs
-little. Decides nothing.
+being asked changes no answer and costs little. Decides nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from scavenger.policy.predictive.settings import Settings
 from scavenger.policy.predictive.view import Picture
 from scavenger.policy.seed_window import Serving
 
-DECISION_KINDS = ("longest first", "group after group")  # as `predictive_serving` numbers them
+DECISION_KINDS = ("longest first", "group after group")  # as `predictive.placement` numbers them
 
 
 def of_placements(answers: Sequence[Placement], policy_forecast: PolicyForecast, service: Serving) -> Inputs:

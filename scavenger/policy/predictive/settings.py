@@ -11,8 +11,8 @@ from scavenger.policy import fleet_size
 class Settings:
     """Which controllers act, and their free parameters. `limits`: fewer samples at a time than fit. `every_s`: between rebalancings.
 
-    `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `offload.Price.margin`. `least_saving`: what
-    an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`autoscale.worth`).
+    `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `migration.Price.margin`. `least_saving`: what
+    an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`fleet_size.worth`).
     """
 
     window: bool = True

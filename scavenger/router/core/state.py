@@ -169,7 +169,7 @@ class Sample:
     by_harvested: int = 0
     regenerated: int = 0  # tokens that died with a worker, since then
     seen: SampleView | None = (
-        None  # how policies see it (`views`), until any of that changes; `audit` makes it anew and compares
+        None  # how policies see it (`policy_view`), until any of that changes; `audit` makes it anew and compares
     )
 
     def step(self, step: SampleStep) -> None:

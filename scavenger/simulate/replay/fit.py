@@ -1,6 +1,6 @@
 """What a recorded run's machines cost, fitted to some of its steps: engines' curve, trainer, loads. Pure.
 
-    engines   what they made between leases and chunks (`router.recall.rates`), through the same fit as `scavenger simulate calibrate`
+    engines   what they made between leases and chunks (`policy.warm_start.rates`), through the same fit as `scavenger simulate calibrate`
     trainer   its own figures: seconds a trained token, a scored group, an update, a publication
     loads     from a new version to an engine that has it, after the engine's first
 

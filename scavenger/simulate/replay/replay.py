@@ -2,13 +2,13 @@
 
     ledger --Recording--> fit on every other step --Machines--> play all steps --> step times of the steps that were not fitted
 
-Taken from the recording: how long each answer was and which groups had nothing to teach, when engines greeted, were ready and were lost.
-Those times count from the beginning of their step, so that a step is played with the fleet that it had although those before it took
+Taken from the recording: how long each completion was and which groups had nothing to teach, when engines registered, were ready and were
+lost. Those times count from the beginning of their step, so that a step is played with the fleet that it had although those before it took
 longer or shorter. A step that is played slower than life may so lose its last engine with samples left: the next ones of the recording then
 come in it, as long after its beginning as they came. Computed: who generates what, the window, moves, queues, the trainer's waiting, and
 with them the step's time.
 
-Owns the play and the comparison. `replay_fit` says what machines cost; the parts are the simulator's.
+Owns the play and the comparison. `fit` says what machines cost; the parts are the simulator's.
 
 A replay as a reader meets it: each step as it was and as it was played, and how good that is. Pure: a `Replay` in, text out.
 
