@@ -263,7 +263,7 @@ def idle_time(folder: Path) -> list[str]:
         f"slices that outlast a cold start of {harvest.COLD_S:g} s. Wasted: starts that others ended before. The rule's 98.5 %",
         "and its bounds were chosen on this same trace.",
         "",
-        f"| looks at Slurm | harvested (wanted: at least {100 * harvest.LEAST_HARVESTED:.0f} %) | starts | "
+        f"| polls of Slurm | harvested (wanted: at least {100 * harvest.LEAST_HARVESTED:.0f} %) | starts | "
         f"wasted (wanted: under {100 * harvest.MOST_WASTED:.0f} %) | |",
         "| --- | --- | --- | --- | --- |",
     ]

@@ -40,7 +40,7 @@ from scavenger.cluster.sandbox import sandbox
 from scavenger.cluster.sandbox.ports import listens, take_ports
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon import process
-from scavenger.harvest.decide.actions import Caps, Headroom, JobLimits, Limits, OurJob, Placement, Yielding
+from scavenger.harvest.decide.actions import Caps, Headroom, JobLimits, Limits, OurJob, Placement, YieldLimits
 from scavenger.harvest.decide.decide import decide
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.track.node_health import HealthRules
@@ -55,7 +55,7 @@ LIMITS = Limits(
     Caps(max_engines=4000, max_pending=32),
     headroom=Headroom(per_node=1),
     job=JobLimits(drain_before_s=30.0),
-    yielding=Yielding(window_s=120.0),
+    yielding=YieldLimits(window_s=120.0),
     placement=Placement(pin=True),
     user="scavenger",
 )

@@ -23,7 +23,7 @@ from scavenger.demo.site import Site, SiteOptions
 from trainer.tasks import sort
 
 ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT)
-LOOK_S = 0.5
+POLL_S = 0.5
 #: What a tiny model on two cores wants otherwise than the run.toml that `scavenger init` writes: (line, instead).
 EDITS = (
     ("lr = 1e-6", "lr = 2e-4"),
@@ -100,7 +100,7 @@ def train(site: Site, folder: Path, preempt_every_s: float) -> None:
         if preempt_every_s and time.monotonic() >= other_at:
             node, other_at = node % 3 + 1, time.monotonic() + preempt_every_s
             site.submit_other(4.0, 4, f"node{node}")
-        time.sleep(LOOK_S)  # between two looks at the job
+        time.sleep(POLL_S)  # between two polls of the job
     if job.state is not JobState.COMPLETED:
         raise SystemExit(
             f"the training job ended as {job.state}; the end of its log:\n"

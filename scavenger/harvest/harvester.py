@@ -323,7 +323,7 @@ class Harvester:
     async def _cancel_all(self) -> None:
         try:
             while jobs := self.tracker.jobs({}):
-                staying = [job.intent_id for job in jobs if job.leaving is not DrainKind.CANCELLED]
+                staying = [job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED]
                 chosen = [Cancel(intent_id, "the daemon shuts down", Code.SHUTDOWN) for intent_id in staying]
                 await self._performer.cancel(
                     [action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}"
@@ -411,7 +411,9 @@ class Harvester:
 
         A cancelled job is Slurm's to end, and one without an id cannot be cancelled: neither counts.
         """
-        draining = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is DrainKind.DRAINING]
+        draining = [
+            job for job in self.tracker.jobs({}) if job.job_id and job.drain_kind is DrainKind.DRAINING
+        ]
         due = min((must_end_by(job, limits) for job in draining), default=math.inf)
         self._drains_due_at = self._monotonic() + max(0.0, due - self._clock())
 
@@ -469,7 +471,9 @@ class Harvester:
         health.owners, health.asking = self._owners, frozenset(d.run_id for d in demand if d.engines)
         if now < health.backoff()[0]:
             return demand  # nobody's jobs are submitted: the decision says why
-        present = Counter(job.run_id for job in self.tracker.jobs({}) if job.leaving is decide.DrainKind.NO)
+        present = Counter(
+            job.run_id for job in self.tracker.jobs({}) if job.drain_kind is decide.DrainKind.NO
+        )
 
         def within(d: Demand) -> Demand:
             not_before, why = health.backoff_of(d.run_id)

@@ -38,11 +38,11 @@ from scavenger.harvest.decide.actions import (
     Caps,
     Decision,
     Headroom,
-    Hold,
     JobLimits,
     Limits,
     Placement,
-    Yielding,
+    Restrictions,
+    YieldLimits,
 )
 from scavenger.harvest.decide.other_users import gpus_by_node
 from scavenger.harvest.pace import PaceRules
@@ -131,7 +131,7 @@ def limits_of(
             drain_before_s=harvest.drain_before_s,
             min_life_s=min(harvest.min_runtime_s, harvest.time_limit_s) + harvest.drain_before_s,
         ),
-        yielding=Yielding(
+        yielding=YieldLimits(
             horizon_s=cluster.poll_interval_s,
             window_s=harvest.other_users_window_s,
             after_s=harvest.yield_after_s,
@@ -146,7 +146,7 @@ def limits_of(
             standby_jobs=harvest.standby_jobs,
             fresh_after_s=harvest.fresh_after_s,
         ),
-        hold=Hold(
+        restrictions=Restrictions(
             stop=stop.reason if stop is not None else "",
             stop_now=stop is not None and stop.at_once,
             hidden=hidden,
@@ -236,8 +236,8 @@ class StopFiles:
         self.unread = ""
 
     @property
-    def hold(self) -> str:
-        """Why nothing may be submitted; "" = it may. Not known for `KEEP_S`, or since the start: whether somebody stopped it."""
+    def paused(self) -> str:
+        """Why nothing may be submitted; "" = it may. Not known for `KEEP_S`, or since the start: whether it is stopped."""
         since = [at for at, _ in self._failing.values()]
         if self._silent_since is not None:
             since.append(self._silent_since)
@@ -480,11 +480,13 @@ class StopState:
             by_qos=info.preempts_by == "qos",
             plan_step_s=info.plan_step_s,
         )
-        self.blind = limits.hold.blind
-        hold = self.files.hold
-        if not hold:
+        self.blind = limits.restrictions.blind
+        paused = self.files.paused
+        if not paused:
             return limits
-        return replace(limits, hold=replace(limits.hold, not_before=math.inf, not_before_reason=hold))
+        return replace(
+            limits, restrictions=replace(limits.restrictions, not_before=math.inf, not_before_reason=paused)
+        )
 
     def decided(self, decision: Decision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""

@@ -1,7 +1,7 @@
 """Which samples' contents may be compacted or dropped, and what their chunks become. Pure.
 
 Owns the rule (I3): a group is left alone while a resume from any kept checkpoint may deliver it again, while one of its samples is in
-flight, and until its run has taken `steps` further optimizer steps. It knows no database: `keeper` reads the sights and submits the
+flight, and until its run has taken `steps` further optimizer steps. It knows no database: `keeper` reads the samples and submits the
 portions, `compaction` carries one out in the writer's transaction.
 """
 

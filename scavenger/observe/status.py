@@ -44,7 +44,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         gpus=sum(job.gpus for job in holding),
         waiting=sum(job.waits and not job.standby for job in jobs),
         standby_jobs=sum(job.standby for job in jobs),
-        draining=sum(job.leaving is not DrainKind.NO for job in jobs),
+        draining=sum(job.drain_kind is not DrainKind.NO for job in jobs),
         seen_at=view.observed_at if view is not None else 0.0,
         idle=seen.idle if seen is not None else 0,
         gpus_other_users=seen.other_users if seen is not None else 0,

@@ -224,7 +224,7 @@ class Demand:
 
     `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
     where the run's policy says so; None: nothing is known, and what is idle is taken. `owner`: who owns the run, "" = not known;
-    `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, leaving ones counted; None: no limit.
+    `owner_gpus`: GPUs that the engines of all of the owner's runs may hold, draining ones counted; None: no limit.
     """
 
     run_id: int

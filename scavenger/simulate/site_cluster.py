@@ -312,7 +312,7 @@ class SimHarvester:
 
     def _leaving(self) -> bool:
         return any(
-            one.leaving is not DrainKind.NO and one.stage is not Stage.OVER
+            one.drain_kind is not DrainKind.NO and one.stage is not Stage.OVER
             for one in self._tracker.intents.values()
         )
 

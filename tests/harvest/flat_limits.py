@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from scavenger.harvest.decide.actions import Caps, Headroom, Hold, JobLimits, Limits, Placement, Yielding
+from scavenger.harvest.decide.actions import (
+    Caps,
+    Headroom,
+    JobLimits,
+    Limits,
+    Placement,
+    Restrictions,
+    YieldLimits,
+)
 
 _GROUPS: dict[str, tuple[type[Any], dict[str, str]]] = {
     "caps": (Caps, {}),
@@ -15,11 +23,11 @@ _GROUPS: dict[str, tuple[type[Any], dict[str, str]]] = {
     ),
     "job": (JobLimits, {"cpus_per_engine": "cpus", "memory_mb_per_engine": "memory_mb"}),
     "yielding": (
-        Yielding,
+        YieldLimits,
         {"other_users_window_s": "window_s", "yield_after_s": "after_s", "same_tier_yield_s": "same_tier_s"},
     ),
     "placement": (Placement, {}),
-    "hold": (Hold, {}),
+    "restrictions": (Restrictions, {}),
 }
 
 

@@ -42,7 +42,7 @@ STATES: tuple[State, ...] = (
     State(
         "CONFIGURING",
         "has its node, which is being set up",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -51,7 +51,7 @@ STATES: tuple[State, ...] = (
     State(
         "RUNNING",
         "runs",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -60,7 +60,7 @@ STATES: tuple[State, ...] = (
     State(
         "SUSPENDED",
         "gang scheduling or an admin stopped it",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -233,7 +233,7 @@ STATES: tuple[State, ...] = (
     State(
         "node drained",
         "RUNNING, its node DRAIN",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -242,7 +242,7 @@ STATES: tuple[State, ...] = (
     State(
         "node not responding",
         "RUNNING, its node DOWN*",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -251,7 +251,7 @@ STATES: tuple[State, ...] = (
     State(
         "reservation ahead",
         "RUNNING, a reservation begins soon",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,
@@ -260,7 +260,7 @@ STATES: tuple[State, ...] = (
     State(
         "partition down",
         "RUNNING, its partition DOWN, DRAIN or INACTIVE",
-        ObservedState.HOLDS,
+        ObservedState.ALLOCATED,
         "",
         False,
         True,

@@ -198,7 +198,7 @@ def test_stop_files_that_give_no_answer_stop_no_engine_and_after_a_while_none_is
         async with running(harvester):
             await until("it holds", lambda: world.of(rec.AllocationStarted))
             monkeypatch.setattr(harvester.stop_state, "poll", hangs)
-            await until("it is known that nothing is known", lambda: harvester.stop_state.files.hold)
+            await until("it is known that nothing is known", lambda: harvester.stop_state.files.paused)
             assert "no answer" in harvester.stop_state.files.unread
             world.want(2)
             await until(

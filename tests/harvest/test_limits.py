@@ -97,7 +97,7 @@ def test_hidden_jobs_leave_only_partitions_in_which_nobody_is_our_peer(
         hidden="PrivateData",
         restricted=restricted,
     )
-    assert (limits.hold.blind, limits.hold.hidden) == (blind, "PrivateData")
+    assert (limits.restrictions.blind, limits.restrictions.hidden) == (blind, "PrivateData")
 
 
 PRIVATE = replace(INFO, private=frozenset({"jobs", "usage"}))
@@ -184,7 +184,7 @@ def test_a_drain_holds_until_it_is_undone_and_its_change_is_told_once(tmp_path: 
         stop_state.poll()
         limits = stop_state.update_limits(view(NOW), PRIVATE, tracker, 30.0, NOW)
         assert stop_state.stop_read == stop_state.stop_in_force
-        return limits.hold.stop, limits.hold.stop_now
+        return limits.restrictions.stop, limits.restrictions.stop_now
 
     assert stop() == ("", False)
     drain(tmp_path, "alice: a talk", at_once=False)

@@ -68,7 +68,7 @@ def submitted(decision: Decision) -> dict[str, int]:
 
 
 def test_engines_that_leave_count_against_their_owners_limit_and_stop_no_other_owner() -> None:
-    leaving = [engine(n, owner="ada", leaving=DrainKind.DRAINING, asked_at=NOW) for n in (1, 2)]
+    leaving = [engine(n, owner="ada", drain_kind=DrainKind.DRAINING, asked_at=NOW) for n in (1, 2)]
     assert submitted(played()) == {"ada": 2, "bob": 2}
     assert submitted(played(*leaving)) == {"bob": 2}
     assert submitted(played(leaving[0])) == {"ada": 1, "bob": 2}
@@ -77,12 +77,12 @@ def test_engines_that_leave_count_against_their_owners_limit_and_stop_no_other_o
 
 def test_engines_of_a_run_that_ended_count_too_and_the_decision_says_why_nothing_begins() -> None:
     left = [
-        replace(engine(n, owner="ada", leaving=DrainKind.DRAINING, asked_at=NOW), run_id=9) for n in (1, 2)
+        replace(engine(n, owner="ada", drain_kind=DrainKind.DRAINING, asked_at=NOW), run_id=9) for n in (1, 2)
     ]
     wanted = within_owners([demand(1, "ada", 2)], lambda _: 2)
     decision = decide(view(NOW, [listed(one) for one in left]), wanted, left, LIMITS, NOW)
     assert (submitted(decision), decision.code) == ({}, Code.MAX_PER_OWNER)
-    assert "owner ada has 2 of 2 GPUs (owners.max_gpus; leaving ones count)" in decision.reason
+    assert "owner ada has 2 of 2 GPUs (owners.max_gpus; draining ones count)" in decision.reason
 
 
 def test_the_limit_is_in_force_in_a_harvester_and_changes_live(world: World) -> None:

@@ -77,7 +77,7 @@ ours_st = st.lists(
             waits=waits,
             leases=leases,
             idle_since=idle,
-            leaving=leaving,
+            drain_kind=leaving,
             run_id=run_id,
             connected=connected,
             asked_at=NOW - 5,
@@ -152,7 +152,9 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
     assert len(new) + len(waiting) <= limits.caps.max_pending or not new
     # demand
     told = {action.intent_id for action in decision.actions if not isinstance(action, Submit)}
-    serving = Counter(one.run_id for one in jobs if one.leaving is DrainKind.NO and one.intent_id not in told)
+    serving = Counter(
+        one.run_id for one in jobs if one.drain_kind is DrainKind.NO and one.intent_id not in told
+    )
     serving.update(one.run_id for one in new)
     for run_id, have in serving.items():
         assert have <= sum(d.engines for d in wanted if d.run_id == run_id)
@@ -163,7 +165,7 @@ def test_whatever_the_cluster_looks_like_the_decision_stays_within_bounds(
             left = [
                 one
                 for one in waiting
-                if one.run_id == run_id and one.leaving is DrainKind.NO and one.intent_id not in told
+                if one.run_id == run_id and one.drain_kind is DrainKind.NO and one.intent_id not in told
             ]
             assert not left
     # reasons, and each job is told one thing
@@ -313,11 +315,11 @@ def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
 
 
 def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:
-    given_back = mine(1, leaving=DrainKind.DRAINING, asked_at=NOW)
+    given_back = mine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW)
     assert decide(view(NOW + 29), [], [given_back], LIMITS, NOW + 29).actions == ()
     (late,) = decide(view(NOW + 30), [], [given_back], LIMITS, NOW + 30).actions
     assert (type(late), late.code) == (Cancel, Code.OVERDUE)
-    back = mine(1, waits=True, leaving=DrainKind.DRAINING, asked_at=NOW)
+    back = mine(1, waits=True, drain_kind=DrainKind.DRAINING, asked_at=NOW)
     first, *_ = decide(view(NOW), [demand(1)], [back], LIMITS, NOW).actions
     assert (type(first), first.code) == (CancelPending, Code.REQUEUED)
 
@@ -336,7 +338,7 @@ def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
 def test_a_leaving_engine_still_counts_against_max_engines() -> None:
     limits = limits_with(LIMITS, max_engines=1)
     decision = decide(
-        view(NOW), [demand(1)], [mine(1, leaving=DrainKind.DRAINING, asked_at=NOW)], limits, NOW
+        view(NOW), [demand(1)], [mine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW)], limits, NOW
     )
     assert decision.actions == ()
     assert "max_engines = 1" in decision.reason

@@ -75,7 +75,7 @@ def test_a_failure_that_passes_keeps_what_was_known_for_a_bounded_time(tmp_path:
     read.fails = number
     assert files.poll(path, "the stop file") is None
     assert os.strerror(number) in files.unread
-    assert not files.hold
+    assert not files.paused
     now[0] = KEEP_S
     held = files.poll(path, "the stop file")
     assert held is not None, "it is there, whatever is in it"
@@ -102,15 +102,15 @@ def test_while_it_is_not_known_whether_there_is_a_file_engines_stay_and_in_the_e
         for second in (0.0, KEEP_S - 1.0):
             now[0] = second
             assert files.poll(path, "the stop file") is None
-            assert not files.hold
+            assert not files.paused
         now[0] = KEEP_S
         assert files.poll(path, "the stop file") is None, "no stop by itself"
-        assert "Input/output error" in files.hold
+        assert "Input/output error" in files.paused
         fresh = StopFiles(Reads(), lambda: now[0])
         assert fresh.poll(path, "the stop file") is None
-        assert fresh.hold, "a daemon that starts never knew"
+        assert fresh.paused, "a daemon that starts never knew"
     assert files.poll(path, "the stop file") is None
-    assert not files.hold
+    assert not files.paused
 
 
 def test_a_file_that_is_named_no_more_holds_nothing_up(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_is_named_no_more_holds_nothing_up(tmp_path: Path) -> None:
     read.fails = errno.EIO
     files.poll(tmp_path / "old", "the stop file")
     files.answered()
-    assert files.hold
+    assert files.paused
     files.poll(tmp_path / "new", "the stop file")
     files.answered()
-    assert not files.hold
+    assert not files.paused

@@ -130,5 +130,5 @@ def test_a_wait_is_bounded_and_comes_near_to_what_any_bounded_wait_reaches(seed:
 
 
 def test_a_life_cannot_end_before_it_came_into_sight() -> None:
-    with pytest.raises(ValueError, match="came into sight"):
+    with pytest.raises(ValueError, match="was first seen"):
         Life(10.0, True, entered_s=11.0)

@@ -307,7 +307,7 @@ def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_fo
     decision = decide(cluster, want(4), engines, limits_with(LIMITS, by_qos=True), NOW)
     assert left(decision.actions) == [("DrainAllocated", "qos")]
     assert "preempts by QOS" in decision.actions[0].reason
-    slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=Code.QOS)
+    slow = engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=Code.QOS)
     bound = limits_with(LIMITS, by_qos=True, same_tier_yield_s=5.0, drain_notice_s=30.0)
     assert left(decide(played([slow], [])[0], [], [slow], bound, NOW).actions) == [("Cancel", "overdue")]
     info = replace(INFO, preempt_type="preempt/qos")
@@ -334,7 +334,7 @@ def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() 
 def test_what_is_on_its_way_out_counts_as_free_for_the_one_who_waits() -> None:
     nodes = [node("node0"), node("node1", 4), node("node2", 4), node("node3", 4)]
     peer = job(1, partition="scavenge", submit_time=NOW)
-    leaving = [engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 1), engine(2)]
+    leaving = [engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 1), engine(2)]
     cluster, _ = played(leaving, [peer], nodes)
     assert decide(cluster, want(2), leaving, LIMITS, NOW).actions == ()
     completing = job(
@@ -366,7 +366,7 @@ def test_an_engine_in_slurm_s_grace_is_left_alone_and_counts_as_leaving() -> Non
 
 def test_a_peer_gets_the_gpus_within_its_time_even_from_an_engine_that_does_not_drain() -> None:
     limits = limits_with(LIMITS, same_tier_yield_s=5.0, drain_notice_s=30.0)
-    slow = engine(1, leaving=DrainKind.DRAINING, asked_at=NOW - 5)
+    slow = engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 5)
     cluster, _ = played([slow], [], full())
     assert decide(cluster, want(1), [slow], limits, NOW).actions[:1] != (
         Cancel(slow.intent_id, "", Code.OVERDUE),
@@ -392,7 +392,11 @@ def test_where_slurm_chooses_a_job_of_before_a_restart_waits_for_no_node() -> No
 
 
 def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
-    engines = [engine(1), engine(2, leaving=DrainKind.DRAINING, asked_at=NOW - 1), engine(3, "", waits=True)]
+    engines = [
+        engine(1),
+        engine(2, drain_kind=DrainKind.DRAINING, asked_at=NOW - 1),
+        engine(3, "", waits=True),
+    ]
     cluster, _ = played(engines, [waiting(engines[2])])
     soft = decide(cluster, want(9), engines, limits_with(LIMITS, stop="drain"), NOW)
     assert left(soft.actions) == [("CancelPending", "stopped"), ("DrainAllocated", "stopped")]
@@ -492,7 +496,7 @@ fleet_st = st.lists(
             connected=connected and not waits,
             waits=waits,
             pinned=where if pinned else "",
-            leaving=leaving,
+            drain_kind=leaving,
             asked_at=NOW - 3,
         ),
         st.integers(0, 40),

@@ -103,7 +103,7 @@ def clock(facts: Facts, wanted: Wanted) -> Finding:
 def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
     most_a_min = REQUESTS_PER_POLL * 60.0 / min(wanted.fast_poll_interval_s, wanted.poll_interval_s)
     rhythm = f"every {wanted.poll_interval_s:g} s, and every {wanted.fast_poll_interval_s:g} s while something is expected"
-    asks = f"a look of the daemon is 2 commands, {REQUESTS_PER_POLL} requests, {rhythm}; cluster.max_rpc_per_min bounds their average"
+    asks = f"a poll of the daemon is 2 commands, {REQUESTS_PER_POLL} requests, {rhythm}; cluster.max_rpc_per_min bounds their average"
     if facts.option("SlurmctldParameters", "rl_enable") is None:
         return Finding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
     refill, period_s = (

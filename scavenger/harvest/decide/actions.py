@@ -12,7 +12,7 @@ from scavenger.policy.idle_gpus import Idle
 
 
 class DrainKind(StrEnum):
-    """Whether we asked a job to go, and how."""
+    """Whether a job of ours drains or was cancelled."""
 
     NO = "no"
     DRAINING = "draining"  # its engine was asked to drain
@@ -25,7 +25,7 @@ class Code(StrEnum):
     # why nothing, or nothing more, was submitted
     STALE_VIEW = "stale_view"
     NO_RUN = "no_run"
-    NO_DEMAND = "no_demand"  # runs are open and want no engine; of a job that leaves: its run wants none
+    NO_DEMAND = "no_demand"  # runs are open and want no engine; of a job that drains: its run wants none
     SERVED = "served"  # every wanted engine runs
     OWN_PENDING = "own_pending"  # our own pending jobs are to take what is idle
     PARTITION_DOWN = "partition_down"
@@ -34,7 +34,7 @@ class Code(StrEnum):
     MAX_GPUS = "max_gpus"
     MAX_PENDING = "max_pending"
     MAX_PER_USER = "max_per_user"
-    MAX_PER_OWNER = "max_per_owner"  # owners.max_gpus: engines of this owner's runs, leaving ones counted
+    MAX_PER_OWNER = "max_per_owner"  # owners.max_gpus: engines of this owner's runs, draining ones counted
     ACCOUNT_LIMIT = (
         "account_limit"  # Slurm itself holds a job of ours back: a limit of its QOS, account or user
     )
@@ -43,12 +43,12 @@ class Code(StrEnum):
     HEADROOM = "headroom"
     QUARANTINE = "quarantine"
     PLANNED = "planned"  # backfill expects other users' jobs soon where it is idle
-    RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
+    RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that drains: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
     SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`StartBenefits`)
     NO_CAPACITY = "no_capacity"
     HIDDEN = "hidden"  # other users' jobs cannot be seen, and some of them could not preempt us
-    # why a job was submitted, cancelled or given back
+    # why a job was submitted, cancelled or drained
     WANTED = "wanted"
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
@@ -83,7 +83,7 @@ class OurJob:
     waits: bool
     node: str = ""
     held: str = ""
-    leaving: DrainKind = DrainKind.NO
+    drain_kind: DrainKind = DrainKind.NO
     asked_at: float = 0.0
     connected: bool = False
     leases: int = 0
@@ -130,16 +130,16 @@ class JobLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Yielding:
-    """When GPUs are left, or given back, to other users who wait."""
+class YieldLimits:
+    """When GPUs stay idle, or are released, for other users' pending jobs."""
 
     horizon_s: float = 0.0  # other users' jobs that become eligible within this count as waiting
     window_s: float = (
         0.0  # GPUs that they are expected to need within this are not idle; 0: only those needed now
     )
-    after_s: float = 10.0  # one who may preempt us, could start, and still waits after this gets our GPUs
+    after_s: float = 10.0  # a job that may preempt us, could start, and still waits after this gets our GPUs
     same_tier_s: float = (
-        30.0  # an engine that leaves for a same-tier job, or for one that may be that, is gone after this
+        30.0  # an engine that drains for a same-tier job, or for one that may be that, is gone after this
     )
     by_qos: bool = False  # Slurm preempts by QOS: tiers do not say who may preempt us
     plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
@@ -160,12 +160,12 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """What keeps us from harvesting at present.
+class Restrictions:
+    """What keeps us from harvesting now.
 
-    `stop`: why everything is to leave, "" when nothing says so; `stop_now`: without waiting for engines to drain. `hidden`: why other
-    users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us. `quarantined`: (node, reason) pairs.
-    `not_before`: until when nothing is submitted (Unix s), and why.
+    `stop`: why every engine is to drain, "" where harvesting is not stopped; `stop_now`: without waiting for engines to drain. `hidden`:
+    why other users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us. `quarantined`: (node, reason)
+    pairs. `not_before`: until when nothing is submitted (Unix s), and why.
     """
 
     stop: str = ""
@@ -186,9 +186,9 @@ class Limits:
     caps: Caps
     headroom: Headroom = Headroom()
     job: JobLimits = JobLimits()
-    yielding: Yielding = Yielding()
+    yielding: YieldLimits = YieldLimits()
     placement: Placement = Placement()
-    hold: Hold = Hold()
+    restrictions: Restrictions = Restrictions()
     user: str = ""  # the Unix user whose jobs ours are
     stale_s: float = 60.0  # a view older than this decides nothing
     drain_notice_s: float = (

@@ -34,7 +34,7 @@ from scavenger.harvest.decide.actions import (
     Release,
     Submit,
 )
-from scavenger.harvest.decide.drain import Drain, asked_to_leave, cancel_overdue
+from scavenger.harvest.decide.drain import Drain, asked_to_drain, cancel_overdue
 from scavenger.harvest.decide.free_capacity import (
     FreeCapacity,
     NodeChoice,
@@ -153,7 +153,7 @@ def _facts(
 def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob]:
     """Those that nobody asked to leave, before this decision or in it."""
     decided = {action.intent_id for action in actions if not isinstance(action, Submit)}
-    return [job for job in jobs if job.leaving is DrainKind.NO and job.intent_id not in decided]
+    return [job for job in jobs if job.drain_kind is DrainKind.NO and job.intent_id not in decided]
 
 
 def _standby_beyond_demand(facts: Facts, standby_jobs: Sequence[OurJob]) -> list[CancelPending]:
@@ -162,7 +162,7 @@ def _standby_beyond_demand(facts: Facts, standby_jobs: Sequence[OurJob]) -> list
 
 def _due_to_leave(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
     """Time limits, reservations and drained nodes first, then voluntary preemption for what other users still need."""
-    return asked_to_leave(
+    return asked_to_drain(
         facts.view, facts.queue, facts.capacity, facts.engines, staying, facts.limits, facts.now
     )
 
@@ -176,10 +176,10 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
 
 def _harvesting_closed(limits: Limits) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
-    if limits.hold.stop:
-        return Code.STOPPED, limits.hold.stop
-    if limits.hold.blind:
-        return Code.HIDDEN, f"{limits.hold.hidden}: a user who cannot preempt us could wait unseen"
+    if limits.restrictions.stop:
+        return Code.STOPPED, limits.restrictions.stop
+    if limits.restrictions.blind:
+        return Code.HIDDEN, f"{limits.restrictions.hidden}: a user who cannot preempt us could wait unseen"
     return None
 
 
@@ -257,7 +257,7 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
             )
         if job.waits:
             pending.append(CancelPending(job.intent_id, why, code))
-        elif job.connected and not (closed and limits.hold.stop_now):
+        elif job.connected and not (closed and limits.restrictions.stop_now):
             engines.append(DrainAllocated(job.intent_id, f"{why}; it holds {job.leases} leases", code))
         else:
             engines.append(
@@ -283,8 +283,8 @@ def _summary(facts: Facts, actions: Sequence[Action], serving: Sequence[OurJob],
     words += [f"{name} {counts[name]}" for name in sorted(counts)]
     words += [why] if why else []
     words += (
-        [f"no voluntary preemption: {limits.hold.hidden}"]
-        if limits.hold.hidden and not limits.hold.blind
+        [f"no voluntary preemption: {limits.restrictions.hidden}"]
+        if limits.restrictions.hidden and not limits.restrictions.blind
         else []
     )
     return "; ".join(words)
@@ -410,8 +410,8 @@ def _not_now(
     partition = view.partition(limits.partition)
     if partition is None or not partition.up:
         return Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
-    if now < limits.hold.not_before:
-        return Code.BACKOFF, f"backs off: {limits.hold.not_before_reason}"
+    if now < limits.restrictions.not_before:
+        return Code.BACKOFF, f"backs off: {limits.restrictions.not_before_reason}"
     if preempted := preempted_enough(limits):
         return Code.PREEMPTIONS, preempted
     for job in serving:
@@ -427,11 +427,9 @@ def _not_now(
 def preempted_enough(limits: Limits) -> str:
     """Why no engine is to start for a while, however much is idle; "" when it may."""
     most = limits.caps.max_preemptions_per_hour
-    if most is None or limits.hold.preempted_last_hour < most:
+    if most is None or limits.restrictions.preempted_last_hour < most:
         return ""
-    return (
-        f"{limits.hold.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
-    )
+    return f"{limits.restrictions.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
 
 
 class _Drafts:
@@ -457,7 +455,7 @@ class _Drafts:
             self._owner_gpus[job.owner] += job.gpus
         part = view.partition(limits.partition)
         # Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.hold.quarantined} | {*free.booked, *free.full}
+        shut = {node for node, _ in limits.restrictions.quarantined} | {*free.booked, *free.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
     def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
@@ -471,10 +469,10 @@ class _Drafts:
         if self._engines + one > limits.caps.max_engines:
             return (
                 Code.MAX_ENGINES,
-                f"max_engines = {limits.caps.max_engines} is reached (leaving ones count)",
+                f"max_engines = {limits.caps.max_engines} is reached (draining ones count)",
             )
         if limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
-            return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (leaving ones count)"
+            return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (draining ones count)"
         if (
             limits.caps.max_gpus_per_user is not None
             and self._user_gpus + gpus > limits.caps.max_gpus_per_user
@@ -492,7 +490,7 @@ class _Drafts:
         gpus = want.gpus_per_engine - (instead_of.gpus if instead_of is not None else 0)
         if want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
             return None
-        why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; leaving ones count)"
+        why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
         return Code.MAX_PER_OWNER, why
 
     def take_place(self, want: Demand) -> NodeChoice | None:

@@ -35,18 +35,20 @@ def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[D
     for job in jobs:
         if not job.job_id:
             continue  # nothing to name to Slurm yet
-        if job.leaving is DrainKind.NO:
+        if job.drain_kind is DrainKind.NO:
             if job.waits and job.held:
                 actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", Code.HELD))
-        elif job.leaving is DrainKind.DRAINING and job.waits:
+        elif job.drain_kind is DrainKind.DRAINING and job.waits:
             actions.append(
                 CancelPending(job.intent_id, "it was given back and is in the queue again", Code.REQUEUED)
             )
         elif now >= must_end_by(job, limits):
-            late = f"it was {job.leaving} and is still there after {now - job.asked_at:.0f} s"
+            late = f"it was {job.drain_kind} and is still there after {now - job.asked_at:.0f} s"
             actions.append(Cancel(job.intent_id, late, Code.OVERDUE))
-        elif job.leaving is DrainKind.DRAINING and limits.hold.stop and limits.hold.stop_now:
-            actions.append(Cancel(job.intent_id, limits.hold.stop, Code.STOPPED))
+        elif (
+            job.drain_kind is DrainKind.DRAINING and limits.restrictions.stop and limits.restrictions.stop_now
+        ):
+            actions.append(Cancel(job.intent_id, limits.restrictions.stop, Code.STOPPED))
     return actions
 
 
@@ -60,7 +62,7 @@ def must_end_by(job: OurJob, limits: Limits) -> float:
     return job.asked_at + wait_s
 
 
-def asked_to_leave(
+def asked_to_drain(
     view: ClusterView,
     queue: QueueScan,
     capacity: NodeCapacity,
@@ -125,7 +127,7 @@ def _go(job: OurJob, why: str, code: Code) -> Drain:
 
 def unseen(jobs: Sequence[OurJob], why: str) -> list[DrainAllocated]:
     """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a poll."""
-    staying = [job for job in jobs if job.connected and job.leaving is DrainKind.NO]
+    staying = [job for job in jobs if job.connected and job.drain_kind is DrainKind.NO]
     return [
         DrainAllocated(
             job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", Code.STOPPED

@@ -37,7 +37,8 @@ from scavenger.harvest.decide.other_users import (
 from scavenger.policy.fleet_size import Demand, StartBenefit
 from scavenger.policy.idle_gpus import Idle, node_class
 
-#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones (`Yielding.plan_step_s`).
+#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones
+#: (`YieldLimits.plan_step_s`).
 PLAN_STEP_S = 60.0
 #: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
 NO_MEMORY_MB = 64
@@ -242,7 +243,7 @@ def free_capacity_of(
             at - PLAN_STEP_S,
             at // limits.yielding.plan_step_s * limits.yielding.plan_step_s,
         )
-    quarantined = {name for name, _ in limits.hold.quarantined} & inside
+    quarantined = {name for name, _ in limits.restrictions.quarantined} & inside
     soon = {name for name, at in until.items() if name in inside and at < now + limits.job.min_life_s}
     booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.job.min_life_s}
     expected = tuple(sorted(name for name in soon - booked if name in resources and resources[name].gpus))

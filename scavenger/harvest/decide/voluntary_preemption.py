@@ -1,8 +1,9 @@
-"""Which of our engines leave so that others' waiting jobs can start. Pure.
+"""Which of our engines drain so that other users' pending jobs can start. Pure.
 
-The fewest GPUs, and of these the engines with the least to lose. What is on its way out counts as free: nobody leaves twice for one job.
+The fewest GPUs, and of these the engines with the least to lose. GPUs of draining engines count as free: no
+second engine drains for the same job.
 
-Owns the choice. Who waits, and for how much, is `other_users`'s.
+Owns the choice. `other_users` says which jobs wait, and for how much.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _WHY = {
 
 @dataclass(slots=True)
 class _Stand:
-    """A node in `drains_for_other_users`: its free GPUs and CPUs, those that are on their way out counted,
-    and engines that may still leave.
+    """A node in `drains_for_other_users`: its free GPUs and CPUs, those of draining engines counted,
+    and engines that may still drain.
 
-    `most_*`: what is free when they all have left. It only shrinks.
+    `most_*`: what is free when they all have ended. It only shrinks.
     """
 
     gpus: int
@@ -60,10 +61,11 @@ def drains_for_other_users(
     limits: Limits,
     now: float,
 ) -> list[tuple[OurJob, Code, str]]:
-    """The engines that leave so that waiting jobs can start, with the reason. `staying`: those of `jobs` that nothing else sends away.
+    """The engines that drain so that waiting jobs can start, with the reason. `staying`: those of `jobs` that drain for nothing else.
 
-    The fewest GPUs, and of these the engines with the least to lose. A guest like us gets what is idle; nobody leaves for it. Where Slurm
-    preempts by QOS a waiting job's is not seen, so it is treated as one that Slurm might not help: at once, as a peer; but not called one.
+    The fewest GPUs, and of these the engines with the least to lose. Another harvester's job gets what is idle; no engine drains for
+    it. Where Slurm preempts by QOS a waiting job's QOS is not seen, so engines drain for it at once, as for a same-tier job; the reason
+    says QOS.
     """
     stands = _Stands(queue, capacity, jobs, staying)
     tier = capacity.reach(limits.partition)[1]
@@ -74,28 +76,28 @@ def drains_for_other_users(
         if not stands.engines:
             break
         shape = (wait.partition, wait.n_nodes, wait.gpus_per_node, wait.cpus_per_node)
-        peer = limits.yielding.by_qos or capacity.reach(wait.partition)[1] <= tier
-        if wait.harvested or shape in failed or not _due(wait, peer, seen, limits, now):
+        same_tier = limits.yielding.by_qos or capacity.reach(wait.partition)[1] <= tier
+        if wait.harvested or shape in failed or not _due(wait, same_tier, seen, limits, now):
             continue
-        leaving = stands.place(wait)
-        if leaving is None:
+        draining = stands.place(wait)
+        if draining is None:
             failed.add(shape)  # what is free only shrinks
             continue
         code = (
             Code.VOLUNTARY_PREEMPTION
-            if not peer
+            if not same_tier
             else Code.QOS
             if limits.yielding.by_qos
             else Code.SAME_TIER_JOB
         )
         reason = _reason(wait, code, now)
-        found += [(job, code, reason) for job in leaving]
+        found += [(job, code, reason) for job in draining]
     return found
 
 
 def could_start(queue: QueueScan, capacity: NodeCapacity, limits: Limits) -> tuple[int, ...]:
-    """Others' jobs that would start now if our engines left, and that Slurm may preempt us for: the first of them, in order."""
-    if limits.yielding.by_qos:  # nobody is waited with until Slurm had its chance
+    """Other users' jobs that would start now if our engines drained, and that Slurm may preempt us for: the first of them, in order."""
+    if limits.yielding.by_qos:  # no job is waited with until Slurm had its chance
         return ()
     tier = capacity.reach(limits.partition)[1]
     found = (
@@ -106,14 +108,14 @@ def could_start(queue: QueueScan, capacity: NodeCapacity, limits: Limits) -> tup
     return tuple(islice(found, REMEMBERED))
 
 
-def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
-    """Whether engines leave for it at this poll: what begins before the next one; a peer at once; else whom Slurm did not help.
+def _due(wait: Wait, same_tier: bool, seen: Mapping[int, float], limits: Limits, now: float) -> bool:
+    """Whether engines drain for it at this poll: what begins before the next one; a same-tier job at once; else what Slurm did not start.
 
     Since when it waits says little there: the GPUs that it lacked may have come free a moment ago, and Slurm is about to preempt us.
     """
     if wait.needs_at:
         return wait.needs_at <= now + limits.yielding.horizon_s
-    return peer or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
+    return same_tier or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
 
 
 def _reason(wait: Wait, code: Code, now: float) -> str:
@@ -125,7 +127,7 @@ def _reason(wait: Wait, code: Code, now: float) -> str:
 
 
 class _Stands:
-    """What is free, what is on its way out counted, and engines that may still leave; waiting jobs are placed one by one."""
+    """What is free, draining engines' GPUs counted, and engines that may still drain; waiting jobs are placed one by one."""
 
     def __init__(
         self, queue: QueueScan, capacity: NodeCapacity, jobs: Sequence[OurJob], staying: Sequence[OurJob]
@@ -162,7 +164,7 @@ class _Stands:
             )
 
     def place(self, wait: Wait) -> list[OurJob] | None:
-        """Where it would start: the engines that leave for that, none when enough is free; None when it cannot start at all."""
+        """Where it would start: the engines that drain for that, none when enough is free; None when it cannot start at all."""
         name = self._emptiest(wait.partition)
         free = self._stands[name] if name else None
         if (
@@ -189,7 +191,9 @@ class _Stands:
         if len(options) < wait.n_nodes:
             return None
         options.sort()
-        return [job for _, _, at, leaving in options[: wait.n_nodes] for job in self._use(at, leaving, wait)]
+        return [
+            job for _, _, at, draining in options[: wait.n_nodes] for job in self._use(at, draining, wait)
+        ]
 
     def _near(self, wait: Wait, *, manned: bool) -> list[tuple[str, _Stand]]:
         """The nodes that its partition's jobs reach, by name; of these those with engines of ours. Without such as could not even at
@@ -212,18 +216,18 @@ class _Stands:
         return self._sorted[key]
 
     def _option(self, name: str, wait: Wait) -> tuple[int, int, str, int]:
-        """(GPUs of engines that leave, their leases, the node, how many leave), the least first, on a node that can take it."""
+        """(GPUs of engines that drain, their leases, the node, how many drain), the least first, on a node that can take it."""
         stand = self._stands[name]
-        gpus, cpus, lost, leases, leaving = stand.gpus, stand.cpus, 0, 0, 0
+        gpus, cpus, lost, leases, draining = stand.gpus, stand.cpus, 0, 0, 0
         while gpus < wait.gpus_per_node or cpus < wait.cpus_per_node:
-            one = stand.engines[leaving]
-            gpus, cpus, leaving = gpus + one.job.gpus, cpus + one.cpus, leaving + 1
+            one = stand.engines[draining]
+            gpus, cpus, draining = gpus + one.job.gpus, cpus + one.cpus, draining + 1
             lost, leases = lost + one.job.gpus, leases + one.job.leases
-        return lost, leases, name, leaving
+        return lost, leases, name, draining
 
-    def _use(self, name: str, leaving: int, wait: Wait) -> list[OurJob]:
+    def _use(self, name: str, draining: int, wait: Wait) -> list[OurJob]:
         stand = self._stands[name]
-        gone, stand.engines = stand.engines[:leaving], stand.engines[leaving:]
+        gone, stand.engines = stand.engines[:draining], stand.engines[draining:]
         stand.gpus += sum(one.job.gpus for one in gone) - wait.gpus_per_node
         stand.cpus += sum(one.cpus for one in gone) - wait.cpus_per_node
         stand.most_gpus, stand.most_cpus = (
@@ -232,7 +236,7 @@ class _Stands:
         )
         for heap in self._heaps.values() if gone and stand.gpus else ():
             heapq.heappush(heap, (-stand.gpus, name))
-        self.engines -= leaving
+        self.engines -= draining
         return [one.job for one in gone]
 
     def _emptiest(self, partition: str) -> str:

@@ -1,10 +1,10 @@
-"""When a job of ours held GPUs, on which node, and why it ended: from one sight of the job after the other. Pure.
+"""When a job of ours held GPUs, on which node, and why it ended: from one poll to the next. Pure.
 
 Boundary: the times of allocations; pure.
 
-A *hold* is one incarnation that holds GPUs. Slurm says less than it knows: an incarnation may begin and end between two polls, its restart
-count may grow before its GPUs are free, and a requeue does not say whose wish it was. Each growth of the restart count is one hold that
-ended, seen or not; its times are Slurm's where it tells them, else what `allocation_bounds` says.
+An *allocation* is the GPUs of one incarnation of a job. Slurm says less than it knows: an incarnation may begin and end between two polls,
+its restart count may grow before its GPUs are free, and a requeue does not say whose wish it was. Each growth of the restart count is one
+allocation that ended, seen or not; its times are Slurm's where it tells them, else what `allocation_bounds` says.
 
 Owns the rules for that, and what they say of nodes (`health`) and of preemptions. Does not decide whether an intent is closed.
 """
@@ -48,14 +48,18 @@ class Allocations:
                 draft.over(one, allocation.restart_count, self._why(one, job, lost), crashed)
             return
         if allocation is not None and (
-            observed is not ObservedState.HOLDS or job.restart_count != allocation.restart_count
+            observed is not ObservedState.ALLOCATED or job.restart_count != allocation.restart_count
         ):
             self._release(draft, one, allocation, job, lost)
             allocation = None
         # While a job completes its restart count may have grown already: of which life its GPUs are shows when they are free.
         if observed is not ObservedState.COMPLETES:
             self._missed(draft, one, job, lost)
-        if allocation is None and observed is ObservedState.HOLDS and job.restart_count > one.last_allocation:
+        if (
+            allocation is None
+            and observed is ObservedState.ALLOCATED
+            and job.restart_count > one.last_allocation
+        ):
             allocation = self._take(draft, one, job)
         elif (
             observed in (ObservedState.FINISHED, ObservedState.RETURNS)
@@ -68,7 +72,7 @@ class Allocations:
             )  # it began and ended between two polls
         if observed is ObservedState.WAITS:
             one.free_at = max(one.free_at, draft.seen_at)
-        elif observed is ObservedState.HOLDS:
+        elif observed is ObservedState.ALLOCATED:
             one.held_at = draft.seen_at
         if job.restart_count > 0:  # an incarnation may have come and gone unseen
             draft.over(one, job.restart_count - 1, self._requeued_by(one, None, lost), crashed=False)
@@ -247,7 +251,7 @@ class Allocations:
             same
             and observed_jobs.crashed(job)
             and allocation.node not in lost
-            and one.leaving is DrainKind.NO
+            and one.drain_kind is DrainKind.NO
         )
         draft.over(one, allocation.restart_count, why, crashed)
         lived_s = ended_at - allocation.started_at
@@ -255,7 +259,7 @@ class Allocations:
             self._blame(draft, one, allocation, job, lived_s)
         elif (
             job.state is JobState.COMPLETED
-            and one.leaving is DrainKind.NO
+            and one.drain_kind is DrainKind.NO
             and not one.worked
             and lived_s < SHORT_LIFE_S
         ):
@@ -272,7 +276,7 @@ class Allocations:
         if one.allocation is not None and one.allocation.node in lost:
             return "node_fail"
         word = observed_jobs.end_word(job)
-        if one.leaving is DrainKind.CANCELLED and word != "completed":
+        if one.drain_kind is DrainKind.CANCELLED and word != "completed":
             return "cancelled"
         if word:
             return word
@@ -291,7 +295,7 @@ class Allocations:
             JobState.BOOT_FAIL,
         ):
             return "node_fail"
-        return "requeued" if one.leaving is not DrainKind.NO else "preempted"
+        return "requeued" if one.drain_kind is not DrainKind.NO else "preempted"
 
     def _blame(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lived_s: float) -> None:
         code = "unknown" if job.exit_code is None else job.exit_code

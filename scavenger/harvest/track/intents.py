@@ -1,4 +1,5 @@
-"""What is known of an open intent and of its hold, and what an observation of it leads to. Pure; `tracker` and `holds` fill it in."""
+"""What is known of an open intent and of its allocation, and what an observation of it leads to. Pure; `tracker` and `allocations` fill
+it in."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ class Tracked:
     last_state: str = ""
     held: str = ""
     allocation: Allocation | None = None
-    last_allocation: int = -1  # the restart count of the newest hold in the ledger: each is recorded once
+    last_allocation: int = (
+        -1
+    )  # the restart count of the newest allocation in the ledger: each is recorded once
     reported: int = -1  # the newest incarnation of which the router knows that it is over
     since: float = 0.0  # when it entered its stage
     held_at: float = 0.0  # the last moment at which it was seen to run
     unseen_since: float | None = None
     unseen: int = 0
-    leaving: DrainKind = DrainKind.NO
+    drain_kind: DrainKind = DrainKind.NO
     asked_at: float = 0.0
     why_draining: str = ""
     drain_code: Code | None = None

@@ -1,9 +1,8 @@
 """What one poll of the queue says about one job of ours, as tables. Pure.
 
-Slurm's states are not ends: PREEMPTED and NODE_FAIL jobs come back under the same id, COMPLETING ones still hold GPUs, one that is not
+Slurm's states are not ends: PREEMPTED and NODE_FAIL jobs come back under the same id, COMPLETING ones still have GPUs, one that is not
 listed may be listed again. `observed_state_of` reads a job's state, `NEXT` says what it means for an intent
-in each stage, and `HELD_BY` how a hold
-that ended is called in the ledger.
+in each stage, and `END_REASONS` how the ledger calls an allocation that ended.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Stage(StrEnum):
     """Where a job intent is in its life."""
 
     UNKNOWN = "unknown"  # intended; not known whether Slurm has it
-    WAITING = "waiting"  # in the queue, holds nothing
-    ALLOCATED = "holding"  # holds GPUs
+    WAITING = "waiting"  # in the queue, has no GPU
+    ALLOCATED = "allocated"  # has GPUs
     COMPLETING = "completing"  # its processes are going, the GPUs are not free yet
     RETURNING = "returning"  # PREEMPTED or lost its node, and on its way back to PENDING
     MISSING = "missing"  # was in the queue and is not listed
@@ -33,7 +32,7 @@ class ObservedState(StrEnum):
     """What one observation shows."""
 
     WAITS = "waits"
-    HOLDS = "holds"
+    ALLOCATED = "allocated"
     COMPLETES = "completes"
     RETURNS = "returns"
     FINISHED = "finished"
@@ -42,7 +41,7 @@ class ObservedState(StrEnum):
 
 _STAGE_OF = {
     ObservedState.WAITS: Stage.WAITING,
-    ObservedState.HOLDS: Stage.ALLOCATED,
+    ObservedState.ALLOCATED: Stage.ALLOCATED,
     ObservedState.COMPLETES: Stage.COMPLETING,
     ObservedState.RETURNS: Stage.RETURNING,
     ObservedState.FINISHED: Stage.OVER,
@@ -57,7 +56,7 @@ _ABSENT_FROM = {
     Stage.OVER: Stage.OVER,  # a finished job that is no longer listed is still finished
 }
 
-#: (stage, sight) -> stage. Any living stage can follow any other between two polls; nothing follows ENDED.
+#: (stage, observed state) -> stage. Any living stage can follow any other between two polls; nothing follows ENDED.
 NEXT: dict[tuple[Stage, ObservedState], Stage] = {
     **{(stage, observed): target for stage in _ABSENT_FROM for observed, target in _STAGE_OF.items()},
     **{(stage, ObservedState.ABSENT): target for stage, target in _ABSENT_FROM.items()},
@@ -66,10 +65,10 @@ NEXT: dict[tuple[Stage, ObservedState], Stage] = {
 #: Stages in which the clock of `absent_s` runs: unless the job is seen alive before it has run out, the intent is closed.
 UNSEEN = frozenset({Stage.UNKNOWN, Stage.MISSING, Stage.RETURNING, Stage.OVER})
 
-_SIGHT_OF: Mapping[JobState, ObservedState] = {
+_OBSERVED_STATE_OF: Mapping[JobState, ObservedState] = {
     JobState.PENDING: ObservedState.WAITS,
-    JobState.RUNNING: ObservedState.HOLDS,
-    JobState.SUSPENDED: ObservedState.HOLDS,
+    JobState.RUNNING: ObservedState.ALLOCATED,
+    JobState.SUSPENDED: ObservedState.ALLOCATED,
     JobState.PREEMPTED: ObservedState.RETURNS,
     JobState.NODE_FAIL: ObservedState.RETURNS,
     JobState.BOOT_FAIL: ObservedState.RETURNS,
@@ -81,8 +80,8 @@ _SIGHT_OF: Mapping[JobState, ObservedState] = {
     JobState.OUT_OF_MEMORY: ObservedState.FINISHED,
 }
 
-#: Why a hold ended, by the state that the job is in then (`records.AllocationEnded`). PENDING and RUNNING: see `Tracker`.
-HELD_BY: Mapping[JobState, str] = {
+#: Why an allocation ended, by the state that the job is in then (`records.AllocationEnded`). PENDING and RUNNING: see `Tracker`.
+END_REASONS: Mapping[JobState, str] = {
     JobState.PREEMPTED: "preempted",
     JobState.NODE_FAIL: "node_fail",
     JobState.BOOT_FAIL: "node_fail",
@@ -126,7 +125,7 @@ def comment_of(uid: str, intent_id: str, run: str = "", owner: str = "", contact
 
 
 def intent_in(job: Job, uid: str) -> tuple[str, bool]:
-    """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for others' jobs."""
+    """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for other users' jobs."""
     if not job.comment.startswith("scavenger:") and not job.name.startswith("scv-"):
         return "", False
     owner, _, intent = job.comment.partition(",")[0].removeprefix("scavenger:").partition(":")
@@ -140,7 +139,7 @@ def observed_state_of(job: Job) -> ObservedState:
         return ObservedState.COMPLETES
     if job.flags & {JobFlag.REQUEUED, JobFlag.REQUEUE_FED, JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT}:
         return ObservedState.WAITS
-    return _SIGHT_OF[job.state]
+    return _OBSERVED_STATE_OF[job.state]
 
 
 def next_stage(stage: Stage, observed: ObservedState) -> Stage:
@@ -159,27 +158,27 @@ def held_back(job: Job) -> str:
 
 
 def held_word(job: Job) -> str:
-    """How the hold of a job that was put back and held is called in the ledger; "" for one that is not held."""
+    """How the ledger calls the allocation of a job that was requeued and is held by Slurm; "" for one that is not held."""
     why = held_back(job)
     return "failed" if why.startswith("launch") else "requeued" if why else ""
 
 
 def end_word(job: Job) -> str:
-    """How the hold of a job in this state is called in the ledger; "" while its state is no end.
+    """How the ledger calls the allocation of a job in this state; "" while its state is no end.
 
     Our job script ends as FAILED by its own choice in two cases: with 75 when the engine left on Slurm's notice and no requeue was taken,
-    and with 143 when somebody signalled all of the job (`scancel --full --signal=TERM`): Slurm's own signal comes with another state.
+    and with 143 when a user signalled all of the job (`scancel --full --signal=TERM`): Slurm's own signal comes with another state.
     """
     if job.state is JobState.FAILED and job.exit_code in _LEFT:
         return _LEFT[job.exit_code]
-    return HELD_BY.get(job.state, "")
+    return END_REASONS.get(job.state, "")
 
 
 def accounted_word(state: str) -> str:
-    """How the hold of a life that ended so in Slurm's accounting is called in the ledger; "" for a word that is no end."""
-    if state == "REQUEUED":  # by `scontrol requeue`: ours on Slurm's notice, or somebody's
+    """How the ledger calls an allocation that ended so in Slurm's accounting; "" for a word that is no end."""
+    if state == "REQUEUED":  # by `scontrol requeue`: ours on Slurm's notice, or a user's
         return "requeued"
-    return HELD_BY.get(JobState(state), "") if state in JobState.__members__ else ""
+    return END_REASONS.get(JobState(state), "") if state in JobState.__members__ else ""
 
 
 def crashed(job: Job) -> bool:

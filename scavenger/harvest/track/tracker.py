@@ -2,13 +2,13 @@
 
     intend -> submitted | submit_unknown | submit_refused          what we did
     observe(view)  -> Output(records, gone, orphaned_jobs, ended)  what the queue shows; see `observed_jobs` for the tables
-    revoke                                                         what we asked to leave
+    revoke                                                         what we drained or cancelled
 
 No single observation is trusted: a job that is not listed, or is listed as finished, is closed only when it was so for `absent_s` and at
 least twice. What can be said at once is that an *incarnation* is over (its restart count grew, it is pending again, it is completing or
 finished): the router moves its samples then, and fencing makes an early move safe.
 
-Owns the intents; `holds` follows what they hold. Knows nothing of commands, keys or demand; `now` is given.
+Owns the intents; `allocations` follows their GPUs. Knows nothing of commands, keys or demand; `now` is given.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Tracker:
     ) -> None:
         """We asked the job to leave (again)."""
         one = self.intents[intent_id]
-        one.leaving, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
+        one.drain_kind, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
 
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
@@ -175,7 +175,7 @@ class Tracker:
         self._forget_reused(draft, listed, view)
         lost = {node.name for node in view.nodes if node.states & _LOST_NODE}
         for intent_id in sorted(self.intents):
-            self._look(draft, self.intents[intent_id], listed.get(intent_id), lost)
+            self._poll_one(draft, self.intents[intent_id], listed.get(intent_id), lost)
         for intent_id in draft.ended:
             del self.intents[intent_id]
         self._note_quarantine(draft)
@@ -197,7 +197,7 @@ class Tracker:
             if not intent_id:
                 continue  # most of a queue
             one = self.intents.get(intent_id)
-            alive = observed_jobs.observed_state_of(job) in (ObservedState.WAITS, ObservedState.HOLDS)
+            alive = observed_jobs.observed_state_of(job) in (ObservedState.WAITS, ObservedState.ALLOCATED)
             if one is None:
                 if proved and alive and job.user == self.rules.user:
                     orphaned_jobs.append(job.job_id)
@@ -224,7 +224,7 @@ class Tracker:
                 )
                 one.job_id = 0
 
-    def _look(self, draft: Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
+    def _poll_one(self, draft: Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
         observed = ObservedState.ABSENT if job is None else observed_jobs.observed_state_of(job)
         target = observed_jobs.next_stage(one.stage, observed)
         if job is not None:
@@ -275,13 +275,13 @@ class Tracker:
             state, reason = one.last_state or "LOST", f"not in the queue for {self.rules.absent_s:g} s"
         else:
             state, reason = one.last_state, one.job.reason if one.job is not None else ""
-        if one.leaving is not DrainKind.NO:
-            reason = f"{one.leaving}: {one.why_draining}"
+        if one.drain_kind is not DrainKind.NO:
+            reason = f"{one.drain_kind}: {one.why_draining}"
         why = (
             "cancelled"
-            if one.leaving is DrainKind.CANCELLED
+            if one.drain_kind is DrainKind.CANCELLED
             else "completed"
-            if one.leaving is DrainKind.DRAINING
+            if one.drain_kind is DrainKind.DRAINING
             else "unknown"
         )
         held = one.allocation
@@ -326,7 +326,7 @@ class Tracker:
                     one.allocation is None,
                     one.allocation.node if one.allocation is not None else "",
                     one.held if one.stage is Stage.WAITING else "",
-                    one.leaving,
+                    one.drain_kind,
                     one.asked_at,
                     intent_id in leases,
                     n_leases,
@@ -361,10 +361,10 @@ class Tracker:
         quiet = {Stage.ALLOCATED, Stage.WAITING}
         return any(
             one.stage not in quiet
-            or one.leaving is not DrainKind.NO
+            or one.drain_kind is not DrainKind.NO
             or (one.stage is Stage.WAITING and now - one.since < EXPECTED_S)
             for one in self.intents.values()
-            if not (one.standby and one.stage is Stage.WAITING and one.leaving is DrainKind.NO)
+            if not (one.standby and one.stage is Stage.WAITING and one.drain_kind is DrainKind.NO)
         )
 
     def surprised(self, jobs: Iterable[Job]) -> bool:
@@ -377,7 +377,7 @@ class Tracker:
         ]
         return any(
             job is None
-            or observed_jobs.observed_state_of(job) is not ObservedState.HOLDS
+            or observed_jobs.observed_state_of(job) is not ObservedState.ALLOCATED
             or job.restart_count != allocation.restart_count
             for allocation, job in held
         )
@@ -447,12 +447,14 @@ class Tracker:
         for one in self.intents.values():
             assert one.stage is not Stage.ENDED, f"{one.intent_id} is closed and still tracked"
             assert (one.allocation is None) or one.allocation.restart_count == one.last_allocation, (
-                f"{one.intent_id}: a hold that is not recorded"
+                f"{one.intent_id}: an allocation that is not recorded"
             )
             if one.stage in (Stage.WAITING, Stage.RETURNING, Stage.OVER):
                 assert one.allocation is None, f"{one.intent_id} is {one.stage} and holds GPUs"
             if one.stage is Stage.ALLOCATED:
-                assert one.allocation is not None or one.job is None, f"{one.intent_id} runs without a hold"
+                assert one.allocation is not None or one.job is None, (
+                    f"{one.intent_id} runs without an allocation"
+                )
 
 
 def _correction(one: Bounded, life: JobLife, now: float) -> rec.AllocationCorrected:

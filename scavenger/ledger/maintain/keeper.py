@@ -81,8 +81,8 @@ class Keeper:
                 _next_step, self._engine, run.run_id, done, bound, self._policy.to
             )
         ) is not None:
-            sights = await asyncio.to_thread(samples_to_retain, self._engine, run.run_id, step)
-            for portion in plan(run, sights, self._policy, self._clock()):
+            candidates = await asyncio.to_thread(samples_to_retain, self._engine, run.run_id, step)
+            for portion in plan(run, candidates, self._policy, self._clock()):
                 while self._backlog_bytes() > QUIET_BYTES:
                     await asyncio.sleep(_QUIET_S)
                 await self._commit([portion.record])

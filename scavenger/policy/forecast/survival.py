@@ -33,7 +33,7 @@ _POINTS = tuple(10.0 * 2 ** (i / 4) for i in range(56))  # 10 s to 38 h
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Seconds that a GPU was ours, or idle. `lost`: others took it; else it is censored. `entered_s`: its age when it came into sight."""
+    """Seconds that a GPU was ours, or idle. `lost`: another user's job took it; else censored. `entered_s`: its age when first seen."""
 
     seconds: float
     lost: bool
@@ -41,7 +41,7 @@ class Life:
 
     def __post_init__(self) -> None:
         if not 0 <= self.entered_s <= self.seconds:
-            raise ValueError(f"a life of {self.seconds} s that came into sight at {self.entered_s} s")
+            raise ValueError(f"a life of {self.seconds} s that was first seen at {self.entered_s} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def estimate(lives: Sequence[Life], parent: Curve, trust: float = TRUST) -> Curv
     events = sorted(life.seconds for life in lives if life.lost)
 
     def at_risk(t: float) -> int:
-        """In sight before t, and not gone before it."""
+        """Seen before t, and not gone before it."""
         return bisect_left(entries, t) - bisect_left(exits, t) if t > 0 else 0
 
     cumulative, total, before, first = [], 0.0, 0.0, 0
@@ -133,7 +133,7 @@ class Survival:
         self._cells: dict[tuple[str, int] | str, _Cell] = {"": _Cell()}
 
     def observe(self, node_class: str, ended_at: float, life: Life) -> None:
-        """A life ended, or was last seen, at Unix second `ended_at`; it counts for the hour in which it came into sight."""
+        """A life ended, or was last seen, at Unix second `ended_at`; it counts for the hour in which it was first seen."""
         hour = _hour(ended_at - (life.seconds - life.entered_s))
         for key in ("", f"class {node_class}", (node_class, hour)):
             cell = self._cells.setdefault(key, _Cell())

@@ -17,7 +17,7 @@ from scavenger.policy.interface import Fact, Move, Placement, Weighs
 from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log, samples
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import RouterLimits, Run, Worker, Yielding
+from scavenger.router.core.state import RouterLimits, Run, SampleYield, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -115,7 +115,7 @@ def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
     held = [(move, core.samples[move.sample_id]) for move in moves]
     names = tuple((sample.id, sample.epoch) for _, sample in held)
     for move, sample in held:
-        worker.yielding[sample.id] = Yielding(sample.epoch, move.to_worker, move.reason, core.now)
+        worker.yielding[sample.id] = SampleYield(sample.epoch, move.to_worker, move.reason, core.now)
         sample.seen = None
     core.send_durable(worker.conn, Yield(names, moves[0].reason))  # behind the leases themselves
 

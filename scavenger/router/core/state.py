@@ -513,8 +513,8 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Yielding:
-    """A lease that its worker was asked to give back, and for whom (0: for the queue)."""
+class SampleYield:
+    """A lease that its worker was asked to yield, and for whom (0: for the queue)."""
 
     epoch: int
     to_worker: int
@@ -540,7 +540,7 @@ class Worker:
     status: WorkerStatus = WorkerStatus.NEW  # changed by `step` only
     suspect: bool = False
     leases: dict[int, Sample] = field(default_factory=dict)
-    yielding: dict[int, Yielding] = field(default_factory=dict)  # sample id -> what it was asked to give back
+    yielding: dict[int, SampleYield] = field(default_factory=dict)  # sample id -> what it was asked to yield
     idle_since: float = 0.0
     refused_chunks: int = 0
     weights: WorkerWeights = field(default_factory=WorkerWeights)
