@@ -4,8 +4,9 @@
 
 Bare: `AsyncLLM.generate` for each request, in this process; whatever comes is thrown away. Ours: the real worker process, which takes
 leases from a socket and sends its tokens over it; this process says what a daemon says and acknowledges. Engine, arguments, weights,
-prompts, seeds and sampling parameters are equal, every answer has `--tokens` tokens. A round is timed from the first request to the last
-token. Prints each pair's ratio, and the median and spread of all; the goal is a median of at least 0.95. Needs vLLM, with or without a GPU.
+prompts, seeds and sampling parameters are equal, every completion has `--tokens` tokens. A round is timed from the first request to the
+last token. Prints each pair's ratio, and the median and spread of all; the goal is a median of at least 0.95. Needs vLLM, with or without a
+GPU.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ async def bare_round(engine: engines.VllmEngine, options: argparse.Namespace, fi
     began = time.monotonic()
     made = await asyncio.gather(*(one(first + i) for i in range(options.requests)))
     took = time.monotonic() - began
-    assert sum(made) == options.requests * options.tokens, "bare vLLM ended an answer early"
+    assert sum(made) == options.requests * options.tokens, "bare vLLM ended a completion early"
     return took
 
 
@@ -155,7 +156,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[tuple[float
             bare = await engines.build(spec, Host("bench"))
             await bare.load(1, manifests.views(manifest, blob))
             print(
-                f"{count / 1e6:.2f} M parameters, {options.requests} answers of {options.tokens} tokens, {options.batch} at once"
+                f"{count / 1e6:.2f} M parameters, {options.requests} completions of {options.tokens} tokens, {options.batch} at once"
             )
             rounds, first = [], 0
             for number in range(options.rounds + 1):

@@ -9,7 +9,7 @@ The tiny task (sort six digits, Qwen3 of 0.8 M parameters), the same model, prob
     vllm          vLLM engines (CPU) as harvested jobs beside one reserved, whose GPUs other users take every few seconds
 
 and two controls on the same engines: `uncorrected` is `vllm` with importance correction off, `random` is `reference` with rewards that say
-nothing. The figure is the accuracy of sampled answers on held-out problems after the last step; the goal is that the 90 % confidence
+nothing. The figure is the accuracy of sampled completions on held-out prompts after the last step; the goal is that the 90 % confidence
 interval of the paired difference vllm - reference (Student's t) lies within +-0.03, and that `random` learns nothing. An arm that was to be
 preempted and in which no sample moved proves nothing, and is told. Writes <out>/learning.json and learning.svg. Needs vLLM.
 """
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, default, what in (
         ("seeds", 5, "pairs"),
         ("steps", 200, ""),
-        ("prompts", 32, "of a step; 8 answers each"),
+        ("prompts", 32, "of a step; 8 completions each"),
         ("eval-prompts", 1024, "held out"),
         ("eval-every", 25, "steps"),
         ("warm-up", 70, "supervised steps of the model"),

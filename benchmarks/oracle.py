@@ -66,7 +66,7 @@ _SKEWS = (0.6, 0.8, 1.0, 1.25, 1.6)  # of one kind's y against the others'
 
 @dataclass(frozen=True, slots=True)
 class OracleGroup:
-    """A prompt and the lengths that its answers will have, in tokens."""
+    """A prompt and the lengths that its completions will have, in tokens."""
 
     prompt_tokens: int
     targets: tuple[int, ...]
@@ -74,7 +74,7 @@ class OracleGroup:
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.targets or min(self.targets) < 1:
             raise ConfigError(
-                f"a group with {self.prompt_tokens} prompt tokens and answers of {self.targets[:3]} tokens"
+                f"a group with {self.prompt_tokens} prompt tokens and completions of {self.targets[:3]} tokens"
             )
 
 

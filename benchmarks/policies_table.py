@@ -359,8 +359,8 @@ RESTS_ON = (
     "- Cold starts are warm: the site's compile cache is filled, and an engine takes a median of 60 s beside loading its weights"
     " (`presets.WARM_CACHE`; with nothing compiled before 96 s).",
     "- Weights go by TCP, from the trainer and on from engines that have them (a relay), for all policies alike.",
-    "- On the Earth segments all seeds meet the same fleet: the interval holds answer lengths and cold starts, and says nothing of other"
-    " fleets. On the spot segments which instance goes is drawn by the seed too.",
+    "- On the Earth segments all seeds meet the same fleet: the interval holds completion lengths and cold starts, and says nothing of"
+    " other fleets. On the spot segments which instance goes is drawn by the seed too.",
     "- Ours begins with a prior for how long GPUs last, .63 losses an hour with the"
     " trust of 8 lives (`scavenger/policy/forecast/survival.py`),"
     " which is the Earth trace's own hazard; all else it learns within each simulation.",
@@ -382,7 +382,7 @@ def page(
         "# Policies in simulation",
         "",
         *([*in_short(found), ""] if compared else []),
-        f"*Simulated*, {month}, with the router, harvest policy and step machine that run live, over traces;",
+        f"*Simulated*, {month}, with the router, harvest policy and train-step machine that run live, over traces;",
         "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
         f"`scavenger/simulate/presets.py`, heartbeats and polls of Slurm every 10 s. Seeds {seeds[0]} to {seeds[-1]};",
         "`pairs`: engines of two GPUs that the run may have.",

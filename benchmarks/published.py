@@ -3,8 +3,8 @@
     python benchmarks/published.py [--spot spot_bamboo.csv.gz] [--steps 12] [--seeds 2] [--rows colocated,rlboost] [--json out.json]
 
 Rows with constant pairs need no trace. Those on spot segments need the spot trace; without --spot they are left out and named. They run the
-three spot segments of benchmarks/segments.json with half their instances, a pair of GPUs each. Throughput counts prompts and answers, as
-veRL's perf/throughput does, over whole steps after the first quarter (the policies' own learning).
+three spot segments of benchmarks/segments.json with half their instances, a pair of GPUs each. Throughput counts prompts and completions,
+as veRL's perf/throughput does, over whole steps after the first quarter (the policies' own learning).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What deciding costs the daemon, and what it decides: both policies over a demo's fleet, answers and machines, played from its ledger.
+"""What deciding costs the daemon, and what it decides: both policies over a demo's fleet, completions and machines, played from its ledger.
 
     python benchmarks/router_policy.py [LEDGER.sqlite3 ...]
 
-By default the ledger in tests/data (12 steps of 24 answers); `scavenger demo` leaves one under `demo-out/run-*/state`. Virtual time, one
-thread, the real core. For each policy the steps' mean time, and the processor's milliseconds that its answers took in each step: on a
+By default the ledger in tests/data (12 steps of 24 completions); `scavenger demo` leaves one under `demo-out/run-*/state`. Virtual time,
+one thread, the real core. For each policy the steps' mean time, and the processor's milliseconds that its answers took in each step: on a
 machine of two cores a demo's daemon shares them with its engines and its trainer. What an engine's start costs such a machine is not in it.
 """
 
@@ -91,7 +91,7 @@ def main(ledgers: list[str]) -> None:
         for path in map(Path, ledgers or [str(shipped)]):
             run_history = read(path)
             print(
-                f"{path.name}: {len(run_history.steps)} steps of {len(run_history.steps[0].answers)} answers"
+                f"{path.name}: {len(run_history.steps)} steps of {len(run_history.steps[0].completions)} completions"
             )
             standard = measure(run_history, "standard", Standard)
             print(f"  predictive / standard: {measure(run_history, 'predictive', Predictive) / standard:.3f}")

@@ -1,4 +1,4 @@
-"""Where ours wins and loses as answers and fleets change: one axis at a time, and the corners. Prints the cells where we lose.
+"""Where ours wins and loses as completions and fleets change: one axis at a time, and the corners. Prints the cells where we lose.
 
     python -m benchmarks.sensitivity [--seeds 3] [--corner-seeds 1] [--steps 6] [--policies colocated,rlboost,polyrl,ours] [--jobs 2]
 
@@ -37,9 +37,9 @@ SITE = replace(synthetic.EARTH_LIKE, constant_idle=(), day=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kind of answers and one kind of fleet.
+    """One kind of completions and one kind of fleet.
 
-    `capped`: the share of answers that reach the cap; 0 stands for one in a thousand. `drift`: the change of log length a step.
+    `capped`: the share of completions that reach the cap; 0 stands for one in a thousand. `drift`: the change of log length a step.
     `volatility`: how many times faster than the trace's statistics the synthetic fleet's GPUs change hands (at 1 others take an engine
     every one to two hours, at 16 every half an hour).
     """

@@ -2,8 +2,8 @@
 
     python benchmarks/simulate.py [--trace earth_node_idle_72h.csv.gz] [--hours 72] [--policy rlboost] [--profile]
 
-Without a trace the fleet is the synthetic one, whose statistics are near the trace's. The run: Qwen3-8B, 128 prompts x 8 answers of up to
-14K tokens a step, 8 reserved H100, engines of one GPU. Goal: at most 5 minutes.
+Without a trace the fleet is the synthetic one, whose statistics are near the trace's. The run: Qwen3-8B, 128 prompts x 8 completions of up
+to 14K tokens a step, 8 reserved H100, engines of one GPU. Goal: at most 5 minutes.
 """
 
 from __future__ import annotations

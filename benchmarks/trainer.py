@@ -2,10 +2,10 @@
 
     python benchmarks/trainer.py [--steps 10] [--hidden 128 --layers 4 --vocabulary 1024] [--json out.json]
 
-Both sides get the same finished samples (prompt, answer, advantage) and do the rest of a step: forward, loss, backward over all
+Both sides get the same finished samples (prompt, completion, advantage) and do the rest of a step: forward, loss, backward over all
 micro-batches, clipping, AdamW (fused). TRL's side is its own loop (`GRPOTrainer.train`), timed from `on_step_begin` to `on_step_end`; only
 its generation is replaced by the finished samples. After each of TRL's steps one of ours is taken, so both see the same machine. Lengths of
-answers are lognormal (sigma 0.6) or all equal. The loss is DAPO's token mean, TRL's default; gradients of the two sides are compared.
+completions are lognormal (sigma 0.6) or all equal. The loss is DAPO's token mean, TRL's default; gradients of the two sides are compared.
 
 TRL at its best documented setting: activation checkpointing off (it is on by default), sdpa, fused AdamW, and the fastest of several
 per_device_train_batch_size, as ours gets the fastest of several micro_batch_tokens. It has no padding-free mode for GRPO.
@@ -270,7 +270,7 @@ def run_theirs(folder: Path, case: Case, per_device: int, steps: int, ours: Ours
 
 
 def _finished(case: Case) -> dict[str, torch.Tensor]:
-    """What TRL makes of generated samples: prompts padded on the left, answers on the right, to the widest of the step."""
+    """What TRL makes of generated samples: prompts padded on the left, completions on the right, to the widest of the step."""
     wide = max(map(len, case.completions))
     prompts = torch.tensor([case.prompts[i // case.siblings] for i in range(len(case.completions))])
     completions = torch.tensor(
@@ -401,7 +401,7 @@ def main(argv: list[str] | None = None) -> int:
             one = measure(make_case(case, options), folder, mesh, options)
             found.append(one)
             print(
-                f"{case:9} {one['tokens']} tokens, longest answer {one['widest']}: ours {one['ours_tokens_s']:.0f} tokens/s "
+                f"{case:9} {one['tokens']} tokens, longest completion {one['widest']}: ours {one['ours_tokens_s']:.0f} tokens/s "
                 f"(micro_batch_tokens {one['micro_batch_tokens']}), TRL {one['trl_tokens_s']:.0f} "
                 f"(per_device_train_batch_size {one['per_device_train_batch_size']}); "
                 f"ratio {one['ratio']:.2f} [{one['ratio_low']:.2f}, {one['ratio_high']:.2f}] of {options.steps} pairs, goal {one['goal']}; "

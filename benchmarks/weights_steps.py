@@ -1,6 +1,6 @@
 """The sections of `weights.py` that take training steps: deltas of a real GRPO step, what publishing costs one, a join in the demo.
 
-A step here is the product's own: prompts from the task, answers from the reference engine, rewards, advantages, loss, AdamW on float32
+A step here is the product's own: prompts from the task, completions from the reference engine, rewards, advantages, loss, AdamW on float32
 masters, in one process. Deltas are of the bfloat16 casts of the masters before and after, at several learning rates from the same
 gradient. Adam's first step is its largest: every parameter with a gradient moves by the learning rate.
 """
@@ -76,7 +76,7 @@ def run_config(model: Path, prompts: int, samples: int) -> RunConfig:
 
 
 class Lottery:
-    """A reward for a model that gets nothing right: half of all answers win."""
+    """A reward for a model that gets nothing right: half of all completions win."""
 
     version = "lottery"
 
@@ -198,7 +198,7 @@ def least(old: memoryview, new: memoryview) -> float:
 
 
 def rows(count: int, tokens: int) -> tuple[TrainRow, ...]:
-    """Made-up answers: what they say does not matter to what a step costs."""
+    """Made-up completions: what they say does not matter to what a step costs."""
     draw = np.random.default_rng(0)
     return tuple(
         TrainRow(
@@ -312,7 +312,7 @@ GROUP BY w.worker_id, w.kind, w.joined_at, e.at, e.detail ORDER BY w.worker_id
 
 
 def show_joins(ledger: str) -> None:
-    """Of the demo: engines that came while samples were out, from their greeting to their first durable token."""
+    """Of the demo: engines that came while samples were out, from their registration to their first durable token."""
     with tempfile.TemporaryDirectory() as folder:
         if not ledger:
             demo = ["demo", "--backend", "local", "--steps", "16", "--preempt-every-s", "20", "--out", folder]
@@ -343,7 +343,7 @@ def show_joins(ledger: str) -> None:
         for name, value in zip(columns, times, strict=True):
             columns[name].append(value)
     print(
-        f"\n{len(found)} engines that joined while samples were out, from their greeting to their first durable token, seconds"
+        f"\n{len(found)} engines that joined while samples were out, from their registration to their first durable token, seconds"
     )
     print(
         "goal: each part told. It pulls while its engine is imported and built; what is left of that is the wait for the longer of both"

@@ -1,6 +1,6 @@
 """The one error tree. Each message names the cause; `remedy` says what the user does about it.
 
-Owns that, and `describe`: what of an error may leave its process for the ledger, where people read who may not see prompts and answers.
+Owns that, and `describe`: what of an error may leave its process for the ledger, where people read who may not see prompts and completions.
 Every process catches `ScavengerError` at its outermost frame only, prints it and exits with `exit_code`; anything else is a bug and
 keeps its traceback.
 """
@@ -19,7 +19,7 @@ class ScavengerError(Exception):
     """Something a user or an admin can act on. `str()` is the cause followed by the remedy.
 
     Cause and remedy may go to the ledger: they name types, ids and settings. What somebody else's code said goes into `quoted`,
-    because it may hold a prompt or an answer: `str()` has it, for the process's own log, and nothing that is sent does.
+    because it may hold a prompt or a completion: `str()` has it, for the process's own log, and nothing that is sent does.
     """
 
     exit_code = 1
@@ -164,7 +164,7 @@ class RewardError(ScavengerError):
 
 
 class RewardTimeout(RewardError):
-    """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: the reward is 0."""
+    """Every try ran past the deadline, in a verifier for which such a completion is wrong: the reward is 0."""
 
 
 def describe(error: BaseException) -> str:

@@ -168,9 +168,9 @@ def spool_of(config: RunConfig) -> Spool | None:
 
 
 def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> RunStart:
-    """Load a checkpoint on all ranks. `data`: digest of this run's problems.
+    """Load a checkpoint on all ranks. `data`: digest of this run's prompts.
 
-    Raises `ConfigError` when it belongs to another run, or to other problems and nobody has `chosen` it.
+    Raises `ConfigError` when it belongs to another run, or to other prompts and the user has not `chosen` it.
     """
     if path is None:
         return RunStart()
@@ -182,7 +182,7 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
             "choose another run.out_dir, or start over with --resume none",
         )
     if state.data not in ("", data):
-        what = f"the problems or their order are not those of {path}: data.path, [data], the chat template or eval.prompts was changed"
+        what = f"the prompts or their order are not those of {path}: data.path, [data], the chat template or eval.prompts was changed"
         if not chosen:
             raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)

@@ -79,7 +79,7 @@ def supervised_batch(seed: int, step: int, size: int) -> Tensor:
 def accuracy(
     model: Any, prompts: int, *, greedy: bool, seed: int = 0, max_tokens: int = COMPLETION_TOKENS + 1
 ) -> float:
-    """Share of held-out problems answered right, by plain decoding without a cache."""
+    """Share of held-out prompts completed right, by plain decoding without a cache."""
     drawn = [sort.prompt_task(0, index, held_out=True) for index in range(prompts)]
     tokens = torch.tensor([encode(prompt) for prompt, _ in drawn])
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def accuracy(
 
 
 def warm_up(model: Any, seed: int, steps: int, *, lr: float = 3e-3) -> None:
-    """Supervised steps on training problems; prints progress."""
+    """Supervised steps on training prompts; prints progress."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         for group in optimizer.param_groups:

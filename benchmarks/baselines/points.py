@@ -56,7 +56,7 @@ class Setting:
 class Quantity(Enum):
     """What a row publishes. All but the first compare `policy` with `against` in the same setting."""
 
-    TOKENS_PER_S = "tok/s"  # prompts and answers, over the whole step: veRL's perf/throughput times GPUs
+    TOKENS_PER_S = "tok/s"  # prompts and completions, over the whole step: veRL's perf/throughput times GPUs
     SPEED_UP = "times the throughput"
     CHANGE = "change of throughput"
     TOKENS_PER_DOLLAR = "change of tokens per dollar"

@@ -1,7 +1,7 @@
 """PolyRL, as its code does it: groups as requests.
 
-- A group is one request: it is served by one instance and handed over when all its answers are there; when it moves, it is cut to its
-  shortest answer (`SimulatedPolicy.whole_groups`).
+- A group is one request: it is served by one instance and handed over when all its completions are there; when it moves, it is cut to its
+  shortest completion (`SimulatedPolicy.whole_groups`).
 - Groups are handed out round-robin over the instances whose queue is empty, 4 a second over all instances. An engine here runs whatever it
   holds, so its queue is empty while a whole group fits its batch.
 - The window is slept to its end, whatever has come meanwhile (`SimulatedPolicy.sleeps`), and remembered by the number of instances as an

@@ -1,7 +1,7 @@
 """Every policy of the benchmarks by its name: the product's, the published systems', mixtures of both, and ours without one controller.
 
 For one scenario the baselines are told what an operator profiles of its engines before a run. RLBoost's B is "profiled": here from the
-engine's decode curve and KV cache, with answers like the run's. Its paper gives no figure for Theta: twice B, since less costs it
+engine's decode curve and KV cache, with completions like the run's. Its paper gives no figure for Theta: twice B, since less costs it
 throughput and more brings none (`benchmarks/sweep.py`). Reserved engines are taken to be like harvested ones. Pure.
 """
 
@@ -91,7 +91,7 @@ def profiled(scenario: Scenario) -> Settings:
 def running_context(scenario: Scenario) -> float:
     """Tokens of context of a sample that runs, on average over time: p + E[L^2] / (2 E[L]), as it grows evenly from p to p + L.
 
-    Of answers that no step of the run has: steps are numbered from 1.
+    Of completions that no step of the run has: steps are numbered from 1.
     """
     streams = Streams(scenario.seed)
     groups = [

@@ -254,7 +254,7 @@ class Decoder:
         for i, row in enumerate(rows):
             handle, token = row.request.handle, drawn.tokens[i]
             if drawn.bad[i]:
-                reason = f"the logits at answer position {row.position} are not finite"
+                reason = f"the logits at completion position {row.position} are not finite"
                 deltas.append(Delta(handle, (), (), (), error=reason))
                 self._cache.wipe(first + i)
                 ended.append(first + i)

@@ -2,7 +2,7 @@
 
 Owns the asyncio face of `decoder.Decoder`: one executor thread computes, the event loop never blocks; pacing. Knows no socket.
 
-**Where a sample's tokens come from.** The draw for answer position p of a sample is the inverse CDF, in float64 and in id order,
+**Where a sample's tokens come from.** The draw for completion position p of a sample is the inverse CDF, in float64 and in id order,
 of the model's distribution at a uniform that depends on (run seed, sample key, p) alone (`sampling.Draws`). So with equal
 logits, a sample's tokens do not depend on the engine, the batch, or how often it moved.
 

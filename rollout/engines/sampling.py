@@ -34,7 +34,7 @@ class Draws:
         )
 
     def uniform(self, position: int) -> float:
-        """The number for the sample's answer token at `position` (0 = first)."""
+        """The number for the sample's completion token at `position` (0 = first)."""
         state = self._prefix.copy()
         state.update(struct.pack(">q", position))
         return (int.from_bytes(state.digest(), "big") >> 11) * 2.0**-53

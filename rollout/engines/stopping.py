@@ -1,6 +1,6 @@
 """Texts that end a sample, matched over the whole sample by the worker: an engine sees only what was generated under one lease.
 
-Owns an engine around another one, and the matcher. Only answers of runs with `sampling.stop` are looked at; the tokenizer is read from
+Owns an engine around another one, and the matcher. Only completions of runs with `sampling.stop` are looked at; the tokenizer is read from
 the path in the engine's spec when the first of them comes. Knows no daemon.
 
 Boundary: an engine around any engine, and a pure matcher.
@@ -19,7 +19,7 @@ from scavenger.protocol.worker.events import Delta, Request
 
 
 class Matcher:
-    """Finds the first stop text in one sample's answer, token by token; special tokens have no text.
+    """Finds the first stop text in one sample's completion, token by token; special tokens have no text.
 
     `accepted` tokens were searched under earlier leases. Of them only the end counts: as many as can hold the beginning of a stop text.
     """
@@ -39,7 +39,7 @@ class Matcher:
         for token in tail:
             self.found = self.feed(
                 token
-            )  # the last one's answer: it may have ended the sample, and its end was lost
+            )  # the last lease's: it may have ended the sample, and its end was lost
 
     def feed(self, token: int) -> bool:
         """The next token; whether it completes a stop text."""

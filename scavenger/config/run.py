@@ -82,7 +82,7 @@ class DataSection(Section):
     path: Path | None = None
     """The prompts: a file, several files (`*` in the last part of the path), or a folder with such files at
     any depth, such as a clone of a Hugging Face data set. JSONL is UTF-8, one object a line. The reward
-    function gets the columns beside prompt and answer. Needed unless `task = "sort"`."""
+    function gets the columns beside prompt and completion. Needed unless `task = "sort"`."""
     prompt_field: Column = "prompt"
     """Column of the prompt: text, or a conversation (a list of objects with `role` and `content`), which
     needs `chat`."""

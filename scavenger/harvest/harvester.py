@@ -270,7 +270,7 @@ class Harvester:
             except AuthError as error:
                 if (
                     job.job_id
-                ):  # without its key the job can never greet; before the submission there need not be one
+                ):  # without its key the job can never register; before the submission there need not be one
                     self._write(
                         [
                             rec.Event(

@@ -1,9 +1,9 @@
 """What the ledger keeps of the words that a trainer gives: its own outcomes' reasons, versions of reward functions, names of metrics. Pure.
 
-Our trainer quotes nothing; another's may put an answer into any of them, and people read them who may not see answers. So a reason is
-kept where it is one of those that we know, and a name where it looks like one; of anything else there remains that it was there, or a
-digest, by which equal ones are known as equal. Reasons of masked samples are kept for whoever runs the trainer: the views hide them.
-A purge is stricter: it keeps only what we know.
+Our trainer quotes nothing; another's may put a completion into any of them, and people read them who may not see completions. So a reason
+is kept where it is one of those that we know, and a name where it looks like one; of anything else there remains that it was there, or a
+digest, by which equal ones are known as equal. Reasons of masked samples are kept for whoever runs the trainer: the views hide them. A
+purge is stricter: it keeps only what we know.
 """
 
 from __future__ import annotations

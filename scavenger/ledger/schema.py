@@ -264,7 +264,7 @@ chunks = Table(
     _counted(),
     _int("sample_id"),
     _int("epoch"),
-    _int("start_len"),  # offset of the first token within the answer
+    _int("start_len"),  # offset of the first token within the completion
     _int("n_tokens"),
     _int("version"),
     _int("worker_id"),

@@ -1,4 +1,4 @@
-"""What the ledger remembers of a run's past: steps, answers, engines, and who generated what when. Pure data.
+"""What the ledger remembers of a run's past: steps, completions, engines, and who generated what when. Pure data.
 
 For who learns from it (`policy.warm_start`, after a restart) or plays it again (`simulate.replay.replay`).
 Times in Unix s, lengths in tokens.
@@ -30,11 +30,11 @@ class Step(msgspec.Struct, frozen=True):
     """A train step. `committed_at` None: it is under way, and has no metrics."""
 
     step: int
-    cap: int  # tokens that an answer may have
+    cap: int  # tokens that a completion may have
     submitted_at: float
     committed_at: float | None
     metrics: Mapping[str, float]
-    answers: tuple[Completion, ...]
+    completions: tuple[Completion, ...]
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):

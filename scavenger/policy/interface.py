@@ -28,7 +28,7 @@ class Seen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class SampleView(Seen, frozen=True):
-    """A sample of the run that is not consumed. Lengths are in tokens of the answer.
+    """A sample of the run that is not consumed. Lengths are in tokens of the completion.
 
     `accepted`: what the core has; `length`: what was last reported, never less. `worker_id`: the lease's holder, 0 = it waits or is done.
     `lease_offset`: the length with which the present lease began.
@@ -167,7 +167,7 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
 class EngineProgress(msgspec.Struct, frozen=True, gc=False):
     """Between two heartbeats an engine ran the same `batch` samples throughout, and generated `tokens` for them in `seconds`.
 
-    `context`: tokens of prompts and answers that they had together, on average over that time.
+    `context`: tokens of prompts and completions that they had together, on average over that time.
     """
 
     worker_id: int
@@ -182,7 +182,7 @@ class EngineProgress(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """An engine greeted: its weights come next."""
+    """An engine registered: its weights come next."""
 
     worker_id: int
     kind: str
@@ -192,7 +192,7 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """An engine loaded `version`. `start_s`: since it greeted, where this is its first; `pull_s`, `load_s` as it measured them."""
+    """An engine loaded `version`. `start_s`: since it registered, where this is its first; `pull_s`, `load_s` as it measured them."""
 
     worker_id: int
     kind: str
@@ -207,8 +207,8 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An engine is gone, with `samples` that it held. `life_s`: since it greeted. `preempted`: others took its GPUs; else we let it go, or
-    it failed."""
+    """An engine is gone, with `samples` that it held. `life_s`: since it registered. `preempted`: another job took its GPUs; else it
+    drained, or it failed."""
 
     worker_id: int
     kind: str
@@ -222,7 +222,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
-    """A step's groups were asked for. `cap`: the most tokens that an answer may have; 0: not known."""
+    """A step's groups were asked for. `cap`: the most tokens that a completion may have; 0: not known."""
 
     step: int
     purpose: str

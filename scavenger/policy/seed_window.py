@@ -22,7 +22,7 @@ ALIKE = 0.003
 #: Soon: the difference is at most this share of the step. Till then all may change.
 AT_ONCE = 0.05
 #: While a round waits for the trainer, closing now is preferred where later ends the step sooner by less than this share: what is trained
-#: is done, and answers turn out longer than was thought, so that a later end moves on while the step is under way.
+#: is done, and completions turn out longer than was thought, so that a later end moves on while the step is under way.
 MIN_BENEFIT = 0.02
 #: Of windows that are alike to this share of the step the latest: a window that is open can still close, one that closed stays so.
 LATER = 0.005

@@ -93,27 +93,27 @@ def _of_step(step: Step, lives: dict[int, Life]) -> Iterator[tuple[float, Fact]]
     yield (
         step.submitted_at,
         StepSubmitted(
-            step.step, "train", len(step.answers), len({a.group_id for a in step.answers}), step.cap
+            step.step, "train", len(step.completions), len({a.group_id for a in step.completions}), step.cap
         ),
     )
-    for answer in step.answers:
-        if answer.finished_at is not None:
-            yield answer.finished_at, _finished(step, answer, lives.get(answer.worker_id))
+    for completion in step.completions:
+        if completion.finished_at is not None:
+            yield completion.finished_at, _finished(step, completion, lives.get(completion.worker_id))
     if step.committed_at is not None:
         yield step.committed_at, StepFinished(step.step, "train", step.metrics)
 
 
-def _finished(step: Step, answer: Completion, life: Life | None) -> SampleFinished:
+def _finished(step: Step, completion: Completion, life: Life | None) -> SampleFinished:
     kind, node = (life.kind, life.node) if life is not None else ("", "")
-    capped = answer.finish == "length"
+    capped = completion.finish == "length"
     return SampleFinished(
-        answer.sample_id,
-        answer.group_id,
+        completion.sample_id,
+        completion.group_id,
         step.step,
-        answer.length,
-        answer.prompt_tokens,
+        completion.length,
+        completion.prompt_tokens,
         capped,
-        answer.worker_id,
+        completion.worker_id,
         kind,
         node,
     )
@@ -136,7 +136,11 @@ def _of_life(life: Life) -> Iterator[tuple[float, Fact]]:
 
 def rates(history: RunHistory) -> list[Rate]:
     """How fast engines were, from leases and the chunks that came under them."""
-    prompts = {answer.sample_id: answer.prompt_tokens for step in history.steps for answer in step.answers}
+    prompts = {
+        completion.sample_id: completion.prompt_tokens
+        for step in history.steps
+        for completion in step.completions
+    }
     spans: dict[int, list[Span]] = defaultdict(list)
     flushes: dict[int, list[Flush]] = defaultdict(list)
     for span in history.spans:

@@ -1,4 +1,4 @@
-"""The phase machine of one training step. Pure: facts in, actions out, each with its reason.
+"""The train-step state machine. Pure: facts in, actions out, each with its reason.
 
 Theory of operation. Reserved engines live on the training job's own GPUs, so either they generate or we train:
 

@@ -64,7 +64,7 @@ class Prices:
     def summary(self) -> str:
         origin = "list prices of an H100, on demand and spot" if self == Prices() else "as given"
         return (
-            f"Tokens are those of trained answers; per dollar at ${self.reserved:g} a reserved and "
+            f"Tokens are those of trained completions; per dollar at ${self.reserved:g} a reserved and "
             f"${self.harvested:g} a harvested GPU-hour ({origin}), "
             "start-ups and idle engines paid."
         )
@@ -235,7 +235,7 @@ def verdict(results: Iterable[SimulationResult]) -> tuple[str, ...]:
     if len(runs[best]) < 2:
         return ("one seed tells nothing of chance: use --seeds 3 or more",)
     alike = [name for name in runs if name != best and _alike(runs[best], runs[name])]
-    covered = "the 95 % intervals are over answer lengths and cold starts, not over when the run begins: try others (--from)"
+    covered = "the 95 % intervals are over completion lengths and cold starts, not over when the run begins: try others (--from)"
     if not alike:
         return (f"{best} is the fastest here, beyond chance", covered)
     return (

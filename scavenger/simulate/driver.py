@@ -42,7 +42,7 @@ def simulate(
 
 
 class _Truth:
-    """Answer lengths by sample, drawn when a prompt is first asked for."""
+    """Completion lengths by sample, drawn when a prompt is first asked for."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._streams = scenario, Streams(scenario.seed)

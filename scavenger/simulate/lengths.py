@@ -1,4 +1,4 @@
-"""How long answers are: lognormal with correlation inside a group, a cap and a drift; or a file's own lengths. Pure, but for `read`.
+"""How long completions are: lognormal with correlation inside a group, a cap and a drift; or a file's own lengths. Pure, but for `read`.
 
 Both draw through one Gaussian copula: sample i of a group has z_i = sqrt(rho) g + sqrt(1 - rho) e_i, and its length is the distribution's
 quantile at Phi(z_i). `rho` is thus the correlation of log lengths before the cap. Owns the generator's truth, which no controller may read
@@ -26,7 +26,7 @@ _MOST_SIGMA = 10.0  # exp(sigma^2 / 2) is in the mean
 
 
 class Lengths(Protocol):
-    """Where answer lengths come from."""
+    """Where completion lengths come from."""
 
     @property
     def cap(self) -> int: ...
@@ -66,7 +66,7 @@ def _scores(
 def _check(correlation: float, cap: int) -> None:
     if not 0 <= correlation <= 1 or cap < 1:
         raise ConfigError(
-            f"answer lengths with correlation {correlation} and cap {cap}",
+            f"completion lengths with correlation {correlation} and cap {cap}",
             "correlation is 0 to 1, the cap at least 1 token",
         )
 
@@ -85,7 +85,7 @@ class Lognormal:
         _check(self.correlation, self.cap)
         if not (0 < self.sigma <= _MOST_SIGMA and math.isfinite(self.mu) and math.isfinite(self.drift)):
             raise ConfigError(
-                f"answer lengths with mu {self.mu:g}, sigma {self.sigma:g} and drift {self.drift:g}",
+                f"completion lengths with mu {self.mu:g}, sigma {self.sigma:g} and drift {self.drift:g}",
                 f"they are finite, and sigma is above 0 and at most {_MOST_SIGMA:g}; 0.4 to 1.2 is usual",
             )
 
@@ -116,7 +116,7 @@ class Lognormal:
         return cls((low + high) / 2, sigma, cap, correlation, drift)
 
     def capped_share(self, step: int = 0) -> float:
-        """The share of answers that reach the cap (before rounding)."""
+        """The share of completions that reach the cap (before rounding)."""
         return 1 - _NORMAL.cdf((math.log(self.cap) - self.mu - self.drift * step) / self.sigma)
 
     def mean(self, step: int = 0) -> float:
@@ -135,7 +135,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Lengths of a file, sorted: an answer is the quantile at its score, times `scale`, times e^(drift * step), from 1 to `cap`."""
+    """Lengths of a file, sorted: a completion is the quantile at its score, times `scale`, times e^(drift * step), from 1 to `cap`."""
 
     tokens: tuple[int, ...]
     cap: int
@@ -175,7 +175,7 @@ def parse(lines: Iterable[str], source: str = "") -> tuple[int, ...]:
             tokens.append(row.whole("output_tokens"))
     if not tokens:
         among = f" of source {source!r}; there are {sorted(seen)}" if source else ""
-        raise ConfigError(f"there are no answer lengths{among}", "check the file, and the source's name")
+        raise ConfigError(f"there are no completion lengths{among}", "check the file, and the source's name")
     return tuple(tokens)
 
 

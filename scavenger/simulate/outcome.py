@@ -13,7 +13,7 @@ class StepOutcome:
     """One optimizer step, in seconds. `seed`: reserved GPUs generated and nothing was trained; `toggle`: they changed over;
 
     `wait`: training GPUs idled for groups; `train` and `update`: computing; `publish`: until the next version was there.
-    `window`: seconds from the start until reserved engines first went to sleep. `tokens`: of answers consumed.
+    `window`: seconds from the start until reserved engines first went to sleep. `tokens`: of completions consumed.
     """
 
     step: int
@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Training throughput: answer tokens of finished steps a second."""
+        """Training throughput: completion tokens of finished steps a second."""
         return self.tokens / self.step_seconds if self.steps else 0.0
 
     @property

@@ -28,9 +28,9 @@ _SHAPE = {
 
 @dataclass(frozen=True, slots=True)
 class RunAssumptions:
-    """What no `run.toml` says: how many GPUs train (`sbatch` does), and how long answers are.
+    """What no `run.toml` says: how many GPUs train (`sbatch` does), and how long completions are.
 
-    `sigma`, `capped_share`: of the lognormal answer lengths; `sampled`: lengths in their stead, from `origin`. `correlation` within a
+    `sigma`, `capped_share`: of the lognormal completion lengths; `sampled`: lengths in their stead, from `origin`. `correlation` within a
     group and `drift`, the change of log length a step, hold for both.
     """
 
@@ -44,7 +44,7 @@ class RunAssumptions:
     origin: str = ""
 
     def lengths(self, cap: int) -> Lengths:
-        """Of answers of up to so many tokens."""
+        """Of completions of up to so many tokens."""
         if self.sampled:
             return Sampled(self.sampled, cap, self.correlation, drift=self.drift)
         return Lognormal.with_capped_share(self.sigma, cap, self.capped_share, self.correlation, self.drift)
@@ -106,8 +106,8 @@ def assumptions(plan: SimulationPlan, assumed: RunAssumptions) -> tuple[str, ...
         summary = f"drawn from the {len(assumed.sampled):,} of {assumed.origin}, up to the cap"
     drift = f", {assumed.drift:+.1%} longer each step" if assumed.drift else ""
     return (
-        f"assumed: {assumed.reserved_gpus} GPUs train; answer lengths are {summary}{drift}, correlation {assumed.correlation:g} within a "
-        f"group; prompts have {assumed.prompt_tokens} tokens",
+        f"assumed: {assumed.reserved_gpus} GPUs train; completion lengths are {summary}{drift}, correlation {assumed.correlation:g} within "
+        f"a group; prompts have {assumed.prompt_tokens} tokens",
     )
 
 

@@ -66,7 +66,7 @@ def _owners(outcome: Outcome, fleet: Fleet) -> Series:
     return Series(outcome.policy, times, by_owner, outcome.seconds)
 
 
-# The run of a site's question: the published points' prompts, answers and cap, played in a few windows over the whole period.
+# The run of a site's question: the published points' prompts, completions and cap, played in a few windows over the whole period.
 PROMPTS, SAMPLES, CAP, MAX_BATCH = 128, 8, 14_336, 256
 WINDOWS, WINDOW_S = 3, 7200.0
 OURS, ALONE = "ours", "colocated"

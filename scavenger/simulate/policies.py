@@ -37,8 +37,9 @@ class SimulatedPolicy:
     """A policy with what it may do. `new_policy` makes one for each simulation: it learns from nothing but what it is told.
 
     `harvest`: it uses harvested engines at all; `reserved`: reserved GPUs generate too. `window`: the trainer's own rule where the policy
-    decides nothing, a share of samples. `whole_groups`: engines serve a group as one request, whose answers are only handed over when all
-    are done, and which moves as one, cut to its shortest answer (PolyRL). `sleeps`: while the window is open the trainer takes nothing in.
+    decides nothing, a share of samples. `whole_groups`: engines serve a group as one request, whose completions are only handed over when
+    all are done, and which moves as one, cut to its shortest completion (PolyRL). `sleeps`: while the window is open the trainer takes
+    nothing in.
 
     `start_benefits`: its engines are asked for through our harvester as it runs live, which starts none on a GPU that is not worth it, and
     chooses nodes (`site_cluster`). Ours, its ablations, and what is named "our harvest". The published systems take instances as they

@@ -53,7 +53,7 @@ UNCALIBRATED = Efficiency(
 
 # Measured median seconds between tokens by (batch, mean context): Qwen3-8B bf16 on one H100 80GB, vLLM 0.30, from
 # github.com/tgarg01/silybench-data derived/csv/perf_points.csv, run 20260924T125045Z (workloads balanced-2048-2048, chat-128-128 and
-# decode-128-1024 while nothing queued; the context is the prompt and half the answer).
+# decode-128-1024 while nothing queued; the context is the prompt and half the completion).
 VLLM_H100_STEPS: Mapping[tuple[int, int], float] = {
     (1, 3072): 6.998e-3,
     (4, 3072): 7.527e-3,

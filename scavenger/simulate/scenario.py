@@ -1,6 +1,6 @@
 """What is simulated: one training run, its reserved GPUs, the GPUs that others leave idle, and the policy that is tried. Pure data.
 
-Owns the truth that no policy may see: answer lengths, engines' parameters, the fleet's future. Everything random comes from `seed` by
+Owns the truth that no policy may see: completion lengths, engines' parameters, the fleet's future. Everything random comes from `seed` by
 named streams, so policies that are compared meet the same lengths, the same fleet and the same cold starts.
 """
 
@@ -25,10 +25,10 @@ _SHORTER = "give fewer sampling.max_tokens or --prompt-tokens, a smaller model, 
 class Scenario:
     """One run on one site. All engines of a kind are alike. GPUs of the fleet are one type.
 
-    `reserved_engines` of `reserved`; they share GPUs with the trainer. `prompts` x `samples` answers a step, of which `lengths` knows the
-    length. `engine_bytes_s`: a harvested engine's interface; `relay`: engines that have a version serve it on. `offload`: training state
-    goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step. `reward_s`: from group to
-    reward. Until `steps` are done or `horizon_s` is over.
+    `reserved_engines` of `reserved`; they share GPUs with the trainer. `prompts` x `samples` completions a step, of which `lengths` knows
+    the length. `engine_bytes_s`: a harvested engine's interface; `relay`: engines that have a version serve it on. `offload`: training
+    state goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step. `reward_s`: from group to reward.
+    Until `steps` are done or `horizon_s` is over.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
@@ -66,14 +66,12 @@ class Scenario:
         if self.steps < 1 and math.isinf(self.horizon_s):
             raise ConfigError("a simulation without an end", "give steps, or horizon_s")
         if self.prompts < 1 or self.samples < 1 or self.prompt_tokens < 1 or self.reserved_engines < 0:
-            what = (
-                f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens"
-            )
+            what = f"a step of {self.prompts} prompts x {self.samples} completions after {self.prompt_tokens} tokens"
             raise ConfigError(what, "each is at least 1")
         longest = self.prompt_tokens + self.lengths.cap
         for spec in (self.reserved, self.harvested):
             if longest > spec.kv_capacity:
-                what = f"answers of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
+                what = f"completions of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
                 raise ConfigError(what, _SHORTER)
 
     @property

@@ -138,7 +138,7 @@ class EngineBatch:
             if request.prompt_tokens + request.target > self._capacity:
                 raise EngineError(
                     f"a sample of {request.prompt_tokens} + {request.target} tokens; the engine has KV for {self._capacity}",
-                    "cap the answers, or give the engine more GPUs",
+                    "cap the completions, or give the engine more GPUs",
                 )
         self._rebase(now)
         self._waiting.extend(coming)

@@ -28,7 +28,7 @@ from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon
 
-Truth = Callable[[SampleKey], int]  # how long an answer will be: known here, and to nobody who decides
+Truth = Callable[[SampleKey], int]  # how long a completion will be: known here, and to nobody who decides
 _ZEROS = bytes(4 * 131_072)
 _SOON_S = 1e-3
 #: No message is lost here and no daemon is silent: an engine ends when it is asked to, or dies with its job.
@@ -75,7 +75,7 @@ class WeightDelays:
 
 @dataclass(slots=True)
 class _Request:
-    """One of the session's requests: it has been given the answer's first `given` tokens; the answer ends at `target`."""
+    """One of the session's requests: it has been given the completion's first `given` tokens; the completion ends at `target`."""
 
     prompt: int
     given: int
@@ -189,7 +189,7 @@ class SimEngine:
         self._perform(self._session.handle(event, self._sim.now))
 
     def _perform(self, actions: Sequence[worker.WorkerAction]) -> None:
-        """Do what the session asks. What is aborted goes first: the daemon's answer to what is sent may be new work for this engine."""
+        """Do what the session asks. What is aborted goes first: the daemon's reply to what is sent may be new work for this engine."""
         for action in actions:
             if type(action) is worker.Abort:
                 self._abort(action.handles)
@@ -308,7 +308,7 @@ class SimEngine:
         self._hand_over({handle: self._length(handle) for handle in handles})
 
     def _give_all(self) -> None:
-        """The same for all. A group that moves as one is cut to its shortest answer."""
+        """The same for all. A group that moves as one is cut to its shortest completion."""
         lengths = {handle: self._length(handle) for handle in self._requests}
         if self._whole_groups:
             shortest: dict[int, int] = {}
@@ -319,7 +319,7 @@ class SimEngine:
         self._hand_over(lengths)
 
     def _length(self, handle: int) -> int:
-        """How long this answer is by now."""
+        """How long this completion is by now."""
         one = self._requests[handle]
         if one.done:
             return one.target

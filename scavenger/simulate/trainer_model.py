@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scavenger.simulate.decode import BF16_BYTES, Gpu, Model
 
-Lengths = Sequence[int]  # tokens of each sequence, prompt and answer
+Lengths = Sequence[int]  # tokens of each sequence, prompt and completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def test_the_end_is_when_it_began_to_complete_and_not_the_look_that_saw_it_compl
     assert spans(w) == [(0, "node1", 50.0, 62.0, "preempted")]
 
 
-def test_an_engine_greeted_before_the_look_that_shows_its_job_and_slurms_clock_is_fast() -> None:
+def test_an_engine_registered_before_the_poll_that_shows_its_job_and_slurms_clock_is_fast() -> None:
     w = Watch()
     w.submit(A, 1)
     w.see(60.0, ours(A, 1))

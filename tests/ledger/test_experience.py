@@ -39,7 +39,7 @@ def test_steps_answers_leases_chunks_and_lives_are_read(url: str) -> None:
     )
     assert [
         (a.sample_id, a.index, a.length, a.prompt_tokens, a.finish, a.state, a.worker_id)
-        for a in step.answers
+        for a in step.completions
     ] == [(11, 0, 9, 3, "stop", "consumed", 2), (12, 1, 4, 3, "length", "consumed", 2)]
     assert past.spans[0] == Span(11, 1, 1, 0, 5, T0 + 6, T0 + 8)
     assert past.flushes == (

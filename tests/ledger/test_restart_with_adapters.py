@@ -73,7 +73,7 @@ def restarted(
     return bench, versions
 
 
-def greets(
+def registers(
     bench: Bench, conn: int, versions: dict[int, PublishVersion], serves: tuple[int, ...], loaded: int = -1
 ) -> None:
     """An engine finds the new daemon, and says what it serves and what it has loaded."""
@@ -103,8 +103,8 @@ def test_an_ended_run_comes_without_its_bases(ledger: Ledger) -> None:
 
 def test_a_joiner_gets_adapters_and_base_from_engines_while_the_trainer_is_away(ledger: Ledger) -> None:
     bench, versions = restarted(ledger, samples_of=8)
-    greets(bench, WITH_8, versions, (1, 8), loaded=8)
-    greets(bench, JOINER, versions, ())
+    registers(bench, WITH_8, versions, (1, 8), loaded=8)
+    registers(bench, JOINER, versions, ())
     base = BaseWeights(1, versions[1].manifest, (holder(WITH_8),), versions[1].root)
     assert bench.take(JOINER, UseWeights) == [
         UseWeights(8, versions[8].manifest, (holder(WITH_8),), base=base)
@@ -115,8 +115,8 @@ def test_an_engine_with_the_version_that_samples_wait_for_generates_on_while_the
     ledger: Ledger,
 ) -> None:
     bench, versions = restarted(ledger, samples_of=7)
-    greets(bench, WITH_8, versions, (1, 8), loaded=8)
-    greets(bench, WITH_7, versions, (1, 7), loaded=7)
+    registers(bench, WITH_8, versions, (1, 8), loaded=8)
+    registers(bench, WITH_7, versions, (1, 7), loaded=7)
     bench.tick()
     leases = bench.leases(WITH_7)
     assert [lease.version for lease in leases] == [7] * 4

@@ -209,7 +209,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
     return Site(local, "local", tmp_path, str(server.dir))
 
 
-async def greeted(daemon: FakeDaemon) -> messages.WorkerHello:
+async def registered(daemon: FakeDaemon) -> messages.WorkerHello:
     hello = await daemon.expect(messages.WorkerHello, 90.0)
     daemon.send(messages.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
     return hello
@@ -220,7 +220,7 @@ def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, part
     async def main() -> None:
         with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
             job_id = site.submit(partition)
-            hello = await greeted(daemon)
+            hello = await registered(daemon)
             assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
             other = site.take_the_node_back()
             goodbye = await daemon.expect(messages.Goodbye, 90.0)
@@ -229,7 +229,7 @@ def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, part
             await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
             await site.until("the engine's job waits", lambda: _is(site.job(job_id), JobState.PENDING))
             site.cluster.cancel((other,))
-            again = await greeted(daemon)
+            again = await registered(daemon)
             assert (again.job_id, again.incarnation) == (job_id, 1)
             assert again.session != hello.session
             assert _is(site.job(job_id), JobState.RUNNING)
@@ -241,7 +241,7 @@ def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
     async def main() -> int:
         with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
             job_id = site.submit("scavenge")
-            await greeted(daemon)
+            await registered(daemon)
             site.cluster.cancel((job_id,))
             await daemon.expect(messages.Goodbye, 90.0)
             daemon.send(messages.GoodbyeAck())
@@ -256,7 +256,7 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
     async def main() -> int:
         with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
             job_id = site.submit("scavenge")
-            await greeted(daemon)
+            await registered(daemon)
             daemon.send(messages.Drain("surplus"))
             await daemon.expect(messages.Goodbye, 90.0)
             daemon.send(messages.GoodbyeAck())

@@ -38,7 +38,7 @@ from scavenger.protocol.worker.session import PHASE_TRANSITIONS, IllegalTransiti
 from tests.rollout.talk import LIMITS, ME, SPEC, WELCOME, Talk, chunks, lease, of, sent
 
 
-def test_a_first_connection_greets_builds_loads_and_works() -> None:
+def test_a_first_connection_registers_builds_loads_and_works() -> None:
     t = Talk()
     (hello,) = sent(t.do(Connected()))
     assert isinstance(hello, wire.WorkerHello)
@@ -438,7 +438,7 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
     assert not t.session.work.leases.held()
 
 
-def test_what_the_engine_says_of_itself_is_told_with_its_weights_and_when_it_greets_again() -> None:
+def test_what_the_engine_says_of_itself_is_told_with_its_weights_and_when_it_registers_again() -> None:
     t = Talk()
     t.do(Connected())
     t.hear(WELCOME)

@@ -46,7 +46,7 @@ def test_sigterm_flushes_says_goodbye_and_leaves_on_the_ack_or_in_time() -> None
         assert t.do(WorkerTick()) == []
 
 
-def test_sigterm_before_anybody_was_greeted_leaves_at_once() -> None:
+def test_sigterm_before_it_registered_leaves_at_once() -> None:
     assert of(EndWorker, Talk().do(Terminate("SIGTERM"))) == [EndWorker(EXIT_PREEMPTED, "SIGTERM")]
 
 
@@ -63,7 +63,7 @@ def test_sigterm_after_the_first_hello_waits_for_its_answer_to_say_goodbye(answe
         assert of(EndWorker, t.wait(LIMITS.notice_s)) == [EndWorker(EXIT_PREEMPTED, "SIGTERM")]
 
 
-def test_sigterm_while_greeting_again_says_goodbye_after_the_welcome() -> None:
+def test_sigterm_while_registering_again_says_goodbye_after_the_welcome() -> None:
     t = Talk().joined()
     t.assign(lease(1))
     t.hear(wire.HelloAgain("restarted"))

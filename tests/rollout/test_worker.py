@@ -50,7 +50,7 @@ def test_a_restarted_daemon_gets_everything_above_the_durable_length(play: Play)
     play(scene)
 
 
-def test_a_daemon_that_forgot_the_connection_is_greeted_again(play: Play) -> None:
+def test_a_daemon_that_forgot_the_connection_gets_another_registration(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         stage.assign(1, 100_000)

@@ -263,7 +263,7 @@ def hello(session: str, node: str = "n", **change: object) -> messages.WorkerHel
 
 
 class ScriptedWorker(threading.Thread):
-    """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; greets again whenever the daemon falls silent."""
+    """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; registers again whenever the daemon falls silent."""
 
     def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01) -> None:
         super().__init__(name=session)
@@ -274,7 +274,7 @@ class ScriptedWorker(threading.Thread):
         self.leases: dict[int, tuple[messages.Lease, int]] = {}
         self.acked: dict[int, int] = {}
         self.loaded = -1
-        self.greeted = False
+        self.registered = False
 
     def run(self) -> None:
         try:
@@ -286,7 +286,7 @@ class ScriptedWorker(threading.Thread):
 
     def _serve(self, peer: Peer) -> None:
         heard = said = time.monotonic()
-        self._greet(peer)
+        self._register(peer)
         while not self.halt.is_set():
             message = peer.hear(self._pace)
             now = time.monotonic()
@@ -296,9 +296,9 @@ class ScriptedWorker(threading.Thread):
                 continue
             if now - heard > 1.5:
                 peer.reconnect()
-                self._greet(peer)
+                self._register(peer)
                 heard = now
-            elif self.greeted:
+            elif self.registered:
                 if now - said > LIMITS.heartbeat_s:
                     said = now
                     held = tuple(
@@ -307,8 +307,8 @@ class ScriptedWorker(threading.Thread):
                     peer.say(messages.Heartbeat(held, 0, self.loaded))
                 self._generate(peer)
 
-    def _greet(self, peer: Peer) -> None:
-        self.greeted = False
+    def _register(self, peer: Peer) -> None:
+        self.registered = False
         held = tuple(messages.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
         loaded: dict[str, Any] = {"loaded_version": self.loaded, "loaded_root": b"root-%d" % self.loaded}
         peer.say(hello(self._session, held=held, ledger=self.ledger, **loaded))
@@ -334,9 +334,9 @@ class ScriptedWorker(threading.Thread):
             case messages.Welcome(ledger=ledger):
                 if self.ledger not in ("", ledger):
                     self.leases, self.acked, self.loaded = {}, {}, -1
-                self.greeted, self.ledger = True, ledger
+                self.registered, self.ledger = True, ledger
             case messages.HelloAgain():
-                self._greet(peer)
+                self._register(peer)
             case messages.UseWeights(version=version):
                 self.loaded = version
                 peer.say(messages.WeightsLoaded(version, b"root-%d" % version))

@@ -311,7 +311,7 @@ class Bench:
     ) -> None:
         intent = intent or f"job{conn}"
         who = Identity("worker", f"key-{intent}", "r", intent) if kind == "harvested" else OWNER
-        greeting = {
+        registration = {
             "protocol": PROTOCOL,
             "kind": kind,
             "run": "r",
@@ -326,13 +326,13 @@ class Bench:
             "loaded_version": loaded,
             "held": held,
         }
-        self.handle(HelloReceived(conn, who, WorkerHello(**(greeting | other))))  # type: ignore[arg-type]
+        self.handle(HelloReceived(conn, who, WorkerHello(**(registration | other))))  # type: ignore[arg-type]
 
     def say(self, conn: int, message: Message) -> None:
         self.handle(checked(conn, message))
 
     def join(self, conn: int, version: int = 1, **how: object) -> list[Lease]:
-        """A worker greets and loads; returns the leases that it is given."""
+        """A worker registers and loads; returns the leases that it is given."""
         self.hello(conn, **how)  # type: ignore[arg-type]
         self.say(conn, WeightsLoaded(version, root(version)))
         return self.leases(conn)

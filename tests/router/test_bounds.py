@@ -25,7 +25,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 20
 
 
-def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and_stops_no_other(
+def test_a_worker_that_registers_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and_stops_no_other(
     few: int,
 ) -> None:
     bench = started()

@@ -28,7 +28,7 @@ def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
 def leased(
     daemon: LiveDaemon, run: Run, worker: Peer, session: str, prompts: int = 1
 ) -> list[messages.Lease]:
-    """A worker that greeted, loaded version 1 and holds every sample."""
+    """A worker that registered, loaded version 1 and holds every sample."""
     worker.say(hello(session))
     worker.await_kind(messages.UseWeights)
     worker.say(messages.WeightsLoaded(1, root(1)))

@@ -145,7 +145,7 @@ def test_a_step_under_way_is_begun_and_not_finished() -> None:
         step.submitted_at,
         None,
         {},
-        (*step.answers[:2], Completion(2, 1, 1, 0, 5, 12, "", "open", 1, None)),
+        (*step.completions[:2], Completion(2, 1, 1, 0, 5, 12, "", "open", 1, None)),
     )
     known = facts(RunHistory("r", "{}", "{}", (under_way,), (), (), ()))
     assert [type(fact) for _, fact in known] == [StepSubmitted, SampleFinished, SampleFinished]

@@ -51,7 +51,7 @@ def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_c
     assert len(bench.leases(W2)) == 2, "others serve the run"
 
 
-def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart_of_the_daemon() -> None:
+def test_what_was_merged_is_compared_again_at_each_registration_also_after_a_restart_of_the_daemon() -> None:
     bench, adapters = with_stated()
     bench.restart()
     bench.attach()
@@ -204,12 +204,12 @@ def test_one_node_alone_stops_a_run_after_many_lives_of_its_engine() -> None:
     assert len(stopped(bench)) == 1
 
 
-@pytest.mark.parametrize("greets", [False, True], ids=["loads it", "greets with it"])
-def test_a_version_that_one_engine_holds_as_published_stops_no_run(greets: bool) -> None:
+@pytest.mark.parametrize("registers", [False, True], ids=["loads it", "registers with it"])
+def test_a_version_that_one_engine_holds_as_published_stops_no_run(registers: bool) -> None:
     bench, adapters = with_stated()
     refusing(bench, W1)
     refusing(bench, W1)  # one engine is one, however often it tries
-    if greets:
+    if registers:
         bench.hello(W2, loaded=2, loaded_root=adapters.root, loaded_merged=MERGED)
     else:
         bench.hello(W2)

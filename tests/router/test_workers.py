@@ -152,7 +152,7 @@ def test_a_zombie_whose_lease_moved_changes_nothing_and_is_told_to_drop_it() -> 
     assert bench.sample(1).accepted == 3
 
 
-def test_an_unknown_connection_is_asked_to_greet_again() -> None:
+def test_an_unknown_connection_is_asked_to_register_again() -> None:
     bench = started()
     bench.say(77, Heartbeat((), 0, -1))
     assert len(bench.take(77, HelloAgain)) == 1
@@ -230,7 +230,7 @@ def test_a_lost_assignment_is_repaired_by_heartbeats_but_not_before_it_was_sent(
     )
 
 
-def test_a_worker_that_greets_to_say_goodbye_gets_no_lease() -> None:
+def test_a_worker_that_registers_to_say_goodbye_gets_no_lease() -> None:
     bench = started(n=1)
     bench.hello(W1, leaving=True)
     bench.say(W1, WeightsLoaded(1, root(1)))
@@ -259,7 +259,7 @@ def test_a_worker_that_cannot_load_is_asked_again_and_at_last_drained() -> None:
         ("chunk_refused", Chunks((chunk_of(1, 99, 1, 0, 2),)), REFUSALS_LOGGED + 5),
     ],
 )
-def test_one_key_does_not_fill_the_ledgers_events_however_often_it_greets_and_another_is_still_heard(
+def test_one_key_does_not_fill_the_ledgers_events_however_often_it_registers_and_another_is_still_heard(
     kind: str, message: Message | None, within: int
 ) -> None:
     bench, times = started(), 500
@@ -304,7 +304,7 @@ def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, obj
         bench.hello(W1)
         hello = msgspec.structs.replace(_hello_of(bench), kind="reserved")
         bench.handle(HelloReceived(50, Identity("worker", "k", "r", "j"), hello))
-        assert "cannot greet with the key of a worker" in bench.take(50, Rejected)[0].reason
+        assert "cannot register with the key of a worker" in bench.take(50, Rejected)[0].reason
         return
     bench.hello(50, **change)  # type: ignore[arg-type]
     (answer,) = bench.take(50, Rejected)

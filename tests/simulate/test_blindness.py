@@ -1,4 +1,4 @@
-"""No policy can read the truth: answer lengths, generators' parameters, engines' parameters, the fleet's future.
+"""No policy can read the truth: completion lengths, generators' parameters, engines' parameters, the fleet's future.
 
 Two walls: a policy's module imports nothing of the simulator that knows them; and no such object can be reached from what one is handed
 (its views, its facts) or from what it keeps. The clairvoyant one is meant to know, and stands elsewhere (`clairvoyant_site.py`).

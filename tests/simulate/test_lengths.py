@@ -136,7 +136,7 @@ def test_a_file_is_read_plain_or_gzipped_whole_or_one_source(tmp_path: Path) -> 
         ("output_tokens\n5\nfive\n", "line 3"),
         ("# x\noutput_tokens\n-5\n", "line 3"),
         ("output_tokens\n5,6\n", "line 2"),
-        ("output_tokens\n", "no answer lengths"),
+        ("output_tokens\n", "no completion lengths"),
     ],
 )
 def test_a_wrong_file_names_its_line(text: str, says: str) -> None:

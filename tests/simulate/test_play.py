@@ -179,7 +179,7 @@ def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_pat
     assert int(rows["colocated"][1].replace(",", "")) > 0
     assert rows["disaggregated"][0] == "disaggregated"
     assert int(rows["ours"][1].replace(",", "")) > 0
-    assert "note: assumed: 2 GPUs train; answer lengths are lognormal" in done.output
+    assert "note: assumed: 2 GPUs train; completion lengths are lognormal" in done.output
     text = page.read_text(encoding="utf-8")
     assert "GPUs by owner over time: disaggregated, all" in text, "it harvested most"
     assert "Where a step" in text
@@ -192,7 +192,7 @@ def test_answers_are_drawn_from_a_file_and_drift(run_toml: Path, trace: Path, tm
     done = simulate(run_toml, "--trace", trace, "--lengths", lengths, "--lengths-source", "chat", *more)
     assert done.exit_code == 0, (done.output, done.exception)
     assert (
-        "8 GPUs train; answer lengths are drawn from the 2 of lengths.csv, source chat, up to the cap"
+        "8 GPUs train; completion lengths are drawn from the 2 of lengths.csv, source chat, up to the cap"
         in done.output
     )
     assert "+10.0% longer each step" in done.output

@@ -91,7 +91,7 @@ def test_no_play_is_shorter_than_its_longest_answer_and_its_training(
 ) -> None:
     spec = played.machines.engines["harvested"]
     for pair, step in zip(played.pairs, whole_steps(run_history), strict=True):
-        longest = max(answer.length for answer in step.answers)
+        longest = max(answer.length for answer in step.completions)
         assert pair.replayed_s >= longest * spec.step_s(1, 1.0) * 0.99 + played.machines.update_s
 
 
@@ -99,7 +99,9 @@ def test_the_fit_reads_the_trainer_s_own_figures(run_history: RunHistory) -> Non
     steps = whole_steps(run_history)
     machines = fit(run_history, {steps[0].step})
     (first,) = [step for step in steps if step.step == steps[0].step]
-    tokens = sum(a.length + a.prompt_tokens for a in first.answers if a.prompt_index in trained_groups(first))
+    tokens = sum(
+        a.length + a.prompt_tokens for a in first.completions if a.prompt_index in trained_groups(first)
+    )
     assert machines.train_token_s == pytest.approx(first.metrics["seconds_train"] / tokens)
     assert machines.update_s == pytest.approx(first.metrics["seconds_update"])
     assert machines.ranks == 2
@@ -132,7 +134,7 @@ def test_a_recording_that_tells_too_little_is_refused_with_its_reason(
 
 
 def shorter(step: Step) -> Step:
-    return msgspec.structs.replace(step, answers=step.answers[:-1])
+    return msgspec.structs.replace(step, completions=step.completions[:-1])
 
 
 def harvested_only(

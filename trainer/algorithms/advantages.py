@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Below this standard deviation rewards are equal: they say nothing about which answer is better.
+#: Below this standard deviation rewards are equal: they say nothing about which completion is better.
 MIN_STD = 1e-6
 
 

@@ -38,7 +38,7 @@ PIECE = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The answer tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
+    """The completion tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
     token is. `reference`: None without KL.
     """
 

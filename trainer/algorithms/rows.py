@@ -9,7 +9,7 @@ Aggregation. With l_it the loss of token t of sample i, |o_i| its tokens, N the 
     constant  1/(N * C) sum_i sum_t l_it, with C = sampling.max_tokens or 1
 
 A sample of a group whose rewards are all equal has no gradient and counts, unless the group was replaced (`dynamic`); one without a
-reward does not. `masked_count` says whether tokens that a mask takes out (of the mismatch, or of answers ended by length) count in
+reward does not. `masked_count` says whether tokens that a mask takes out (of the mismatch, or of completions ended by length) count in
 |o_i|, N and the sum of tokens.
 """
 

@@ -35,11 +35,11 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 class CheckpointState(msgspec.Struct, frozen=True):
     """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: where the data goes on, the first
-    problem of no whole step.
+    prompt of no whole step.
 
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
-    adapters alone. `data`: digest of the problems in their order, "" = written before that was noted. `job`: Slurm's id of the job that
+    adapters alone. `data`: digest of the prompts in their order, "" = written before that was noted. `job`: Slurm's id of the job that
     wrote it, 0 = none, or written before that was noted.
     """
 

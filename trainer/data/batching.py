@@ -29,7 +29,7 @@ class TrainRow(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Prompt and answer."""
+        """Prompt and completion."""
         return (len(self.prompt) + len(self.completion)) // 4
 
 
@@ -45,7 +45,7 @@ class Micro(msgspec.Struct, frozen=True):
 
 
 def filler(like: Micro) -> Micro:
-    """A micro-batch that costs little and adds exactly nothing: one prompt token, no answer, advantage 0."""
+    """A micro-batch that costs little and adds exactly nothing: one prompt token, no completion, advantage 0."""
     return Micro((TrainRow(-1, like.rows[0].prompt[:4], b"", b"", 0.0),), width=2 if like.width else 0)
 
 

@@ -2,7 +2,7 @@
 
 Two layouts. *Padded*: one sample a line, all of one width, for deterministic runs, where a group's gradient must not depend on its
 company. *Packed*: all samples in one line, each with positions from 0, and no padding at all. What the loss needs is flat in both: the
-answer tokens of one sample after another.
+completion tokens of one sample after another.
 Boundary: tensors of a micro-batch; pure.
 """
 
@@ -21,8 +21,8 @@ from trainer.data.batching import Micro, TrainRow
 class Batch:
     """`inputs` [L, T] int64; `positions` [1, T] and `borders` [S + 1] int32 where samples are packed, else None.
 
-    The rest is flat over answer tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens themselves,
-    `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
+    The rest is flat over completion tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
+    themselves, `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
     """
 
     inputs: Tensor
@@ -104,7 +104,7 @@ def _batch(
 
 
 def _first(row: TrainRow) -> int:
-    """The place whose output predicts the first answer token: the prompt's last."""
+    """The place whose output predicts the first completion token: the prompt's last."""
     return len(row.prompt) // 4 - 1
 
 

@@ -29,7 +29,7 @@ def read(data: DataSection, path: Path) -> list[Item]:
     items = [_item(row, data, where, number) for number, (where, row) in enumerate(raw(data.task, path))]
     if not items:
         raise ConfigError(
-            f"{path} holds no problem", f"each row has `{data.prompt_field}` and `{data.answer_field}`"
+            f"{path} holds no prompt", f"each row has `{data.prompt_field}` and `{data.answer_field}`"
         )
     return items
 

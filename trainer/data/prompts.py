@@ -33,24 +33,24 @@ class PromptTask:
     meta: dict[str, Any]
 
 
-#: (text, meta) of a problem.
+#: (text, meta) of a prompt.
 PromptRow = tuple[str, dict[str, Any]]
 
 
 class Stream(Protocol):
-    """An endless, seeded stream of training problems and a fixed set of held-out ones, as (text, meta)."""
+    """An endless, seeded stream of training prompts and a fixed set of held-out ones, as (text, meta)."""
 
     def train(self, position: int) -> PromptRow: ...
 
     def held_out(self, index: int) -> PromptRow: ...
 
     def digest(self) -> str:
-        """Equal digests: the same training problems at all positions."""
+        """Equal digests: the same training prompts at all positions."""
         ...
 
 
 class SortStream:
-    """The built-in task: problems are made, not read."""
+    """The built-in task: prompts are made, not read."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -180,9 +180,9 @@ class Template:
 
 
 class PromptSource:
-    """The run's problems, tokenised. `say` gets a line where some are left out.
+    """The run's prompts, tokenised. `say` gets a line where some are left out.
 
-    Raises `ConfigError` for a prompt that leaves no room for an answer: where problems are read from files, all are looked at first.
+    Raises `ConfigError` for a prompt that leaves no room for a completion: where prompts are read from files, all are looked at first.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> None:
@@ -192,12 +192,12 @@ class PromptSource:
         self._max_prompt_tokens = config.model.context_length - config.sampling.max_tokens
         self._per_step = config.data.prompts_per_step
         self._eval_count = config.eval.prompts
-        #: Tokens of the longest prompt in the files; 0 where problems are made.
+        #: Tokens of the longest prompt in the files; 0 where prompts are made.
         self.longest = 0
         self._stream: Stream = SortStream(config.data.seed)
         if config.data.path is not None and config.data.task != "sort":
             self._stream = self._from_files(config.data.path)
-        #: Of the training problems and their order: what a resumed run must find as it left it.
+        #: Of the training prompts and their order: what a resumed run must find as it left it.
         self.digest = self._stream.digest()
 
     def _from_files(self, path: Path) -> FileStream:
@@ -214,7 +214,7 @@ class PromptSource:
     def _fitting(
         self, items: Sequence[Item], template: Template, path: Path
     ) -> tuple[Sequence[Item], list[PromptRow]]:
-        """Every row as the model sees it; those that leave no room for an answer are reported, all at once."""
+        """Every row as the model sees it; those that leave no room for a completion are reported, all at once."""
         rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
         lengths = [
             len(found.ids)
@@ -239,11 +239,11 @@ class PromptSource:
         return [items[offset] for offset in kept], [rows[offset] for offset in kept]
 
     def of_step(self, step: int) -> list[PromptTask]:
-        """The problems of step `step` (counted from 1), where none is replaced."""
+        """The prompts of step `step` (counted from 1), where none is replaced."""
         return self.take((step - 1) * self._per_step, self._per_step)
 
     def take(self, position: int, count: int) -> list[PromptTask]:
-        """`count` problems of the training stream from `position` on."""
+        """`count` prompts of the training stream from `position` on."""
         return [
             self._prompt_task(offset, *self._stream.train(offset))
             for offset in range(position, position + count)
@@ -257,10 +257,10 @@ class PromptSource:
         if not 0 < len(tokens) <= self._max_prompt_tokens:
             raise ConfigError(
                 (
-                    f"problem {index} has {len(tokens)} prompt tokens, sampling.max_tokens leaves "
+                    f"prompt {index} has {len(tokens)} prompt tokens, sampling.max_tokens leaves "
                     f"room for 1 to {self._max_prompt_tokens}: {text[:60]!r}"
                 ),
-                "raise model.context_length, lower sampling.max_tokens or leave the problem out",
+                "raise model.context_length, lower sampling.max_tokens or leave the prompt out",
             )
         return PromptTask(index, text, tokens, meta)
 
@@ -291,7 +291,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 def stop_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:
-    """Which tokens end an answer: `sampling.stop_token_ids`, else the model's own. Raises `ConfigError` when there are none."""
+    """Which tokens end a completion: `sampling.stop_token_ids`, else the model's own. Raises `ConfigError` when there are none."""
     if configured:
         return configured
     for name in ("generation_config.json", "config.json"):

@@ -187,7 +187,7 @@ class Ranks:
         return [stats for frame in frames for stats in _row_stats.decode(frame)]
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
-        """Logprobs of the answers under the present weights: sample id -> packed float64."""
+        """Logprobs of the completions under the present weights: sample id -> packed float64."""
         found: dict[int, bytes] = {}
         for frame in self._all([Proximal(micro) for micro in one_round]):
             found |= _logprobs.decode(frame)

@@ -39,7 +39,7 @@ POLL_S = 0.1
 class RunStart:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none. `cursor`: where the data goes on, the first problem of no
+    `path`: the checkpoint that was loaded, None for none. `cursor`: where the data goes on, the first prompt of no
     whole step. `owes_evaluation`: the one after these steps was not made.
     """
 
@@ -63,7 +63,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A step whose samples were submitted: with which version, and where its problems begin in the data."""
+    """A step whose samples were submitted: with which version, and where its prompts begin in the data."""
 
     version: int
     cursor: int
@@ -171,7 +171,7 @@ class Loop:
         self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
 
     def _take(self, count: int) -> list[PromptTask]:
-        """The next problems of the data."""
+        """The next prompts of the data."""
         taken = self._prompts.take(self._cursor, count)
         self._cursor += count
         return taken
@@ -227,7 +227,7 @@ class Loop:
             self._settled = replace(self._settled, owes_evaluation=False)
 
     def _evaluate(self, step: int, version: int) -> None:
-        """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
+        """Held-out prompts through the same engines: `eval.samples` completions at temperature 1, and one greedy."""
         prompts = self._held_out
         if not prompts:
             return

@@ -16,7 +16,7 @@ from trainer.engine_control import Present
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`event`: what the step machine is told, None = nothing certain is known. `gone`: names of processes that are gone, which
+    """`event`: what the train-step state machine is told, None = nothing certain is known. `gone`: names of processes that are gone, which
     the daemon does not know. `ending`: names of those to be ended, should the time for an acknowledgement be over.
     """
 

@@ -1,4 +1,4 @@
-"""One training step on rank 0: submit, stream, train, update. Drives the phase machine; decides nothing itself.
+"""One training step on rank 0: submit, stream, train, update. Drives the train-step state machine; decides nothing.
 
 Owns the step's groups between arrival and commit. Micro-steps run in the order in which groups come; what they sum to does not
 depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
@@ -119,7 +119,7 @@ class StepResult:
     phase_log: tuple[str, ...]
 
 
-#: n -> the n problems that follow in the data.
+#: n -> the n prompts that follow in the data.
 More = Callable[[int], Sequence[PromptTask]]
 
 
@@ -202,7 +202,7 @@ class Stepper:
     ) -> None:
         """Have the samples of a step generated with `version`, whose weights are `staleness` steps older than those that will train them.
 
-        `more(n)`: the n problems that follow in the data, for those that are replaced.
+        `more(n)`: the n prompts that follow in the data, for those that are replaced.
         """
         self._ahead[step] = self._submit(step, version, prompts, staleness, more)
 
@@ -345,7 +345,7 @@ class Stepper:
         """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): groups that compare nothing are replaced by the data's next prompts.
 
         So the step takes the shortest stretch of the data that holds as many informative groups as it wants. Which groups are trained
-        follows from the data's order alone: taking the first that complete would favour short answers. None is surplus.
+        follows from the data's order alone: taking the first that complete would favour short completions. None is surplus.
         """
         config = self._config
         most = int(self._scoring.recipe.dynamic_limit * config.data.prompts_per_step)

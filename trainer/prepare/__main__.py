@@ -128,7 +128,7 @@ def write(options: argparse.Namespace) -> None:
         (folder / name).write_text(text, encoding="utf-8")
         print(f"wrote {folder / name}")
     print(
-        f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; answers end with "
+        f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; completions end with "
         f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "
         f"answers in {data.answer_field!r}"
     )

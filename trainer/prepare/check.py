@@ -58,7 +58,7 @@ class _Seen:
 
     model: ModelFacts | None = None
     tokenizer: Tokenizer | None = None
-    problems: list[PromptTask] = field(default_factory=list)
+    prompts: list[PromptTask] = field(default_factory=list)
     longest: int = 0  # tokens of the longest prompt, 0 = not known
     said: list[str] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     yield _ask("model", lambda: _model(config, seen))
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
     yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
-    yield _ask("reward", lambda: _reward(config, seen), seen.problems or None)
+    yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
@@ -165,15 +165,15 @@ def _tokenizer(config: RunConfig, seen: _Seen) -> str:
     strange = [token for token in ends if token >= facts.vocabulary or tokenizer.id_to_token(token) is None]
     if strange:
         raise ConfigError(
-            f"token {strange[0]} is to end an answer, and the tokenizer has no such token", remedy
+            f"token {strange[0]} is to end a completion, and the tokenizer has no such token", remedy
         )
     _own_end(config, tokenizer, ends)
     seen.tokenizer = tokenizer
-    return f"answers end with {', '.join(f'{token} ({tokenizer.id_to_token(token)})' for token in ends)}"
+    return f"completions end with {', '.join(f'{token} ({tokenizer.id_to_token(token)})' for token in ends)}"
 
 
 def _own_end(config: RunConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:
-    """The tokenizer names an end of its own: unless it ends answers, every answer would run into the length limit."""
+    """The tokenizer names an end of its own: unless it ends completions, every completion would run into the length limit."""
     path = config.model.path / "tokenizer_config.json"
     if config.sampling.stop_token_ids or not path.is_file():
         return
@@ -191,42 +191,44 @@ def _own_end(config: RunConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> 
 def _data(config: RunConfig, seen: _Seen) -> str:
     assert seen.tokenizer is not None
     assert seen.model is not None
-    problems = PromptSource(config, seen.tokenizer, seen.said.append)
-    seen.problems = problems.take(0, max(PROBES, config.data.prompts_per_step))
-    held_out = problems.held_out()
-    worst = max((token for problem in (*seen.problems, *held_out) for token in problem.tokens), default=0)
+    prompts = PromptSource(config, seen.tokenizer, seen.said.append)
+    seen.prompts = prompts.take(0, max(PROBES, config.data.prompts_per_step))
+    held_out = prompts.held_out()
+    worst = max(
+        (token for prompt_task in (*seen.prompts, *held_out) for token in prompt_task.tokens), default=0
+    )
     if worst >= seen.model.vocabulary:
         raise ConfigError(
             f"a prompt holds token {worst}, the model has {seen.model.vocabulary}",
             "the tokenizer is another model's",
         )
-    longest = max(len(problem.tokens) for problem in (*seen.problems, *held_out))
-    seen.longest = problems.longest
+    longest = max(len(prompt_task.tokens) for prompt_task in (*seen.prompts, *held_out))
+    seen.longest = prompts.longest
     return "; ".join(
         [
             *seen.said,
-            f"prompts of the first step have up to {longest} tokens, {len(held_out)} problems are held out",
+            f"prompts of the first step have up to {longest} tokens, {len(held_out)} prompts are held out",
         ]
     )
 
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
-    """Call it as the run will: with no answer, with the problem's own, with a wrong one."""
+    """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
     from trainer.algorithms.reward_pool import open_pool
 
     found = []
     assert seen.tokenizer is not None
     with open_pool(config.reward, retries=0, processes=1) as runner:
-        for problem in seen.problems[:PROBES]:
-            prompt = seen.tokenizer.decode(list(problem.tokens), skip_special_tokens=True)
-            for answer in (str(problem.meta.get("answer", "")), "", "no"):
-                found.append(runner.score(prompt, answer, problem.meta))
+        for prompt_task in seen.prompts[:PROBES]:
+            prompt = seen.tokenizer.decode(list(prompt_task.tokens), skip_special_tokens=True)
+            for completion in (str(prompt_task.meta.get("answer", "")), "", "no"):
+                found.append(runner.score(prompt, completion, prompt_task.meta))
     own = found[0::3]
-    said = f"problems' own answers get {', '.join(f'{value:g}' for value in own)}"
+    said = f"the rows' own answers get {', '.join(f'{value:g}' for value in own)}"
     return (
         said
         if max(found) > min(found)
-        else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
+        else f"{said}, as do wrong ones: LOOK whether the function can tell completions apart"
     )
 
 

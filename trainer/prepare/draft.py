@@ -118,7 +118,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
     """What the two files take for granted, by file, with the option or key that says otherwise. `given`: the options that were given."""
     chosen, (context, completion_tokens) = sizes_of(model, wish), lengths(model.context, wish.longest)
     many = "" if wish.nodes == 1 else "s"
-    learning = f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} answers, lr {LEARNING_RATE}"
+    learning = f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} completions, lr {LEARNING_RATE}"
     rows = [
         (
             "--partition",
@@ -168,7 +168,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             "",
             "run.toml",
             f"model.context_length = {context}",
-            f"of it sampling.max_tokens = {completion_tokens} for an answer",
+            f"of it sampling.max_tokens = {completion_tokens} for a completion",
         ),
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         ("--answer-field", "run.toml", f"data.answer_field = {data.answer_field}", "init --answer-field"),
@@ -240,7 +240,7 @@ def _model(model: ModelFacts, context: int) -> str:
     most = f"; the model's own limit is {model.context}" if model.context else ""
     return f"""[model]
 path = {_s(model.folder)}
-context_length = {context}          # prompt and answer together{most}
+context_length = {context}          # prompt and completion together{most}
 """
 
 
@@ -263,10 +263,10 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
         lines.append('system = "Reason step by step and put the final answer into \\\\boxed{}."')
     if "enable_thinking" in model.chat:
         lines.append(
-            "chat_options = { enable_thinking = false }   # true: answers begin with long thoughts; raise sampling.max_tokens"
+            "chat_options = { enable_thinking = false }   # true: completions begin with long thoughts; raise sampling.max_tokens"
         )
     lines += [
-        'on_overlong = "stop"                # or "drop": prompts that leave no room for an answer are left out, and counted',
+        'on_overlong = "stop"                # or "drop": prompts that leave no room for a completion are left out, and counted',
         f"prompts_per_step = {PROMPTS_PER_STEP}",
         f"samples_per_prompt = {SAMPLES_PER_PROMPT}",
     ]
@@ -276,7 +276,7 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
 def _sampling(model: ModelFacts, context: int, completion_tokens: int) -> str:
     ids = ", ".join(map(str, model.end))
     end = (
-        f"#stop_token_ids = [{ids}]          # what ends an answer; this is what {model.end_source} says, and the default"
+        f"#stop_token_ids = [{ids}]          # what ends a completion; this is what {model.end_source} says, and the default"
         if model.end
         else "stop_token_ids = []                 # SET THIS: the model's folder names no eos_token_id"
     )
@@ -341,7 +341,7 @@ def _reward(data: DataFacts, wish: RunOptions) -> str:
 function = {_s(chosen)}    # {why}
 {options}timeout_s = 10.0
 retries = 1
-on_reward_error = "stop"            # or "mask": answers that cannot be judged are left out, and counted
+on_reward_error = "stop"            # or "mask": completions that cannot be judged are left out, and counted
 """
 
 
@@ -354,7 +354,7 @@ def _training(data: DataFacts, chosen: Sizes) -> str:
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
 #kl_coef = 0.001                    # keeps the starting model in memory too
-#on_length = "mask"                 # answers that max_tokens ended are not trained
+#on_length = "mask"                 # completions that max_tokens ended are not trained
 
 [optimizer]
 lr = {LEARNING_RATE}

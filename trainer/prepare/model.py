@@ -1,4 +1,4 @@
-"""What a model's folder says of itself: architecture, sizes, what ends an answer, chat template. Reads JSON and safetensors' heads only.
+"""What a model's folder says of itself: architecture, sizes, what ends a completion, chat template. Reads JSON and safetensors' heads only.
 
 Knows no torch, so that drafting a run takes no second. Whether transformers can build the model is `check`'s question.
 """
@@ -21,7 +21,7 @@ MOST_HEAD_NBYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`parameters`: values in the weight files, tied ones once. `end`: the token ids that end an answer, and the file that says so.
+    """`parameters`: values in the weight files, tied ones once. `end`: the token ids that end a completion, and the file that says so.
 
     `chat`: the chat template's text, "" for none. `shapes`: of every tensor in the weight files.
     """

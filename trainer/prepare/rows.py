@@ -30,7 +30,7 @@ ANSWERS = (
 )
 HELD_OUT = ("test", "validation", "valid", "eval", "dev")
 ROWS_CHECKED = 200
-#: Held-out problems of a new run at most, and their share where they are taken out of the rows to train on.
+#: Held-out prompts of a new run at most, and their share where they are taken out of the rows to train on.
 EVALUATED, EVALUATED_SHARE = 256, 5
 MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\d+)?\s*%?\s*$")
 

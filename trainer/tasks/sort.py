@@ -1,7 +1,7 @@
 """The built-in task: put six digits in ascending order. "305712>" is answered by "012357" and the end token.
 
-Owns the problems, their split into training and held-out ones, the character tokenizer and the reward. Needs no torch, so the
-reward's process starts at once. A problem depends on (seed, index) alone: order, restarts and ranks change nothing.
+Owns the prompts, their split into training and held-out ones, the character tokenizer and the reward. Needs no torch, so the
+reward's process starts at once. A prompt depends on (seed, index) alone: order, restarts and ranks change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 DIGITS = 6
 PAD, EOS = "<pad>", "<eos>"
 ALPHABET = (PAD, EOS, *"0123456789>")
-#: One problem in this many is held out: never trained on, whatever the seed.
+#: One prompt in this many is held out: never trained on, whatever the seed.
 HELD_OUT_SHARE = 16
 
 
@@ -25,7 +25,7 @@ def is_held_out(digits: str) -> bool:
 
 
 def prompt_task(seed: int, index: int, *, held_out: bool = False) -> tuple[str, dict[str, Any]]:
-    """The prompt's text and its metadata (`answer`) of problem `index` of the stream that `seed` names."""
+    """The prompt's text and its metadata (`answer`) of prompt `index` of the stream that `seed` names."""
     split = "held-out" if held_out else "train"
     attempt = 0
     while True:

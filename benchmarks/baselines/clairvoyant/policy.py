@@ -89,7 +89,7 @@ class GroundTruth(Protocol):
     def publish_s(self) -> float: ...
 
     def length(self, sample: SampleView) -> int:
-        """Tokens that its answer will have."""
+        """Tokens that its completion will have."""
 
     def spec(self, worker: WorkerView) -> EngineSpec: ...
 

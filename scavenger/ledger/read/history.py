@@ -52,7 +52,7 @@ def _ask(connection: sa.Connection, query: str, /, **parameters: Any) -> Any:
 
 
 def _steps(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Step, ...]:
-    answers: dict[int, list[Completion]] = defaultdict(list)
+    completions: dict[int, list[Completion]] = defaultdict(list)
     asked: dict[int, float] = {}
     caps: dict[int, int] = {}
     for row in _ask(connection, "recorded_samples", **which):
@@ -60,7 +60,7 @@ def _steps(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Step, .
         asked[step] = min(asked.get(step, row["created_at"]), row["created_at"])
         if step not in caps:  # one for all of them
             caps[step] = int(json.loads(row["sampling"])["max_tokens"])
-        answers[step].append(
+        completions[step].append(
             Completion(
                 row["sample_id"],
                 row["group_id"],
@@ -82,9 +82,9 @@ def _steps(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Step, .
             asked[step],
             committed[step]["committed_at"] if step in committed else None,
             json.loads(committed[step]["metrics"]) if step in committed else {},
-            tuple(answers[step]),
+            tuple(completions[step]),
         )
-        for step in sorted(answers)
+        for step in sorted(completions)
     )
 
 

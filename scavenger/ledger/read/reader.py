@@ -37,7 +37,7 @@ _GONE: Payload = (b"", b"", b"")
 
 
 class LeaseSpan(msgspec.Struct, frozen=True):
-    """One lease of a sample: who held it, and which of the answer's tokens it brought (`start_len` up to `end_len`)."""
+    """One lease of a sample: who held it, and which of the completion's tokens it brought (`start_len` up to `end_len`)."""
 
     epoch: int
     worker_id: int

@@ -73,7 +73,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     if not Path(path).exists():
         raise ConfigError(
             f"the run's tokenizer {path!r} is not there any more",
-            "put it back: answers are kept as token ids",
+            "put it back: completions are kept as token ids",
         )
     return Tokenizer.from_file(path)
 

@@ -1,10 +1,10 @@
-"""How long answers will be, learned from answers: a run's distribution, how alike siblings are, what a running one has left. Pure.
+"""How long completions will be, learned from completions: a run's distribution, how alike siblings are, what a running one has left. Pure.
 
     lengths  a life table over bins of log length: finished samples are events, running ones are censored at their present length
     scores   z = Phi^-1(F(length)), piecewise linear in log length; a sample of a group has z = sqrt(rho) g + sqrt(1 - rho) e
     belief   the posterior of g given the group's finished (z known) and running siblings (z above the score of their length)
 
-Before anything was seen: a lognormal with its median at a sixth of the cap and sigma 1, worth four answers, and rho = .3, worth 64
+Before anything was seen: a lognormal with its median at a sixth of the cap and sigma 1, worth four completions, and rho = .3, worth 64
 pairs. Older steps count less, so that a drift is followed. Owns what is learned of lengths. Knows no clock, engine or worker, and no
 true length of a running sample: all is what the ledger has.
 """
@@ -40,7 +40,7 @@ PRIOR_MEDIAN_SHARE = 1 / 6
 PRIOR_SIGMA = 1.0
 PRIOR_CORRELATION = 0.3
 PRIOR_PAIRS = 64.0
-#: Answers whose weight the memory of earlier steps aims at: a big step forgets quickly, a small one slowly.
+#: Completions whose weight the memory of earlier steps aims at: a big step forgets quickly, a small one slowly.
 MEMORY = 1024.0
 _EDGE = 1e-9
 #: Tails that are told apart, and the shares whose quantiles `expected` is the mean of.

@@ -33,7 +33,7 @@ _ROOT2 = math.sqrt(2.0)
 
 
 class _Many:
-    """Samples of one table. `have`: tokens of each; `mean`, `sd`: of the score that its answer ends at."""
+    """Samples of one table. `have`: tokens of each; `mean`, `sd`: of the score that its completion ends at."""
 
     def __init__(self, table: Table, have: Sequence[int], mean: Floats, sd: Floats) -> None:
         self._table, self._mean, self._sd = table, mean, sd
@@ -47,7 +47,7 @@ class _Many:
         self._left = self._survival(have)
 
     def _survival(self, have: Sequence[int]) -> Floats:
-        """Of each sample, the probability that an answer gets as long as it is."""
+        """Of each sample, the probability that a completion gets as long as it is."""
         begun = np.flatnonzero(self._have > self._edges[0])
         left = np.ones(len(have))
         if len(begun):

@@ -33,7 +33,7 @@ PRIOR_TOGGLE_S = 5.0
 PRIOR_TRANSFER_S = 0.1
 #: Training a token takes so many prefills of it on one GPU: four passes of the weights for its one, at less of the peak.
 TRAIN_PREFILLS = 6.0
-#: The prior is worth so many trained tokens while the first step is under way: a round or two of short answers say little.
+#: The prior is worth so many trained tokens while the first step is under way: a round or two of short completions say little.
 TRAIN_PRIOR_TOKENS = 10_000.0
 #: A step that trains for less tells nothing of rounds. (None trains fewer tokens than rounds either: figures come from peers.)
 LEAST_TRAIN_S = 1e-6
@@ -119,8 +119,8 @@ class Forecast:
     )  # step -> tokens of finished samples, prompts included
 
     def capped(self, cap: int) -> LengthForecast:
-        """The lengths' forecast for answers of at most `cap` tokens, or of the most that was asked for before: an evaluation or a prompt
-        with a cap of its own unlearns nothing."""
+        """The lengths' forecast for completions of at most `cap` tokens, or of the most that was asked for before: an evaluation or a
+        prompt with a cap of its own unlearns nothing."""
         if self.lengths is None:
             self.lengths = LengthForecast(cap)
             for groups in self._groups.values():
@@ -196,8 +196,9 @@ class Forecast:
     def paced_lately(self, kind: str, gpus: int) -> bool:
         """Whether such engines' pace was measured in this step or the one before, or never.
 
-        An engine is measured while it holds the same samples from one heartbeat to the next. Where answers are shorter than that it is so
-        only while the machine is slow, and what was found then would hold for good: with the few samples that it allows none is measured.
+        An engine is measured while it holds the same samples from one heartbeat to the next. Where completions are shorter than that it is
+        so only while the machine is slow, and what was found then would hold for good: with the few samples that it allows none is
+        measured.
         """
         return self._begun - self._paced.get(engine_class(kind, gpus), self._begun) < STALE_STEPS
 

@@ -28,7 +28,7 @@ from scavenger.policy.predictive.learned import Forecast
 LOADING = ("loading", "away")
 #: An engine that is late is expected after this share more of what it has been loading for.
 LATE = 0.25
-#: Samples wait for an engine that is expected within this, rather than crowd those that are there; less where an answer takes less.
+#: Samples wait for an engine that is expected within this, rather than crowd those that are there; less where a completion takes less.
 COMING_S = 20.0
 #: Up to this cap what a length counts as is looked up, not worked out.
 LONG = (1 << 17) - 1
@@ -182,7 +182,7 @@ class Picture:
         return self.fair_share < sum(len(group.running) for group in self.groups.values())
 
     def _crowd_s(self, outstanding: int, serving: int, share: int) -> float:
-        """Seconds by which an answer takes longer where those that serve take all that fit, and not this share."""
+        """Seconds by which a completion takes longer where those that serve take all that fit, and not this share."""
         like = next((w for w in self.workers if w.serves), None)
         if like is None:
             return math.inf
@@ -195,7 +195,7 @@ class Picture:
 
     @cached_property
     def _coming_s(self) -> float:
-        """Who waits for longer than a whole answer takes had better begin."""
+        """Who waits for longer than a whole completion takes had better begin."""
         like = self.harvested or self.reserved
         return (
             min(COMING_S, self.curve(like[0]).base * self.table.expected(Belief(), 0)) if like else COMING_S

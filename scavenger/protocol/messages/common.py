@@ -21,7 +21,7 @@ MAX_CALL_SAMPLES = 16384
 MAX_STOPS = 64
 #: A model's config.json and a run.toml: the daemon keeps both for as long as it knows the run.
 MAX_CONFIG_CHARS = 1 << 20
-#: What an unauthenticated or not yet greeted peer may send at most.
+#: What an unauthenticated or unregistered peer may send at most.
 MAX_HELLO_BYTES = 64 * 1024
 
 
@@ -59,7 +59,7 @@ class Sampling(Part, frozen=True):
     """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off.
 
     Before `min_tokens` tokens of the sample no stop token is drawn and no stop text ends it. `stop`: texts of which the first to appear in
-    the answer ends it, with the token that completes it.
+    the completion ends it, with the token that completes it.
     """
 
     max_tokens: Positive
@@ -118,7 +118,7 @@ class Rejected(Message, frozen=True):
 
 
 class HelloAgain(Message, frozen=True):
-    """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
+    """The daemon does not know this connection (it was restarted, or declared the worker dead): register again, same session."""
 
     reason: str
 

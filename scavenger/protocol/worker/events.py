@@ -36,8 +36,8 @@ class Request:
     """One lease's work: go on after `prompt + accepted` until a stop token or until `max_new_tokens` more were sampled.
 
     `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
-    ("reference") draws the token at position p (0 = first answer token, whichever lease produced it) from (seed, key, p) alone. An engine
-    that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens).
+    ("reference") draws the token at position p (0 = first completion token, whichever lease produced it) from (seed, key, p) alone. An
+    engine that takes one seed per request ("vllm") gets one made of (seed, key, number of accepted tokens).
     """
 
     handle: int

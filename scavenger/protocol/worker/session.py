@@ -160,12 +160,12 @@ class Session:
         self.work.hears = phase is WorkerPhase.JOINED
 
     def _connected(self, _event: Connected, now: float) -> list[WorkerAction]:
-        return self._greet(now)
+        return self._register(now)
 
     def _unreachable(self, event: Unreachable, now: float) -> list[WorkerAction]:
         return [LogNote("unreachable", event.reason), *self._reconnect(now)]
 
-    def _greet(self, now: float) -> list[WorkerAction]:
+    def _register(self, now: float) -> list[WorkerAction]:
         if self.phase is not WorkerPhase.REGISTERING:  # else the hello goes over yet another new socket
             self._enter(WorkerPhase.REGISTERING)
         self._reply_by = now + self._limits.hello_s
@@ -197,10 +197,10 @@ class Session:
         )
         return [Send(hello)]
 
-    def _greet_again(self, message: messages.HelloAgain, now: float) -> list[WorkerAction]:
+    def _register_again(self, message: messages.HelloAgain, now: float) -> list[WorkerAction]:
         # The daemon answers each message so; one hello is enough for all.
         return (
-            [LogNote("hello-again", message.reason), *self._greet(now)]
+            [LogNote("hello-again", message.reason), *self._register(now)]
             if self.phase is WorkerPhase.JOINED
             else []
         )
@@ -373,7 +373,7 @@ _ON_EVENT: dict[type[Event], _Handler] = {
 _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.Welcome: Session._welcomed,
     messages.Rejected: Session._rejected,
-    messages.HelloAgain: Session._greet_again,
+    messages.HelloAgain: Session._register_again,
     messages.HeartbeatAck: lambda s, m, now: s.work.beat_acked(m, now),
     messages.UseWeights: lambda s, m, now: s.work.use_weights(m, now),
     messages.Assign: lambda s, m, now: s.work.assign(m, now),

@@ -3,7 +3,7 @@
 Sans-IO, like `session`, which passes messages on and keeps two flags: `hears` (the daemon listens) and `closed` (the worker leaves, and
 begins nothing new). What cannot be sent now is sent after the next Welcome.
 
-`LeaseTable` keeps the tokens between the engine and the daemon, until they are durable. Lengths count from the sample's first answer
+`LeaseTable` keeps the tokens between the engine and the daemon, until they are durable. Lengths count from the sample's first completion
 token: `durable <= sent <= length`. Tokens below `durable` are forgotten, all others are kept, however often they were sent.
 
 Knows nothing of connections, retries or goodbyes; `now` is monotonic seconds.

@@ -41,7 +41,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     )
     if worker is None and not _may_join(core, identity, hello, run):
         core.count("hello_refused")
-        why = "this key greets as new workers again and again"
+        why = "this key registers as new workers again and again"
         core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
         return
     run.due.fleet = run.reserved.memory_changed = True
@@ -64,7 +64,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     _resume_leases(core, worker, hello)
     _resume_memory(core, worker, hello, known=known)
     if hello.leaving:
-        worker.departure.reason = worker.departure.reason or "it greeted to say goodbye"
+        worker.departure.reason = worker.departure.reason or "it registered to say goodbye"
         if worker.status is not WorkerStatus.DRAINING:
             worker.step(WorkerStep.DRAIN)
     told_to_sleep = run.reserved.awake_stated and not run.reserved.awake
@@ -84,17 +84,17 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
 def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> bool:
     """Charge a new session, which is two rows, to the job whose key it is; all reserved engines have their owner's: to the run and slot."""
     if hello.kind != "reserved":
-        return core.charge_row(f"greets {identity.public_key}")
+        return core.charge_row(f"registers {identity.public_key}")
     # A slot is whatever the engine says: their number is bounded by what the owner has in all.
-    return core.charge_row(f"greets {run.id} {hello.slot}") and core.charge_row(
-        f"greets {run.owner_key}", OWNER_BURST
+    return core.charge_row(f"registers {run.id} {hello.slot}") and core.charge_row(
+        f"registers {run.owner_key}", OWNER_BURST
     )
 
 
 def advanced(core: Core, run: Run) -> None:
     """The run committed a step: its reserved engines work, however often they were started."""
     for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.reserved.sessions, ""})):
-        core.advanced(f"greets {peer}")
+        core.advanced(f"registers {peer}")
 
 
 def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
@@ -137,7 +137,7 @@ def _siblings(run: Run, identity: Identity) -> list[Worker]:
 
 
 def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
-    """Another process greets as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
+    """Another process registers as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
 
     Where the trainer is another by now, the whole job died, and the engine with it.
     """
@@ -145,7 +145,9 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
         return
     _evict_from_slot(run, hello)
     for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
-        workers.gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
+        workers.gone(
+            core, other, "another engine registered in its slot", crashed=other.attempt == run.attempt
+        )
     lost = run.reserved.given_up.pop(hello.slot, None)
     if lost is None or lost.attempt != run.attempt:
         return
@@ -186,7 +188,7 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
     if hello.kind not in ("harvested", "reserved") or (hello.kind == "harvested") != (
         identity.role == "worker"
     ):
-        why = f"a {hello.kind} worker cannot greet with the key of a {identity.role}"
+        why = f"a {hello.kind} worker cannot register with the key of a {identity.role}"
         return Rejected(why, "harvested workers use the key of their job")
     run = core.runs.get(hello.run)
     if run is None or run.attempt == 0:
@@ -219,7 +221,7 @@ def _back(core: Core, conn: int, worker: Worker) -> Worker:
 
 def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
     for other in _siblings(run, identity):
-        workers.gone(core, other, "a later incarnation greeted", crashed=False)
+        workers.gone(core, other, "a later incarnation registered", crashed=False)
     _slot_taken(core, run, hello)
     run.reserved.unaccounted = {
         name: (slot, session)

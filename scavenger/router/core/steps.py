@@ -63,7 +63,7 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
         + spec.n * (12 * spec.sampling.max_tokens + 256 + 4 * samples.ERROR_CHARS)
     )
     if whole > MAX_MESSAGE_BYTES:
-        return f"prompt {spec.prompt_index}: its {spec.n} answers may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"
+        return f"prompt {spec.prompt_index}: its {spec.n} completions may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"
     if spec.n < 1 or spec.sampling.max_tokens < 1:
         return f"prompt {spec.prompt_index} asks for {spec.n} samples of {spec.sampling.max_tokens} tokens"
     return ""

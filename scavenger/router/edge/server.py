@@ -270,12 +270,12 @@ class Server:
         if peer is None or peer.public_key != public_key:
             peer = self._connect(routing_id, public_key)
         peer.heard, conn = self._clock(), peer.conn
-        greeted = conn in self.router.core.by_conn or identity.role == "owner"
-        limit = messages.MAX_MESSAGE_BYTES if greeted else messages.MAX_HELLO_BYTES
+        registered = conn in self.router.core.by_conn or identity.role == "owner"
+        limit = messages.MAX_MESSAGE_BYTES if registered else messages.MAX_HELLO_BYTES
         try:
             event = event_of(conn, identity, body.buffer, limit)
         except WireError as error:
-            self._garbage(routing_id, public_key, error, retry=not greeted and len(body.buffer) > limit)
+            self._garbage(routing_id, public_key, error, retry=not registered and len(body.buffer) > limit)
             return
         if not self.pipeline.receive(conn, event, len(body.buffer)):
             self.post(Heard(conn))

@@ -71,7 +71,7 @@ def fit(run_history: RunHistory, steps: Collection[int], ranks: int = 0) -> Mach
         engines[kind], error = _engine(run_history, own if len(own) >= 3 else measured)
         worst = max(worst, error)
     trained = sum(_trained_tokens(step) for step in chosen)
-    groups = sum(len({answer.group_id for answer in step.answers}) for step in chosen)
+    groups = sum(len({completion.group_id for completion in step.completions}) for step in chosen)
     return Machines(
         engines=engines,
         load_s={kind: _load_s(run_history, kind) for kind in engines},
@@ -86,12 +86,18 @@ def fit(run_history: RunHistory, steps: Collection[int], ranks: int = 0) -> Mach
 
 
 def trained_groups(step: Step) -> frozenset[int]:
-    """Prompts whose answers were trained."""
-    return frozenset(answer.prompt_index for answer in step.answers if answer.state == TRAINED)
+    """Prompts whose completions were trained."""
+    return frozenset(
+        completion.prompt_index for completion in step.completions if completion.state == TRAINED
+    )
 
 
 def _trained_tokens(step: Step) -> int:
-    return sum(answer.prompt_tokens + answer.length for answer in step.answers if answer.state == TRAINED)
+    return sum(
+        completion.prompt_tokens + completion.length
+        for completion in step.completions
+        if completion.state == TRAINED
+    )
 
 
 def _total(steps: Sequence[Step], metric: str) -> float:

@@ -198,7 +198,10 @@ def replay(run_history: RunHistory, policy: str = "", ranks: int = 0) -> Replay:
 def whole_steps(run_history: RunHistory) -> list[Step]:
     """Committed steps of the run's usual size. Raises `ConfigError` for one in between that is not."""
     steps = [step for step in run_history.steps if step.committed_at is not None]
-    sizes = {(len(step.answers), len({answer.group_id for answer in step.answers})) for step in steps}
+    sizes = {
+        (len(step.completions), len({completion.group_id for completion in step.completions}))
+        for step in steps
+    }
     if len(sizes) > 1:
         raise ConfigError(
             f"steps of several sizes: {sorted(sizes)} samples and groups",
@@ -217,28 +220,32 @@ def live_s(step: Step) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLengths:
-    """Answer lengths by step, place of the prompt in its step, and index."""
+    """Completion lengths by step, place of the prompt in its step, and index."""
 
     cap: int
-    answers: dict[tuple[int, int, int], int]
+    completions: dict[tuple[int, int, int], int]
 
     def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
-        return tuple(self.answers[step, prompt, index] for index in range(samples))
+        return tuple(self.completions[step, prompt, index] for index in range(samples))
 
 
 def _lengths(steps: Sequence[Step]) -> tuple[HistoryLengths, dict[int, frozenset[int]]]:
     """Lengths by place, with steps counted from 1; and each step's places whose groups were trained."""
-    answers: dict[tuple[int, int, int], int] = {}
+    completions: dict[tuple[int, int, int], int] = {}
     trained = {}
     for number, step in enumerate(steps, 1):
         positions = {
             prompt: position
-            for position, prompt in enumerate(sorted({answer.prompt_index for answer in step.answers}))
+            for position, prompt in enumerate(
+                sorted({completion.prompt_index for completion in step.completions})
+            )
         }
-        for answer in step.answers:
-            answers[number, positions[answer.prompt_index], answer.index] = max(1, answer.length)
+        for completion in step.completions:
+            completions[number, positions[completion.prompt_index], completion.index] = max(
+                1, completion.length
+            )
         trained[number] = frozenset(positions[prompt] for prompt in trained_groups(step))
-    return HistoryLengths(max(step.cap for step in steps), answers), trained
+    return HistoryLengths(max(step.cap for step in steps), completions), trained
 
 
 def _scenario(
@@ -248,8 +255,8 @@ def _scenario(
     lengths: HistoryLengths,
     lives: Sequence[Life],
 ) -> Scenario:
-    first = steps[0].answers
-    groups = len({answer.group_id for answer in first})
+    first = steps[0].completions
+    groups = len({completion.group_id for completion in first})
     spec = machines.engines["reserved"]
     trainer = TrainerSpec(spec.model, spec.gpu, machines.ranks, 1.0, math.inf, math.inf)
     return Scenario(
@@ -261,7 +268,7 @@ def _scenario(
         fleet=Fleet("recorded", math.inf, {"recorded": 1}, {"recorded": 0}, ()),
         prompts=groups,
         samples=len(first) // groups,
-        prompt_tokens=max(1, round(sum(answer.prompt_tokens for answer in first) / len(first))),
+        prompt_tokens=max(1, round(sum(completion.prompt_tokens for completion in first) / len(first))),
         steps=len(steps),
         max_engines=config.run.max_engines,
         max_batch=config.engine.max_batch,
@@ -289,7 +296,7 @@ class _Due:
     """Something that happened to an engine at `at` (Unix s), so long after its step began."""
 
     after_s: float
-    what: str  # "greet" | "ready" | "lost"
+    what: str  # "register" | "ready" | "lost"
     engine: _ReplayedEngine
     at: float
 
@@ -310,7 +317,7 @@ class _ReplayedSite:
         lengths, trained = _lengths(steps)
         self._steps, self._machines = steps, machines
         self._sim = Simulation()
-        self._truth = lengths.answers
+        self._truth = lengths.completions
         self._scenario = _scenario(config, steps, machines, lengths, run_history.lives)
         maker = registry.named(policy)
         simulated_policy = SimulatedPolicy(
@@ -409,7 +416,7 @@ class _ReplayedSite:
 
         for engine in self._engines:
             life = engine.life
-            put(life.joined_at, "greet", engine)
+            put(life.joined_at, "register", engine)
             if life.loads:
                 put(life.loads[0].at, "ready", engine)
             if life.left_at is not None:
@@ -424,7 +431,7 @@ class _ReplayedSite:
             self._happen(due)
         coming = sorted(
             self._calendar.by_step.get(step, ()), key=lambda due: due.after_s
-        )  # stable: greet, ready, lost
+        )  # stable: register, ready, lost
         self._schedule(coming, [due.after_s for due in coming])
 
     def _schedule(self, coming: Sequence[_Due], delays_s: Sequence[float]) -> None:
@@ -439,7 +446,7 @@ class _ReplayedSite:
 
     def _happen(self, due: _Due) -> None:
         engine = due.engine
-        if due.what == "greet":
+        if due.what == "register":
             engine.sim = self._start(engine)
             self._alive.append(engine.sim)
             engine.sim.register(self._sim.now)

@@ -100,7 +100,7 @@ def _broken(folder: Path) -> None:
         (_broken, "tokenizer.json"),
         (
             lambda folder: edit(folder / "generation_config.json", eos_token_id=15),
-            "token 15 is to end an answer",
+            "token 15 is to end a completion",
         ),
         (
             lambda folder: edit(folder / "generation_config.json", eos_token_id=4),
