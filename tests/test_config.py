@@ -220,7 +220,7 @@ def test_an_unknown_key_that_is_near_to_none_is_only_named(tmp_path: Path, more:
 def test_nobody_to_generate_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN.replace("steps = 3", "steps = 3\nharvest = false") + "[reserved]\nworkers = 0\n")
-    assert "somebody must generate" in refused(read_run, path)
+    assert "reserved ones must generate" in refused(read_run, path)
 
 
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:

@@ -559,10 +559,12 @@ class RunConfig(Section):
             )
         if not self.run.harvest and self.algorithm.max_off_policy_steps:
             raise ValueError(
-                "algorithm.max_off_policy_steps = 1 needs run.harvest = true: on the trainer's own GPUs nobody generates while it trains"
+                "algorithm.max_off_policy_steps = 1 needs run.harvest = true: on the trainer's own GPUs no engine generates while it trains"
             )
         if not self.run.harvest and self.reserved.workers == 0:
-            raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
+            raise ValueError(
+                "run.harvest = false needs reserved.workers >= 1: without harvested engines reserved ones must generate"
+            )
         if self.weights.nixl and self.weights.encrypt:
             raise ValueError(
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"

@@ -59,7 +59,9 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
     }[config.router.policy]
     said.append(f"policy    {config.router.policy}: {decides}")
     if config.prometheus.listen:
-        said.append(f"metrics   for Prometheus at {config.prometheus.listen}; whoever reaches it may read it")
+        said.append(
+            f"metrics   for Prometheus at {config.prometheus.listen}; every host that reaches it may read it"
+        )
     if not h.enabled:
         return [*said, "harvest   disabled: no jobs are submitted"]
     memory = (

@@ -84,7 +84,7 @@ class Watch:
             found.append((*self._judge(sign, quiet, now, monotonic), sign))
         order = list(Verdict)
         return min(
-            found, key=lambda each: order.index(each[0]), default=(Verdict.TAKE, "nobody holds it", None)
+            found, key=lambda each: order.index(each[0]), default=(Verdict.TAKE, "no daemon holds it", None)
         )
 
     def _judge(self, sign: Sign, quiet: _Quiet, now: float, monotonic: float) -> tuple[Verdict, str]:

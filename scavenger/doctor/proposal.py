@@ -57,7 +57,7 @@ def propose(facts: Facts, user: str, partition: str = "") -> Proposal:
     if facts.config.get("AuthType") == "auth/munge":
         why = "Slurm has AuthType=auth/munge: a user who joins shows by MUNGE who it is"
         keys.append(Proposed("owners.proof", "munge", why))
-    to_do = ["owners.groups or owners.users: who may train; nobody but the daemon's user until one is set"]
+    to_do = ["owners.groups or owners.users: who may train; only the daemon's user until one is set"]
     account, left = _account(facts, part, user)
     keys += account
     to_do += left

@@ -388,7 +388,7 @@ def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float
     unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)
     if unexplained:
         return f"PrivateData hides jobs: {unexplained} GPUs are taken by jobs that {info.user} may not see"
-    return "" if seen else f"PrivateData hides jobs: {info.user} sees no job of anybody else"
+    return "" if seen else f"PrivateData hides jobs: {info.user} sees no other user's job"
 
 
 class StopState:

@@ -58,7 +58,7 @@ _SQLSTATE_ERRORS: dict[str, tuple[str, str]] = {
         "scavenger_read for the rest (`sql/roles.sql` grants them)",
     ),
     "55P03": (
-        "somebody holds a lock on the ledger",
+        "another process holds a lock on the ledger",
         "end that session: `SELECT pid, usename, application_name, client_addr, query FROM pg_stat_activity WHERE pid IN (SELECT pid "
         "FROM pg_locks WHERE granted AND relation = 'generations'::regclass)` names those that hold one",
     ),

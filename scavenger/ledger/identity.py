@@ -79,7 +79,7 @@ def compare(note: LedgerNote | None, announced: int, found: str, url: str) -> st
 
     `announced`: the newest generation that ever served with the state directory. `found`: the identity of the ledger at `url`.
     """
-    there = "nobody has written in it" if not found else f"it began as {found}"
+    there = "no daemon has written in it" if not found else f"it began as {found}"
     if note is not None:
         if note.identity == found:
             return ""

@@ -80,7 +80,7 @@ def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: RunAssumptions) -
     if assumed.reserved_gpus < 1:
         raise ConfigError(
             f"{assumed.reserved_gpus} reserved GPUs",
-            "somebody must train: --reserved-gpus N, what its sbatch asks for",
+            "a run needs GPUs to train on: --reserved-gpus N, what its sbatch asks for",
         )
     return SimulationPlan(
         name=config.run.name,

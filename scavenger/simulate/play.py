@@ -148,7 +148,7 @@ def assumed_of_machines(calibrated: bool) -> tuple[str, ...]:
     engines = (
         "engines as calibrated"
         if calibrated
-        else "assumed: engines as fast as the presets say, which nobody calibrated for this site"
+        else "assumed: engines as fast as the presets say, which were not calibrated for this site"
     )
     trainer = (
         f"assumed: training reaches {STACK.training_compute:.0%} of the peak, "

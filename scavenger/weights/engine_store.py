@@ -118,7 +118,7 @@ class Store:
         if base_weights is None:
             here = next((held for held in self._complete.values() if held[0].root == root), None)
             if here is None:
-                cause = f"version {manifest.version} needs the weights of root {root.hex()}, and nobody who holds them was named"
+                cause = f"version {manifest.version} needs the weights of root {root.hex()}, and no holder of them was named"
                 raise WeightsError(
                     cause, "the trainer publishes the base before its adapters, and again when it reconnects"
                 )

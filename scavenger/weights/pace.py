@@ -130,7 +130,7 @@ def _open(path: Path) -> int | None:
         found = os.fstat(file)
         if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             os.close(file)
-            raise WeightsError(f"{path} is somebody else's, or has another name too")
+            raise WeightsError(f"{path} belongs to another user, or has another name too")
     except (OSError, WeightsError) as error:
         _log.warning("weights.pace_alone", reason=f"{error}{_ALONE}")
         return None

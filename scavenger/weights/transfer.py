@@ -336,14 +336,6 @@ class Transfer:
         if all(other.given_up for other in self.holders if other.source == holder.source):
             self.know(holder.source, None)  # its chunks are not to be had
 
-    def next_wait(self, index: int, now: float) -> float:
-        """Seconds until holder `index` has to be looked at again, whatever arrives."""
-        holder = self.holders[index]
-        due = holder.heard_at + self._limits.stall_s if holder.asked else now + self._limits.stall_s
-        if holder.resting_until > now:
-            due = min(due, holder.resting_until)
-        return max(0.0, due - now)
-
     def summary(self) -> str:
         """What is missing and why, for the error."""
         total = len(self.here)

@@ -111,7 +111,7 @@ MINE = replace(RUNS, job_id=2, user=INFO.user)
         (INFO, [], 3, False, ""),  # nothing is private: the GPUs are some that Slurm counts otherwise
         (PRIVATE, [RUNS, MINE], 2, False, ""),  # an operator: everything taken is explained
         (PRIVATE, [RUNS, MINE], 3, False, "1 GPUs are taken"),  # a coordinator: some of the others' are seen
-        (PRIVATE, [MINE], 1, False, "no job of anybody else"),
+        (PRIVATE, [MINE], 1, False, "no other user's job"),
         (PRIVATE, [MINE], 1, True, ""),
         (
             PRIVATE,

@@ -198,7 +198,7 @@ def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: st
     writer.submit(2, [note("after")])
     assert fenced.wait(10), (writer.state, writer.reason)
     assert "restored" in writer.reason
-    assert "nobody owns it now" in writer.reason
+    assert "no daemon owns it now" in writer.reason
     with pytest.raises(Fenced, match="restored, start this one again"):
         writer.submit(3, [note("later")])
     writer.close(drain=False)

@@ -48,7 +48,7 @@ def test_what_is_the_same_ledger_and_what_is_not() -> None:
     assert "daemons up to generation 3" in compare(None, 3, "", "/new")
     assert compare(note, 3, "1:h:7:5.0", "/moved") == ""
     assert "was at /old" in compare(note, 3, "1:h:8:6.0", "/new")
-    assert "nobody has written in it" in compare(note, 0, "", "/new")
+    assert "no daemon has written in it" in compare(note, 0, "", "/new")
 
 
 def test_another_ledger_and_a_fresh_one_are_refused_and_nothing_is_written(tmp_path: Path, url: str) -> None:
@@ -58,7 +58,7 @@ def test_another_ledger_and_a_fresh_one_are_refused_and_nothing_is_written(tmp_p
     assert note is not None
     assert note.identity == identity.identity_of(url) != ""
     elsewhere = f"sqlite:///{tmp_path}/slipped.sqlite3"
-    with pytest.raises(LedgerRefused, match="nobody has written in it") as refused:
+    with pytest.raises(LedgerRefused, match="no daemon has written in it") as refused:
         serve(renamed(config, elsewhere))
     assert refused.value.exit_code == 2
     assert note.url in refused.value.cause

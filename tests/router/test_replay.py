@@ -24,7 +24,7 @@ from tests.router.harness import SPEC, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 from tests.router.replay import dump, recording, replayed
 from tests.router.test_edge import check_groups, collect, config_of, publish
-from tests.router.test_recall import played
+from tests.router.test_warm_start import played
 
 
 def failed(run: str, error: Exception) -> None:

@@ -384,7 +384,7 @@ def test_a_deterministic_run_and_one_without_harvested_engines_take_no_step_in_a
 ) -> None:
     for run, why in (
         ({"deterministic": True}, "after a restart"),
-        ({"deterministic": False, "harvest": False}, "nobody generates"),
+        ({"deterministic": False, "harvest": False}, "no engine generates"),
     ):
         with pytest.raises(ValueError, match=why):
             make_config(model_folder, run=run, algorithm={"max_off_policy_steps": 1})

@@ -71,10 +71,10 @@ class Solo:
         pass
 
     def receive(self, check: Callable[[], None] = _nothing) -> bytes:
-        raise RuntimeError("a world of one has nobody to receive from")
+        raise RuntimeError("a world of one has no rank to receive from")
 
     def reply(self, frame: bytes) -> None:
-        raise RuntimeError("a world of one has nobody to reply to")
+        raise RuntimeError("a world of one has no rank to reply to")
 
     def replies(self) -> list[bytes]:
         return []

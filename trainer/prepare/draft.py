@@ -124,7 +124,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             "--partition",
             "train.sbatch",
             f"--partition={wish.partition}",
-            "reserved GPUs, which nobody preempts (init --partition)",
+            "reserved GPUs, which no job preempts (init --partition)",
         ),
         (
             "--gpus",

@@ -152,7 +152,7 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
         return Finding(
             "qos",
             Level.OK,
-            "no slurmdbd: no QOS, no associations, and harvesting counts in nobody's fair share",
+            "no slurmdbd: no QOS, no associations, and harvesting counts in no user's fair share",
         )
     if not wanted.qos:
         if facts.preempts_by == "qos":
@@ -187,7 +187,7 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
     if ours.usage_factor:
         observed += f"; UsageFactor={ours.usage_factor:g}, so harvesting counts in its account's fair share"
         return Finding("qos", Level.WARNING, observed, f"sacctmgr modify qos {ours.name} set usagefactor=0")
-    return Finding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting eats nobody's fair share")
+    return Finding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting lowers no user's fair share")
 
 
 def compute_node(facts: Facts, wanted: Wanted) -> Finding:

@@ -69,7 +69,7 @@ def preempt_mode(facts: Facts, wanted: Wanted) -> Finding:
         )
     if mode == PreemptMode.SUSPEND:
         observed = (
-            "SUSPEND: a stopped engine keeps its GPU's memory, so whoever preempts it cannot use the GPU"
+            "SUSPEND: a stopped engine keeps its GPU's memory, so the job that preempts it cannot use the GPU"
         )
         return Finding(
             "preempt mode", Level.PROBLEM, observed, "set PreemptMode=REQUEUE on the partition (or QOS)"

@@ -61,7 +61,7 @@ def holder(url: str) -> str:
         ).rows
     finally:
         engine.dispose()
-    return "generation {} (host {}, pid {})".format(*found[0]) if found else "nobody"
+    return "generation {} (host {}, pid {})".format(*found[0]) if found else "no daemon"
 
 
 def vacuum(url: str) -> Vacuumed:
@@ -94,7 +94,7 @@ def _vacuum_sqlite(path: Path, url: str) -> None:
     except sqlite3.OperationalError as error:
         if (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise LedgerError(
-                f"the ledger is in use: it belongs to {holder(url)}, or somebody reads it",
+                f"the ledger is in use: it belongs to {holder(url)}, or a process reads it",
                 "stop the daemon and end the readers (fuser names them), then vacuum, then start it again",
             ) from error
         raise LedgerError(

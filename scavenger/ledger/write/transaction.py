@@ -227,7 +227,7 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
     owner = (
         f"generation {newest.generation} (host {newest.host}, pid {newest.pid})"
         if newest is not None
-        else "nobody"
+        else "no daemon"
     )
     if mine is not None and mine.superseded_at is None:
         raise LedgerError(
@@ -238,7 +238,7 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
         why = f"this daemon's generation {generation} never was in this ledger, which was restored"
         if newest is None or newest.superseded_at is not None:  # as the restore itself leaves it
             raise Fenced(
-                f"{why}, and nobody owns it now", "start it again: it goes on with the restored ledger"
+                f"{why}, and no daemon owns it now", "start it again: it goes on with the restored ledger"
             )
         raise Fenced(f"{why}: {owner} owns it", "stop this daemon")
     raise Fenced(

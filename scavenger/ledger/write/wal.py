@@ -78,7 +78,7 @@ class WalWatch:
             log.warning(
                 "ledger's log is large",
                 nbytes=self.nbytes,
-                cause=f"somebody reads all the time: one transaction that stays open, or none of {TIMEOUT_MS} ms without a reader",
+                cause=f"readers never pause: one transaction that stays open, or none of {TIMEOUT_MS} ms without a reader",
                 remedy="end the readers: fuser on the ledger names them",
             )
         elif was_large and not large:

@@ -109,7 +109,7 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
     code = {"open": Code.OPENED, "close": Code.ALL_DONE if all_done else Code.CLOSED}.get(
         said, Code.UNDECIDED
     )
-    why = run.decisions.window_reason or "nobody decides"
+    why = run.decisions.window_reason or "no policy decides"
     _write(
         core,
         run,

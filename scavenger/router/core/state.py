@@ -305,7 +305,9 @@ class PublishedWeights:
         """
         known = self.versions.get(version)
         if known is None or known.root != root:
-            return f"loaded version {version} under another root hash: it holds weights that nobody published"
+            return (
+                f"loaded version {version} under another root hash: it holds weights that were not published"
+            )
         if known.merged and known.merged != merged:
             holds = merged.hex()[:16] or "says nothing of its sum"
             theirs = known.merged.hex()[:16]
