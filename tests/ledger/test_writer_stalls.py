@@ -232,7 +232,9 @@ def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_reme
             impatient = store._postgres_engine(sa.make_url(site.url(DAEMON)), "-c lock_timeout=50")
             with pytest.raises(sa.exc.DBAPIError) as locked:
                 transaction.grant_generation(impatient, "host", 1, "test", 1.0)
-            assert faults.explain(locked.value).startswith("another process holds a lock on the ledger: 55P03")
+            assert faults.explain(locked.value).startswith(
+                "another process holds a lock on the ledger: 55P03"
+            )
             assert faults.classify(locked.value) is WriterState.STALLED_LOCKED
             query = faults.remedy(locked.value).split("`")[1]
             assert mine in [row[0] for row in rows(impatient, query).rows], (

@@ -66,7 +66,10 @@ def test_what_was_assumed_is_told_once_with_where_to_change_it(
     assert max(map(len, block)) <= 140
     made = read_run(tmp_path / "one" / "run.toml")
     size = f"{made.data.prompts_per_step} x {made.data.samples_per_prompt}"
-    assert f"{made.run.steps} steps of {size} completions, lr {made.optimizer.lr:g} ".replace("e-0", "e-") in told
+    assert (
+        f"{made.run.steps} steps of {size} completions, lr {made.optimizer.lr:g} ".replace("e-0", "e-")
+        in told
+    )
     (days,) = re.findall(
         r"^#SBATCH --time=(\d+)-00:00:00$", (tmp_path / "one" / "train.sbatch").read_text(), re.M
     )
