@@ -347,7 +347,18 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind", "harvest", "training", "gpu_memory")
+_ENDS = (
+    "state",
+    "reason",
+    "stopped_at",
+    "database",
+    "metrics",
+    "hidden",
+    "blind",
+    "harvest",
+    "training",
+    "gpu_memory",
+)
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(
     name
