@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rollout.engines import account
 from rollout.engines.account import OverCapacity, Row, Shared, Uncounted
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu_account import other_process
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return account.create(tmp_path / "gpu", 1000)
-
-
-def other(path: Path, program: str) -> subprocess.Popen[str]:
-    """Another process that shares the GPU, after it printed a line."""
-    text = f"from rollout.engines.account import Shared; from pathlib import Path; one = Shared(Path({str(path)!r}), 0, 'engine 0'); "
-    process = subprocess.Popen(
-        [sys.executable, "-c", text + program + "; print('done', flush=True); input()"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "done\n"
-    return process
-
-
-def ended(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def test_what_is_taken_is_in_the_table_until_it_is_given_back(path: Path) -> None:
@@ -59,8 +37,7 @@ def test_what_is_taken_is_in_the_table_until_it_is_given_back(path: Path) -> Non
 
 
 def test_more_than_the_gpu_has_is_refused_with_both_parties_tables_and_changes_nothing(path: Path) -> None:
-    engine = other(path, "one.take('weights', 500); one.take('cache', 200)")
-    try:
+    with other_process(path, "one.take('weights', 500); one.take('cache', 200)") as engine:
         rank = Shared(path, 0, "rank 0")
         rank.hold("weights", 300)
         with pytest.raises(OverCapacity) as refused:
@@ -76,56 +53,42 @@ def test_more_than_the_gpu_has_is_refused_with_both_parties_tables_and_changes_n
         )
         assert (rank.own(), rank.others()) == (300, 700)
         Shared(path, 1, "rank 1").take("weights", 1000)  # another GPU
-    finally:
-        ended(engine)
 
 
 def test_the_memory_of_a_process_that_is_gone_is_free(path: Path) -> None:
-    engine = other(path, "one.take('weights', 900)")
     rank = Shared(path, 0, "rank 0")
     rank.take("weights", 100)
-    with pytest.raises(OverCapacity):
+    with other_process(path, "one.take('weights', 900)"), pytest.raises(OverCapacity):
         rank.take("step", 100)
-    ended(engine)
     rank.take("step", 900)
     assert [row.who for row in rank.table()] == ["rank 0", "rank 0"]
 
 
 def test_what_an_engine_took_at_most_is_remembered_while_it_sleeps(path: Path) -> None:
-    engine = other(path, "one.take('weights', 500); one.give('weights', 500)")
-    try:
+    with other_process(path, "one.take('weights', 500); one.give('weights', 500)"):
         rank = Shared(path, 0, "rank 0")
         assert (rank.others(), Shared(path, 1, "rank 1").others()) == (500, 0)
-    finally:
-        ended(engine)
 
 
 def test_two_processes_that_take_at_once_lose_no_byte(path: Path) -> None:
     account.create(path, 10**9)
-    loop = "[one.take('a', 1) for _ in range(2000)]"
-    both = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from rollout.engines.account import Shared; from pathlib import Path; "
-                f"one = Shared(Path({str(path)!r}), 0, 'rank {n}'); {loop}; print(one.own()); input()",
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(2)
-    ]
-    try:
-        for process in both:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "2000\n"
-        assert sum(row.nbytes for row in Shared(path, 0, "rank 9").table()) == 4000
-    finally:
-        for process in both:
-            ended(process)
+    begin = path.with_name("begin")
+    program = f"""
+import threading, time
+def go():
+    while not Path({str(begin)!r}).exists():
+        time.sleep(0.001)
+    for _ in range(2000):
+        one.take("a", 1)
+threading.Thread(target=go).start()
+"""
+    with other_process(path, program, "rank 0"), other_process(path, program, "rank 1"):
+        begin.touch()
+        rank, deadline = Shared(path, 0, "rank 9"), time.monotonic() + 60
+        while sum(row.nbytes for row in rank.table()) < 4000:
+            assert time.monotonic() < deadline, rank.table()
+            time.sleep(0.01)
+        assert [row.nbytes for row in rank.table()] == [2000, 2000]
 
 
 def test_nothing_is_counted_where_there_is_neither_a_gpu_nor_a_file() -> None:
