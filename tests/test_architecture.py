@@ -324,6 +324,8 @@ SHARED_WITH_ENGINES = {
     "trainer/prepare/engines.py": "rollout.engines",
     "trainer/loop/publish.py": "rollout.engines.checksum",
     "trainer/loop/ranks.py": "rollout.engines.checksum",
+    "trainer/model/memory.py": "rollout.engines.account",
+    "trainer/__main__.py": "rollout.engines.account",
 }
 
 
@@ -339,7 +341,7 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
 
 
 @pytest.mark.parametrize(
-    "shared", ["rollout/engines/norms.py", "rollout/engines/lora.py", "rollout/engines/checksum.py"]
+    "shared", [f"rollout/engines/{name}.py" for name in ("norms", "lora", "checksum", "account")]
 )
 def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared: str) -> None:
     assert set(reached_from(ROOT / shared)) == {ROOT / shared}

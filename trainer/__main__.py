@@ -13,11 +13,13 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from rollout.engines import account
 from scavenger import config as configs
 from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
@@ -50,6 +52,7 @@ from trainer.loop.sample_log import SampleLog, one_in
 from trainer.loop.step import Run
 from trainer.loop.watchdog import Here, Watch, meet
 from trainer.model.learner import Learner, model_config_text
+from trainer.model.memory import Gpu
 
 STALE_EXIT = 3
 
@@ -103,6 +106,14 @@ def sampling(config: RunConfig) -> messages.Sampling:
     )
 
 
+def gpu_of(config: RunConfig, rank: int, environ: Mapping[str, str]) -> Gpu:
+    """This rank's, and whether reserved engines lie on it."""
+    number = local_rank()
+    shared = reserved.shares_gpu(config.reserved.workers, config.reserved.gpus_per_engine, number, environ)
+    share = config.engine.gpu_memory_share if config.engine.name == "vllm" else 0.0
+    return Gpu(account.opened(environ, number, f"rank {rank}"), shared, share)
+
+
 def make_learner(config: RunConfig, comm: Comm) -> Learner:
     recipe = resolve(config.algorithm, config.sampling.max_tokens)
     return Learner(
@@ -114,6 +125,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
         deterministic=config.run.deterministic,
         trainer=config.trainer,
         lora=config.lora,
+        gpu=gpu_of(config, comm.rank, os.environ),
     )
 
 

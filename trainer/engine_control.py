@@ -3,7 +3,8 @@
     rank 0    --- Wanted(number, awake, end) --->    launcher        two files in a private folder of the launcher's node,
     rank 0    <-- Present(number, running)   ---     launcher        each replaced as a whole by the one process that writes it
 
-The launcher owns the processes: it ends those in `end`, starts none while engines are to sleep, and repeats the number of the last
+The launcher owns the processes: it ends those in `end`, starts none before engines are to be awake for the first time (rank 0 has published
+what they are to load) nor while they are to sleep, and repeats the number of the last
 word that it acted upon. So what rank 0 reads under its own number is not older than what it asked for. Reads are bounded and typed:
 what cannot be read is an error of this job, never an empty answer. Knows no engine and no daemon.
 """
@@ -30,10 +31,14 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Engines are to be `awake`, or to sleep; the processes named `end` are to be ended, for `reason`. Nothing was said: number 0."""
+    """Engines are to be `awake`, or to sleep; the processes named `end` are to be ended, for `reason`.
+
+    Nothing was said: number 0, and no engine is started. Ranks that load their model take and give back memory of the same GPUs, and vLLM
+    refuses to start where memory changes while it measures what is free.
+    """
 
     number: _Number = 0
-    awake: bool = True
+    awake: bool = False
     end: Slots = ()
     reason: BoundedText = ""
 

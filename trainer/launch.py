@@ -381,7 +381,7 @@ def _run(made: LaunchPlan, environ: Mapping[str, str], error_text: list[str]) ->
 def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, acted: int) -> int:
     """Do what rank 0 last said of the engines, look after each, and say which have a process. Returns the number of that word.
 
-    While rank 0 trains none is started: what an engine takes as it starts is what training needs.
+    None is started while rank 0 trains, or has published nothing yet: what an engine takes as it starts is what ranks need.
     """
     wanted = control.wanted()
     if wanted.number != acted:

@@ -84,6 +84,17 @@ def engine_locations(count: int, environ: Mapping[str, str], each: int = 1) -> t
     return tuple(EngineLocation(index // here % nodes, shares[index % here]) for index in range(count))
 
 
+def shares_gpu(workers: int, each: int, gpu: int, environ: Mapping[str, str]) -> bool:
+    """Pure: whether an engine lies on this GPU of this node, by its number there. True where the environment does not say enough."""
+    nodes, node = node_count(environ), int(environ.get("SLURM_NODEID") or "0")
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE") or "0")
+    if not gpus:
+        return nodes > 1 or gpu < workers * each
+    here = gpus // each  # engines of a node, as `engine_locations` deals them out
+    slots = [index for index in range(workers) if here and index // here % nodes == node]
+    return any(gpu % gpus // each == index % here for index in slots)
+
+
 def step_argv(engine: Sequence[str], location: EngineLocation, nodes: int) -> list[str]:
     """An engine as a Slurm step of its own. Slurm sets CUDA_VISIBLE_DEVICES in each step, so `env` sets it inside the step."""
     argv = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]

@@ -112,7 +112,7 @@ class Engine(Protocol):
         ...
 
     async def bytes_held(self) -> int:
-        """Bytes of its GPUs' memory that it holds, of all its processes, CUDA's own contexts not counted; 0 on a CPU."""
+        """Bytes of its GPUs' memory that it holds, of all its processes, CUDA's own contexts not counted; 0 where there is none."""
         ...
 
     def progress(self) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from rollout.engines.account import Account, Uncounted
 from rollout.engines.base import Weight
 from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
@@ -26,6 +28,7 @@ from scavenger.protocol.messages import EngineSpec
 from scavenger.protocol.worker.events import Delta, Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+WEIGHTS, CACHE = "weights", "cache"  # in the account of the GPU's memory
 MAX_PREFILL_TOKENS = (
     8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
 )
@@ -77,7 +80,9 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
 class Decoder:
     """The running batch. All methods are called from one thread."""
 
-    def __init__(self, spec: EngineSpec, device: str = "cpu", *, sleeps: bool = False) -> None:
+    def __init__(
+        self, spec: EngineSpec, device: str = "cpu", *, sleeps: bool = False, gpu: Account | None = None
+    ) -> None:
         if spec.dtype not in DTYPES:
             raise EngineError(
                 f"dtype {spec.dtype!r} is none of {sorted(DTYPES)}", "set another dtype for the engine"
@@ -86,8 +91,10 @@ class Decoder:
         self._max_batch = spec.max_batch
         self._context_length = spec.context_length
         self.config = read_config(spec.model_config)
+        self._gpu = gpu or Uncounted()
         self._model = build_model(self.config, DTYPES[spec.dtype], device)
-        self._cache = SlotCache(spec.max_batch, spec.context_length)
+        self._hold_weights()
+        self._cache = self._new_cache()
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
         self._sleeps = sleeps
@@ -153,21 +160,30 @@ class Decoder:
     def clear(self) -> None:
         """Forget all requests and cache entries; gives the cache's memory back."""
         self._rows, self._waiting = [], []
-        self._cache = SlotCache(self._max_batch, self._context_length)
+        self._cache = self._new_cache()
+
+    def _new_cache(self) -> SlotCache:
+        self._gpu.hold(CACHE, 0)
+        return SlotCache(self._max_batch, self._context_length, partial(self._gpu.hold, CACHE))
+
+    def _hold_weights(self) -> None:
+        self._gpu.hold(WEIGHTS, sum(parameter.nbytes for parameter in self._model.parameters()))
 
     def offload(self) -> None:
         """Give the device's memory back; the weights wait in host memory."""
         self.clear()
         self._model.to("cpu")
+        self._gpu.hold(WEIGHTS, 0)
         if self._device == "cuda":
             torch.cuda.empty_cache()  # torch keeps what it frees, and no other process could have it
 
     def bytes_held(self) -> int:
-        """Of the GPU's memory, what torch keeps for reuse counted in; 0 on a CPU."""
-        return torch.cuda.memory_reserved() if self._device == "cuda" else 0
+        """Of the GPU's memory, what torch keeps for reuse counted in; on a CPU what the account says, else 0."""
+        return torch.cuda.memory_reserved() if self._device == "cuda" else self._gpu.own()
 
     def restore(self) -> None:
         """Take the memory again. Raises `WeightsDiffer` unless the weights are what they were when they were loaded."""
+        self._hold_weights()
         self._model.to(self._device)
         if self._held and not same(self._sums(), self._held):
             cause = "the weights did not come out of sleep as they went into it"

@@ -19,6 +19,7 @@ Weights published as float32 or bfloat16 are upcast exactly. In float32 and bflo
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from rollout.engines import checksum
+from rollout.engines import account, checksum
 from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, describe
@@ -42,9 +43,10 @@ async def build(spec: EngineSpec, host: Host) -> ReferenceEngine:
     """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = account.of_engine(os.environ) if host.sleeps else None  # it shares it with a trainer
     try:
         decoder = await asyncio.get_running_loop().run_in_executor(
-            executor, lambda: Decoder(spec, device, sleeps=host.sleeps)
+            executor, lambda: Decoder(spec, device, sleeps=host.sleeps, gpu=gpu)
         )
     except BaseException:
         executor.shutdown(wait=False)

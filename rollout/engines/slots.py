@@ -8,6 +8,8 @@ Boundary: the KV cache's memory; it knows no request.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +22,14 @@ class SlotCache:
     """Keys and values a layer, each `[slots, kv_heads, capacity, head_dim]`; stands where transformers expects a `Cache`.
 
     A forward pass is announced by `prefill()` or `decode()`, which say where `update()`, called by each attention layer, puts
-    what it computed. Entries beyond a row's length are finite leftovers and are always masked.
+    what it computed. Entries beyond a row's length are finite leftovers and are always masked. `hold` is told how many bytes all is to
+    be, before more is taken.
     """
 
-    def __init__(self, slots: int, context_length: int) -> None:
+    def __init__(
+        self, slots: int, context_length: int, hold: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        self._hold, self._nbytes = hold, 0
         self._slots = slots
         self._context_length = context_length
         self._capacity = min(FIRST_CAPACITY, context_length)
@@ -85,7 +91,11 @@ class SlotCache:
             store[self._first + i, :, :length] = new[i, :, width - length :]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
+        shape = (self._slots, like.shape[1], self._capacity, like.shape[3])
+        nbytes = math.prod(shape) * like.element_size()
+        self._hold(self._nbytes + nbytes)
+        self._nbytes += nbytes
+        return like.new_zeros(*shape)
 
     def _grow(self, span: int) -> None:
         if span <= self._capacity:
@@ -96,3 +106,5 @@ class SlotCache:
             for i, old in enumerate(stores):
                 stores[i] = self._empty(old)
                 stores[i][:, :, : old.shape[2]] = old
+                self._nbytes -= old.nbytes
+        self._hold(self._nbytes)

@@ -485,6 +485,11 @@ class TrainerSection(Section):
     `auto`: bfloat16 on a GPU, else float32. Not used when `deterministic`."""
     activation_checkpointing: bool = False
     """`true`: activations are computed again in the backward pass instead of kept."""
+    offload: Literal["auto", "never", "always"] = "auto"
+    """Whether master weights, gradients and optimizer state go to pinned host memory while reserved engines
+    generate, and return layer by layer as they are used. `auto`: on a GPU whose memory does not hold them
+    beside what its engines take; the log says why (`trainer.offload`). Needs host memory for 12 bytes a
+    trained parameter of each rank's share, and 4 more for gradients of a step under way."""
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
     """Milliseconds between two polls of a rank that waits for rank 0."""
     stuck_s: Seconds = 300.0

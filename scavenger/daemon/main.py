@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +55,7 @@ from scavenger.policy.fallback import with_fallback
 from scavenger.policy.interface import Fact
 from scavenger.protocol import keys
 from scavenger.protocol.key_requests import make_public
-from scavenger.router.core import workers
+from scavenger.router.core import worker_counts, workers
 from scavenger.router.core.events import PastRead, TopologyRead
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
@@ -420,7 +420,22 @@ class Daemon:
             unproven_connections=len(guard) if guard else 0,
             ended_connections=guard.ended if guard is not None else 0,
             harvest=status.take(self.harvester, self.clock()),
+            gpu_memory=tuple(self._shared_gpus(server)),
         )
+
+    def _shared_gpus(self, server: Server) -> Iterator[status.SharedGpus]:
+        """Of open runs whose engines share the trainer's GPUs: what each side says that it holds."""
+        for run in server.router.core.runs.values():
+            memory = worker_counts.memory_of(run)
+            if not run.ended and (memory.asleep or memory.holding):
+                yield status.SharedGpus(
+                    run.name,
+                    run.reserved.awake,
+                    run.reserved.trainer_bytes,
+                    memory.bytes_held,
+                    len(memory.asleep),
+                    len(memory.holding),
+                )
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 

@@ -95,6 +95,19 @@ class Harvest(msgspec.Struct, frozen=True):
     connected_gpus: int = 0
 
 
+class SharedGpus(msgspec.Struct, frozen=True):
+    """The memory of a training job's GPUs: `trainer_bytes` is what its ranks held yet when they last had engines woken, `engine_bytes` what
+    the `asleep` engines hold; `holding` are the others. Each side's own word.
+    """
+
+    run: str
+    awake: bool
+    trainer_bytes: int
+    engine_bytes: int
+    asleep: int
+    holding: int
+
+
 class Status(msgspec.Struct, frozen=True):
     """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
 
@@ -130,6 +143,7 @@ class Status(msgspec.Struct, frozen=True):
     ended_connections: int = 0  # of such, those that were ended because there were too many
     harvest: Harvest | None = None  # None: nothing is harvested (`harvest.enabled = false`)
     training: tuple[TrainingJob, ...] = ()  # of open runs, as the queue last showed them
+    gpu_memory: tuple[SharedGpus, ...] = ()  # of open runs with reserved engines
 
 
 def path(state_dir: Path) -> Path:
@@ -216,7 +230,7 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         )
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
-    said[1:1] = [*harvested(s, now, gone), *map(trains, s.training)]
+    said[1:1] = [*harvested(s, now, gone), *map(trains, s.training), *map(shares, s.gpu_memory)]
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
 
 
@@ -265,6 +279,15 @@ def trains(job: TrainingJob) -> str:
     if not job.ended:
         return f"training  run {job.run}: job {job.job_id} {job.state}"
     return f"training  run {job.run}: job {job.job_id} {job.ended}; its log says why; submitted again, the run goes on"
+
+
+def shares(found: SharedGpus) -> str:
+    """Pure."""
+    to = "generate" if found.awake else "sleep"
+    return (
+        f"memory    run {found.run}: reserved engines are to {to}; {found.holding} hold their memory, {found.asleep} sleep with "
+        f"{_mb(found.engine_bytes)}; the ranks kept {_mb(found.trainer_bytes)} when they last had engines woken"
+    )
 
 
 def left_behind(partition: str) -> str:
@@ -324,7 +347,18 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind", "harvest", "training")
+_ENDS = (
+    "state",
+    "reason",
+    "stopped_at",
+    "database",
+    "metrics",
+    "hidden",
+    "blind",
+    "harvest",
+    "training",
+    "gpu_memory",
+)
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(
     name

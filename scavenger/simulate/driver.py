@@ -11,7 +11,7 @@ Boundary: virtual time; the loop that owns it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scavenger.errors import SimulationError
 from scavenger.protocol.messages import SampleKey
@@ -76,7 +76,7 @@ class _SimulatedSite:
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
         self._newest = 0
         self._trainer = SimTrainer(
-            self._sim, self._daemon, scenario, simulated_policy, self._published, self._step_done
+            self._sim, self._daemon, scenario, simulated_policy, self._published, self._step_done, self
         )
         self._slurm = VirtualSlurm(
             self._sim, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
@@ -85,6 +85,7 @@ class _SimulatedSite:
             self._sim, self._daemon, self._slurm, scenario.max_engines, simulated_policy.start_benefits
         )
         self._reserved: list[SimEngine] = []
+        self._lives: dict[int, int] = {}  # slot -> reserved engines that it has had
         self._gone: list[SimEngine] = []
         self._steps: list[StepOutcome] = []
 
@@ -121,6 +122,8 @@ class _SimulatedSite:
         spec = scenario.reserved
         if not scenario.offload:
             spec = spec.with_resident(cost.state_bytes_per_gpu(scenario.trainer))
+        life = self._lives.get(number, 0)
+        self._lives[number] = life + 1
         engine = SimEngine(
             self._sim,
             self._daemon,
@@ -133,11 +136,26 @@ class _SimulatedSite:
             node=f"reserved-{number:02}",
             identity=OWNER,
             run=RUN,
+            incarnation=life,
             slot=str(number),
             whole_groups=self._simulated_policy.whole_groups,
+            hangs_at=0 if life else dict(scenario.hangs).get(str(number), 0),
         )
         self._reserved.append(engine)
         engine.register(self._sim.now + self._trainer.wake_s)
+
+    def end(self, names: Sequence[str]) -> None:
+        """`site_trainer.ReservedProcesses`."""
+        for engine in [engine for engine in self._reserved if engine.name in names]:
+            self._reserved.remove(engine)
+            engine.shut_down("ended by its launcher", notice=False)
+
+    def start(self) -> None:
+        """`site_trainer.ReservedProcesses`."""
+        there = {engine.slot for engine in self._reserved}
+        for number in self._lives:
+            if str(number) not in there:
+                self._start_reserved(number)
 
     def _start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested

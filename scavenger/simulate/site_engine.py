@@ -18,7 +18,17 @@ from typing import cast
 import msgspec
 
 from scavenger.errors import SimulationError
-from scavenger.protocol.messages import Assign, Drain, Message, SampleKey, Sleep, Welcome, WorkerHello, Yield
+from scavenger.protocol.messages import (
+    Assign,
+    Drain,
+    Message,
+    SampleKey,
+    Sleep,
+    Welcome,
+    WorkerHello,
+    Yield,
+    reserved_name,
+)
 from scavenger.protocol.worker import events as worker
 from scavenger.protocol.worker.session import Session
 from scavenger.protocol.worker.work import TokenBuffer
@@ -84,8 +94,9 @@ class _Request:
 
 
 class SimEngine:
-    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `SimulatedPolicy`: of a group's completions none is
-    handed over before all are complete, or longer than the shortest of them.
+    """See the module. `fetch(engine, version, done)` gets weights; `whole_groups` as in `SimulatedPolicy`: of a group's completions none is handed
+    over before all are complete, or longer than the shortest of them. `hangs_at`: it hangs when it is told to sleep for so many times; 0 =
+    it never does.
     """
 
     def __init__(
@@ -105,10 +116,13 @@ class SimEngine:
         incarnation: int = 0,
         slot: str = "",
         whole_groups: bool = False,
+        hangs_at: int = 0,
     ) -> None:
         self._sim, self._daemon, self.spec, self._pace, self._truth = sim, daemon, spec, pace, truth
         self._fetch, self._left = fetch, left
         self.kind, self.node, self.identity, self.incarnation = kind, node, identity, incarnation
+        self.slot, self.name = slot, reserved_name(slot, f"{slot}.{incarnation}")
+        self._sleeps_until_hang, self._hangs = hangs_at, False
         self._whole_groups = whole_groups
         session = f"{identity.intent_id or slot}.{incarnation}"
         me = worker.Identity(
@@ -142,7 +156,7 @@ class SimEngine:
         """End by SIGTERM. `notice`: it hands over what it has, and says goodbye; else it dies with all that it had not handed over."""
         if not self.alive:
             return
-        if notice:
+        if notice and not self._hangs:
             self._give_all()
             self._tell(worker.Terminate(reason))
         else:
@@ -167,8 +181,13 @@ class SimEngine:
     # ---------------------------------------------------------------- the session
 
     def _receive(self, message: Message, lengths: Sequence[int]) -> None:
-        if not self.alive:
+        if not self.alive or self._hangs:
             return
+        if isinstance(message, Sleep):
+            self._sleeps_until_hang -= 1
+            if self._sleeps_until_hang == 0:
+                self._hang()
+                return
         match message:
             case Welcome():  # it beats when `beat` says so, and sends at once what `_give` gives
                 message = msgspec.structs.replace(message, heartbeat_s=math.inf, flush_tokens=0)
@@ -184,6 +203,11 @@ class SimEngine:
             case Sleep() | Drain():
                 self._give_all()
         self._tell(worker.Received(message))  # type: ignore[arg-type]  # the core sends workers nothing else
+
+    def _hang(self) -> None:
+        """Hear and make nothing more, and keep the GPU, until it is ended."""
+        self._hangs = True
+        self._abort(list(self._requests))
 
     def _tell(self, event: worker.Event) -> None:
         self._perform(self._session.handle(event, self._sim.now))
@@ -223,7 +247,7 @@ class SimEngine:
 
     def beat(self) -> None:
         """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
-        if not (self.alive and self._requests):
+        if not (self.alive and self._requests) or self._hangs:
             return
         lengths = self.batch.progress(self._sim.now)
         total = self.tokens
@@ -249,7 +273,7 @@ class SimEngine:
         self._sim.at(ready, lambda: self._ready(version))
 
     def _ready(self, version: int) -> None:
-        if not self.alive or version != self._wanted:
+        if not self.alive or self._hangs or version != self._wanted:
             return
         if self.ready_s < 0:
             self.ready_s = self._sim.now
@@ -261,7 +285,7 @@ class SimEngine:
         self._sim.at(self._awake_at, lambda: self._awake(order, took_s))
 
     def _awake(self, order: int, took_s: float) -> None:
-        if self.alive:
+        if self.alive and not self._hangs:
             self._tell(worker.Woken(order, took_s, 0))
 
     # ---------------------------------------------------------------- requests

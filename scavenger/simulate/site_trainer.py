@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from scavenger.errors import SimulationError
 from scavenger.protocol import train_step
@@ -20,6 +21,7 @@ from scavenger.protocol.messages import (
     CallBody,
     CommitStep,
     Denied,
+    EndReserved,
     EngineSpec,
     Fleet,
     GroupDone,
@@ -81,8 +83,24 @@ class Under:
     toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
 
+#: What a launcher waits between asking an engine to leave and killing it (`trainer.reserved.STOP_S`).
+STOP_S = 5.0
+
+
+class ReservedProcesses(Protocol):
+    """What a job's launcher does for rank 0."""
+
+    def end(self, names: Sequence[str]) -> None:
+        """Kill these engines."""
+
+    def start(self) -> None:
+        """Fill the slots that have no engine."""
+
+
 class SimTrainer:
-    """See the module. `published(version)` is told before engines may ask for it; `finished(outcome)` after each step."""
+    """See the module. `published(version)` is told before engines may ask for it; `finished(outcome)` after each step. `processes`: of the
+    reserved engines; None: none of them hangs.
+    """
 
     def __init__(
         self,
@@ -92,7 +110,9 @@ class SimTrainer:
         simulated_policy: SimulatedPolicy,
         published: Callable[[int], None],
         finished: Callable[[StepOutcome], None],
+        processes: ReservedProcesses | None = None,
     ) -> None:
+        self._processes = processes
         self._sim, self._daemon, self._scenario, self._simulated_policy = (
             sim,
             daemon,
@@ -215,6 +235,7 @@ class SimTrainer:
             simulated_policy.harvest,
             self._reserved,
             ranks,
+            sc.sleep_timeout_s,
         )
 
     def _react(self) -> None:
@@ -284,10 +305,7 @@ class SimTrainer:
                     under.seconds.toggle += self.wake_s
                     under.seconds.seed -= self.wake_s
                 case train_step.EndReserved():
-                    raise SimulationError(
-                        f"reserved engines are to be ended: {action.reason}",
-                        "simulated engines fall asleep at once",
-                    )
+                    self._end_engines(under, action)
                 case train_step.TrainReady():
                     self._train(under)
                 case train_step.FinishStep():
@@ -302,7 +320,25 @@ class SimTrainer:
             self._scenario.trainer, self._scenario.offload, self._scenario.reserved.gpus
         )
 
+    def _end_engines(self, under: Under, action: train_step.EndReserved) -> None:
+        """As a live rank 0: engines that have not given their memory back in time are ended, and the daemon is told once they are gone."""
+        names = under.machine.holding
+        if self._processes is None or action.again or not names:
+            raise SimulationError(
+                f"reserved engines hold memory of the trainer's GPUs: {action.reason}",
+                "give Scenario.hangs only to engines of the driver's own",
+            )
+        self._sim.after(STOP_S, lambda: self._ended(names, action.reason))
+
+    def _ended(self, names: tuple[str, ...], reason: str) -> None:
+        assert self._processes is not None
+        self._processes.end(names)
+        if not self.stopped:
+            self._call(EndReserved(names, reason))
+
     def _set_reserved(self, awake: bool) -> None:
+        if awake and self._processes is not None:
+            self._processes.start()
         self.reserved_awake = awake
         self._order += 1
         self._call(SetReserved(awake, self._order))
@@ -450,9 +486,8 @@ class SimTrainer:
             at + machine.plan.wake_after_s for at in (machine.gone_at, machine.back_at) if at is not None
         ]
         if machine.phase is train_step.Phase.SLEEP:
-            waits.append(
-                machine.sleep_asked_at + machine.plan.sleep_timeout_s
-            )  # an engine that is late is a fault here
+            limit = train_step.END_TIMEOUT_S if machine.end_attempts else machine.plan.sleep_timeout_s
+            waits.append(machine.sleep_asked_at + limit)
         due = min((at for at in waits if at > self._sim.now), default=None)
         if due is not None and machine.phase is not train_step.Phase.FINISH:
             self._poke = self._sim.at(due, self._react_later)

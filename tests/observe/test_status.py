@@ -366,3 +366,12 @@ def test_the_terminal_says_when_descriptors_are_few_and_when_strangers_were_cut_
     said = "\n".join(status.lines(cut, 1001.0))
     assert "90 of 65,536 files open; 1,400 connections without a key ended, 96 there" in said
     assert "sockets" not in "\n".join(status.lines(SEEN, 1001.0))
+
+
+def test_what_trainer_and_engines_hold_of_the_gpus_that_they_share_is_shown() -> None:
+    shared = status.SharedGpus("r", True, 3 * 2**30, 2**20, asleep=1, holding=2)
+    found = status.lines(msgspec.structs.replace(SEEN, gpu_memory=(shared,)), 1001.0)
+    assert (
+        "memory    run r: reserved engines are to generate; 2 hold their memory, 1 sleep with 1.0 MiB; the ranks kept 3,072.0 MiB "
+        "when they last had engines woken"
+    ) in found

@@ -64,6 +64,7 @@ def test_a_worker_is_asleep_once_it_acknowledged_and_not_once_it_was_told() -> N
     bench.say(W1, Asleep(1, 512))
     assert memory(bench) == (1, (NAME,), (), 512)
     bench.call(SetReserved(True, 2, 7))
+    assert bench.router.core.runs["r"].reserved.trainer_bytes == 7, "as the status shows it"
     assert bench.take(W1, Wake) == [Wake(2)]
     assert memory(bench) == (2, (), (NAME,), 0)
     assert worker(bench).memory.state is Memory.WAKING

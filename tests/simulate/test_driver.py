@@ -27,6 +27,7 @@ from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, Even, Si
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon
+from scavenger.simulate.site_trainer import STOP_S
 from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -347,3 +348,26 @@ def test_a_simulated_trainer_tells_what_a_round_costs() -> None:
     simulate(dear, replace(OURS, new_policy=ours))
     costs = made[0].forecast.costs(made[0].forecast.curve("harvested", 1), 1, TRAINER.ranks)
     assert costs.round_s == pytest.approx(3.0, rel=0.15)
+
+
+def test_an_engine_that_hangs_when_it_is_to_sleep_is_ended_at_its_deadline_and_its_samples_go_on_elsewhere() -> (
+    None
+):
+    """The live rule: nothing is trained until every engine's memory is free, and a late one is ended."""
+    late = replace(UNEVEN, hangs=(("0", 1),))
+    plain, hung = simulate(UNEVEN, EVENLY), simulate(late, EVENLY)
+    samples = UNEVEN.prompts * UNEVEN.samples
+    assert [step.samples for step in hung.steps] == [samples] * 3, "none is lost"
+    free_s = hung.steps[0].window_s + late.sleep_timeout_s + STOP_S
+    assert plain.steps[0].seconds < free_s < hung.steps[0].seconds, "nothing is trained before"
+    assert (plain.regenerated, hung.regenerated > 0) == (0, True), "what it had not handed over is made again"
+    assert simulate(late, EVENLY) == hung
+    again = replace(late, hangs=tuple((str(slot), 1) for slot in range(UNEVEN.reserved_engines)))
+    assert [step.samples for step in simulate(again, EVENLY).steps] == [samples] * 3, "all at once"
+
+
+def test_a_job_without_any_other_engine_goes_on_after_all_of_its_own_hung() -> None:
+    everyone = replace(EQUAL, hangs=tuple((str(slot), 1) for slot in range(EQUAL.reserved_engines)))
+    plain, hung = simulate(EQUAL, COLOCATED), simulate(everyone, COLOCATED)
+    assert [step.samples for step in hung.steps] == [step.samples for step in plain.steps]
+    assert hung.steps[0].seconds == pytest.approx(plain.steps[0].seconds + 60.0 + 5.0, abs=15.0)

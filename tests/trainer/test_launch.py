@@ -110,6 +110,10 @@ def test_where_srun_cannot_make_a_world_mpirun_does(monkeypatch: pytest.MonkeyPa
     assert "(srun --mpi=pmix with its own settings: no pmix here)" in start.reason
 
 
+#: What rank 0 says when engines may be started, in a stand-in's shell.
+WAKE = """echo '{"number": 1, "awake": true}' > $SCAVENGER_ENGINES/w; mv $SCAVENGER_ENGINES/w $SCAVENGER_ENGINES/wanted.json"""
+
+
 def fake_python(folder: Path, body: str) -> Path:
     """A stand-in for Python, called as `-m trainer` for the rank and as `-m rollout` for the engine."""
     fake = folder / "python"
@@ -154,7 +158,7 @@ def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
     """The launcher's own process, with a stand-in for Python that tells the two apart."""
     fake = fake_python(
         tmp_path,
-        f'case "$2" in trainer) echo "$TTY_COMPATIBLE" > {tmp_path}/compatible; sleep 1; exit 5;; '
+        f'case "$2" in trainer) {WAKE}; echo "$TTY_COMPATIBLE" > {tmp_path}/compatible; sleep 2; exit 5;; '
         f"*) echo $$ > {tmp_path}/engine; exec sleep 600;; esac",
     )
     script, environ = job(tmp_path, fake)
@@ -168,7 +172,8 @@ def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_job_that_is_ended_leaves_neither_engines_nor_ranks(number: signal.Signals, tmp_path: Path) -> None:
     fake = fake_python(
-        tmp_path, f"echo $$ > {tmp_path}/$2.new; mv {tmp_path}/$2.new {tmp_path}/$2; exec sleep 600"
+        tmp_path,
+        f'case "$2" in trainer) {WAKE};; esac; echo $$ > {tmp_path}/$2.new; mv {tmp_path}/$2.new {tmp_path}/$2; exec sleep 600',
     )
     script, environ = job(tmp_path, fake)
     process = subprocess.Popen(script, env=environ)
@@ -179,6 +184,31 @@ def test_a_job_that_is_ended_leaves_neither_engines_nor_ranks(number: signal.Sig
     while alive := [pid for pid in pids if running(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
+
+
+def test_no_engine_is_started_before_rank_0_has_weights_for_it(tmp_path: Path) -> None:
+    """Ranks that build their model change the memory of the GPUs on which an engine would measure what is free."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(f"""
+import os, time
+from pathlib import Path
+from trainer.engine_control import of_job
+
+started = Path({str(tmp_path)!r}, "started")
+engines = of_job(os.environ)
+while engines.present() is None:
+    time.sleep(0.01)  # the launcher has looked after its engines
+time.sleep(1.0)
+assert engines.present().running == () and not started.exists()
+engines.want(True)
+while not started.exists():
+    time.sleep(0.01)
+""")
+    engine = f"touch {tmp_path}/started; exec sleep 600"
+    fake = fake_python(tmp_path, f'case "$2" in trainer) exec {sys.executable} {rank};; *) {engine};; esac')
+    script, environ = job(tmp_path, fake)
+    done = subprocess.run(script, env=environ, timeout=90, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_engine_is_ended_when_rank_0_says_so_and_none_started_before_engines_are_to_be_awake(
@@ -203,6 +233,7 @@ def slots_of(found):
 
 lives = Path({str(tmp_path)!r}, "lives")
 engines = of_job(os.environ)
+engines.want(True)
 until(lambda: lives.exists() and lives.read_text() == "0 ")
 engines.want(False)
 until(present(("0",)))
@@ -225,7 +256,7 @@ until(lambda: lives.read_text() == "0 1 ")
 def test_a_job_whose_every_engine_is_refused_ends_with_their_reason(tmp_path: Path) -> None:
     fake = fake_python(
         tmp_path,
-        'case "$2" in trainer) exec sleep 600;; *) echo "rollout: no such key" >&2; echo "  remedy: enroll" >&2; exit 78;; esac',
+        f'case "$2" in trainer) {WAKE}; exec sleep 600;; *) echo "rollout: no such key" >&2; echo "  remedy: enroll" >&2; exit 78;; esac',
     )
     script, environ = job(tmp_path, fake)
     quick = "import sys; from trainer import launch, reserved; real = reserved.ended; "

@@ -15,6 +15,30 @@ from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED
 
 
 @pytest.mark.parametrize(
+    ("workers", "each", "environ", "shared"),
+    [
+        (1, 1, {}, [True, False, False, False]),
+        (1, 2, {}, [True, True, False, False]),
+        (1, 1, {"SLURM_GPUS_ON_NODE": "4"}, [True, False, False, False]),
+        (2, 2, {"SLURM_GPUS_ON_NODE": "4"}, [True, True, True, True]),
+        (3, 2, {"SLURM_GPUS_ON_NODE": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}, [True] * 4),
+        (
+            3,
+            2,
+            {"SLURM_GPUS_ON_NODE": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "1"},
+            [True, True, False, False],
+        ),
+        (1, 1, {"SLURM_GPUS_ON_NODE": "4", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}, [False] * 4),
+        (1, 1, {"SLURM_NNODES": "2"}, [True] * 4),  # nobody says which GPUs there are
+    ],
+)
+def test_a_rank_knows_whether_an_engine_lies_on_its_gpu(
+    workers: int, each: int, environ: dict[str, str], shared: list[bool]
+) -> None:
+    assert [reserved.shares_gpu(workers, each, gpu, environ) for gpu in range(4)] == shared
+
+
+@pytest.mark.parametrize(
     ("environ", "expected"),
     [
         ({"SLURM_JOB_NUM_NODES": "1"}, [(0, ""), (0, ""), (0, "")]),

@@ -49,6 +49,9 @@ class ToyRanks:
     def release(self) -> int:
         return 0  # it holds no memory of a GPU
 
+    def note_engines(self) -> None: ...
+    def take_back(self) -> None: ...
+
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
         assert len(one_round) == self.size
         found = []

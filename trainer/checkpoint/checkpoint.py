@@ -96,7 +96,7 @@ def sweep(out_dir: Path) -> None:
 
 def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
     """All ranks: read into the present shards, whatever the number of ranks that wrote them. Raises `ConfigError`, on all ranks alike."""
-    state = learner.state()
+    state = learner.state_to_load()
     check_shapes(path, {name: tuple(value.shape) for name, value in state.items()})
     load(state, storage_reader=HuggingFaceStorageReader(str(path)))
     learner.set_updates_taken(updates_taken)

@@ -71,7 +71,15 @@ class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Give the GPU's memory back that nothing lies in: engines are about to take theirs."""
+    """Give the GPU's memory back, training state too where engines need its place: they are about to take theirs."""
+
+
+class NoteEngines(msgspec.Struct, frozen=True, tag=True):
+    """Engines are about to sleep: see how much of the GPU they take."""
+
+
+class TakeBack(msgspec.Struct, frozen=True, tag=True):
+    """Engines gave the GPU back: begin to bring there what went away from it."""
 
 
 class StopRank(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +87,18 @@ class StopRank(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    Train | Proximal | Update | CopyShare | MergeAdapters | Offer | Save | LoadCheckpoint | Release | StopRank
+    Train
+    | Proximal
+    | Update
+    | CopyShare
+    | MergeAdapters
+    | Offer
+    | Save
+    | LoadCheckpoint
+    | Release
+    | NoteEngines
+    | TakeBack
+    | StopRank
 )
 _encode = msgspec.msgpack.Encoder().encode
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -123,6 +142,10 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             checkpoint.load_shards(learner, Path(path), updates_taken)
         case Release():
             return _encode(learner.release())
+        case NoteEngines():
+            learner.note_engines()
+        case TakeBack():
+            learner.take_back()
         case StopRank():
             saver.wait()
     return b""
@@ -234,8 +257,16 @@ class Ranks:
         return tuple(sorted(found, key=lambda source: source.endpoint.startswith(SCHEME)))
 
     def release(self) -> int:
-        """Every rank gives back the memory of its GPU that it does not use. Returns the bytes that all hold yet; 0 on CPUs."""
+        """Every rank gives back the memory of its GPU that engines need. Returns the bytes that all hold yet; 0 on CPUs."""
         return sum(msgspec.msgpack.decode(frame, type=int) for frame in self._all([Release()] * self.size))
+
+    def note_engines(self) -> None:
+        """Every rank sees how much of its GPU engines take, while they have it."""
+        self._all([NoteEngines()] * self.size)
+
+    def take_back(self) -> None:
+        """Every rank begins to bring back to its GPU what went away for engines; returns before that is there."""
+        self._all([TakeBack()] * self.size)
 
     def save(self, path: Path) -> None:
         """Begin to write the present parameters and optimizer state; returns when they are copied."""

@@ -191,6 +191,9 @@ class Stepper:
         self._has_reserved = config.reserved.workers > 0
         self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
+        self._away = False  # engines were woken since training state was last asked back
+        self._sleep_asked_at: float | None = None
+        self._toggles: dict[str, float] = {}  # seconds of the last toggle each way, since they were last told
 
     def ask(
         self,
@@ -225,10 +228,12 @@ class Stepper:
             window_reason=fleet.window_reason,
             sleep_ack=self._sleep_ack(),
         )
+        self._prepare_training(state)
         events = self._perform(work, state, actions)
         while state.phase is not train_step.Phase.FINISH:
             events.extend(self._observe(work, state, timeout_s=0.0 if events else POLL_S))
             state, actions = train_step.react(state, events.popleft(), time.monotonic())
+            self._prepare_training(state)
             # At most one event: `TrainReady` ends a reaction. What was done is told before what was seen since.
             events.extendleft(self._perform(work, state, actions))
         return self._finish(work, state.log, started)
@@ -237,11 +242,27 @@ class Stepper:
         """Wake reserved engines, once this trainer gave back what it can of its memory; or have them sleep, and none started."""
         if not self._has_reserved:
             return
-        held = self._ranks.release() if awake else 0
+        started, held = time.monotonic(), 0
+        if awake:
+            held, self._away = self._ranks.release(), True
+            self._toggles["seconds_to_generating"] = time.monotonic() - started
+        elif self.reserved_awake:
+            self._ranks.note_engines()
+            self._sleep_asked_at = started
         if self._engines is not None:
             self._engines.want(awake)
         self._run.set_reserved(awake, held)
         self.reserved_awake = awake
+
+    def _prepare_training(self, state: train_step.StepState) -> None:
+        """As soon as it is known that engines gave their memory back: bring training state to the GPUs, while groups are waited for."""
+        if not self._away or state.phase not in (train_step.Phase.TRAIN, train_step.Phase.FINISH):
+            return
+        self._ranks.take_back()
+        self._away = False
+        if self._sleep_asked_at is not None:
+            self._toggles["seconds_to_training"] = time.monotonic() - self._sleep_asked_at
+            self._sleep_asked_at = None
 
     def _sleeping(self) -> sleeping.Found:
         present = self._engines.present() if self._engines is not None else None
@@ -534,6 +555,8 @@ class Stepper:
             "seconds_train": work.seconds.train,
             "seconds_update": work.seconds.update,
         }
+        toggles, self._toggles = self._toggles, {}
+        metrics |= toggles
         work.capacity.observe(self._run.fleet, time.monotonic())
         return metrics | work.sources.as_metrics(seconds) | work.capacity.as_metrics()
 

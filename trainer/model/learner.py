@@ -44,6 +44,8 @@ from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
 from trainer.model import adapters
 from trainer.model.attention import PACKED, borders_of
+from trainer.model.memory import Gpu, RankMemory
+from trainer.model.offload import Offload
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
 DEFAULTS = TrainerSection()
@@ -114,6 +116,7 @@ class Learner:
         deterministic: bool,
         trainer: TrainerSection = DEFAULTS,
         lora: LoraSection = ALL_WEIGHTS,
+        gpu: Gpu | None = None,
     ) -> None:
         self.mesh = mesh
         self.dtype = torch.float64 if deterministic else torch.float32
@@ -145,6 +148,8 @@ class Learner:
             state = self.optimizer.state[parameter]
             state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        models = [self.model, *([self._reference] if self._reference is not None else [])]
+        self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
         model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
@@ -191,6 +196,10 @@ class Learner:
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
+        with self._memory.working():
+            return self._train(micro)
+
+    def _train(self, micro: Micro) -> tuple[RowStats, ...]:
         batch = self._batch(micro)
         reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
         current = self._logprobs(self.model, batch)
@@ -232,9 +241,10 @@ class Learner:
     @torch.no_grad()
     def proximal(self, micro: Micro) -> dict[int, bytes]:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
-        batch = self._batch(micro)
-        logprobs = self._logprobs(self.model, batch).double().cpu()
-        reshard(self.model)
+        with self._memory.working():
+            batch = self._batch(micro)
+            logprobs = self._logprobs(self.model, batch).double().cpu()
+            reshard(self.model)
         completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])
         return {
             row.sample_id: completion.numpy().tobytes()
@@ -247,6 +257,13 @@ class Learner:
 
         Raises `Diverged` when gradients are not finite, `ArithmeticError` when too large for a deterministic run's exact sums.
         """
+        with self._memory.working():
+            self._memory.all_here()
+            value = self._update(denominator, lr)
+        self.discard_gradients()
+        return value
+
+    def _update(self, denominator: float, lr: float) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.deterministic:
             largest = max(
@@ -270,11 +287,11 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.discard_gradients()
         return value
 
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self._memory.gradients_dropped()
 
     @property
     def adapter_scale(self) -> float:
@@ -290,12 +307,14 @@ class Learner:
         )
 
     def shards(self, names: Iterable[str], *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of each."""
-        return (adapters.trained if self._lora.rank and not base else adapters.pristine)(self.model, names)
+        """This rank's rows of each, to be read: they may lie in host memory."""
+        of = adapters.trained if self._lora.rank and not base else adapters.pristine
+        return ((name, self._memory.reading(rows)) for name, rows in of(self.model, names))
 
     @torch.no_grad()
     def merged_rows(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's rows of each weight that has an adapter, as engines are to merge them. A collective: all ranks exhaust it."""
+        self._memory.all_here()  # it gathers, on the GPU
         yield from adapters.merged_rows(self.model)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -304,7 +323,16 @@ class Learner:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """The sharded tensors that a checkpoint holds, by name; loading writes into them."""
+        """The sharded tensors that a checkpoint holds, by name, to be read: those that are away from the GPU are given as they lie in host
+        memory, so that engines keep it."""
+        return {name: self._memory.reading(value) for name, value in self._state().items()}
+
+    def state_to_load(self) -> dict[str, Tensor]:
+        """The same tensors in their place: loading writes into them."""
+        self._memory.all_here()
+        return self._state()
+
+    def _state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trained().items():
             state = self.optimizer.state[parameter]
@@ -314,11 +342,19 @@ class Learner:
         return tensors
 
     def release(self) -> int:
-        """Give back the GPU's memory that torch keeps for reuse, which no other process could have. Returns the bytes left; 0 on a CPU."""
-        if not torch.cuda.is_available():
-            return 0
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+        """Give the GPU's memory back: what torch keeps for reuse, and training state where engines need its place (`trainer.offload`).
+
+        Returns the bytes left; 0 where there is no GPU.
+        """
+        return self._memory.release()
+
+    def take_back(self) -> None:
+        """Engines gave the GPU back: begin to bring training state there, in the order of its use."""
+        self._memory.take_back()
+
+    def note_engines(self) -> None:
+        """Engines have the GPU: see how much of it they take."""
+        self._memory.note_engines()
 
     @property
     def updates_taken(self) -> int:

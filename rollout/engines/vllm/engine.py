@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from rollout.engines import checksum, merging, published
+from rollout.engines import account, checksum, merging, published
 from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
 from rollout.engines.checksum import Sum
 from rollout.engines.vllm import setup
@@ -155,6 +155,9 @@ class VllmEngine:
         self._wipes = 0
         self._usable = False
         self._asleep = False
+        # Where a file stands for the GPU: what this engine takes of it, awake.
+        self._gpu = account.of_engine(os.environ) if host.sleeps else account.Uncounted()
+        self._taken: dict[str, int] = {}
         self._pending: PendingWeights | None = None  # arrived while asleep
 
     async def prepare(self) -> None:
@@ -166,6 +169,9 @@ class VllmEngine:
             self._cores[pidfd] = process.pid
             loop.add_reader(pidfd, self._core_died, pidfd)
         await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
+        if self._gpu.counts:
+            (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
+            self._hold(self._taken)
 
     def info(self) -> EngineInfo:
         spec, cache = self._spec, self._llm.vllm_config.cache_config
@@ -323,8 +329,18 @@ class VllmEngine:
         self._asleep = True
         async with self._weights_lock:
             await self._call(self._llm.sleep(level=1))
+        self._hold(dict.fromkeys(self._taken, 0))
+
+    def _hold(self, taken: Mapping[str, int]) -> None:
+        """Raises `EngineError` where the GPU has not so much left."""
+        try:
+            for purpose, nbytes in taken.items():
+                self._gpu.hold(purpose, nbytes)
+        except account.OverCapacity as error:
+            raise EngineError("the GPU's memory is not free", quoted=str(error)) from error
 
     async def wake(self) -> None:
+        self._hold(self._taken)
         pending, self._pending = self._pending, None
         if pending is None:
             await self._call(self._llm.wake_up())
@@ -354,6 +370,8 @@ class VllmEngine:
             raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     async def bytes_held(self) -> int:
+        if self._gpu.counts:
+            return self._gpu.own()
         return sum(await self._call(self._llm.collective_rpc("scavenger_bytes_held", CALL_S)))
 
     def progress(self) -> int:

@@ -128,10 +128,16 @@ class Extension:
         )
         return max(0, torch.cuda.memory_reserved() - unmapped)
 
+    def scavenger_bytes_taken(self) -> dict[str, int]:
+        """What of this rank lies on its GPU while the engine is awake, or would: weights and cache."""
+        weights = sum(value.nbytes for value in self.model_runner.get_model().parameters())
+        caches = sum(tensor.nbytes for cache in self.model_runner.kv_caches for tensor in _tensors(cache))
+        return {"weights": weights, "cache": caches}
+
     def scavenger_wipe(self) -> None:
         """Zero the cache. Entries beyond a sample's end are masked, and a masked NaN still poisons attention (0 * NaN)."""
         for cache in self.model_runner.kv_caches:
-            for tensor in [cache] if isinstance(cache, Tensor) else cache:
+            for tensor in _tensors(cache):
                 tensor.zero_()
 
     def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
@@ -141,6 +147,11 @@ class Extension:
             sampler.forward = _with_raw_logprobs(sampler.forward)
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+
+def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of one layer's cache."""
+    return [cache] if isinstance(cache, Tensor) else cache
 
 
 def _dtypes(

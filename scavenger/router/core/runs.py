@@ -357,6 +357,8 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
         run.reserved.awake_since, run.due.ask = core.now, True
         run.policy.observe(WindowMoved(body.awake), core.now)
     run.reserved.awake = body.awake
+    if body.awake:
+        run.reserved.trainer_bytes = body.bytes_held
     for worker in list(run.workers.values()):
         if worker.kind != "reserved":
             continue

@@ -374,6 +374,9 @@ class ReservedEngines:
     awake_stated: bool = True
     awake_since: float = 0.0  # when the trainer last changed `awake`, Unix seconds
     order: int = 0  # number of the trainer's last word on that
+    trainer_bytes: int = (
+        0  # of its GPUs' memory that the trainer held yet when it last had them woken, by its own word
+    )
     counted_memory: ReservedMemory = field(default_factory=ReservedMemory)  # as counted last
     memory_changed: bool = True  # since then
     sessions: dict[str, str] = field(default_factory=dict)  # slot -> session that registered in it last
