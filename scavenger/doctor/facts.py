@@ -52,6 +52,7 @@ class Wanted:
     fast_poll_interval_s: float = 15.0
     absent_s: float = 30.0
     user: str = ""
+    engine: str = ""  # that a run will name; "": any that can be imported will do
 
 
 @dataclass(frozen=True, slots=True)

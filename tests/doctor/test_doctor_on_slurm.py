@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_a_node_without_our_python_or_way_to_our_port_is_a_problem_with_its_reme
     assert "harvest.python" in one.remedy
     assert "daemon.advertise" in one.remedy
     assert "requeue:" not in one.observed
+
+
+def test_a_python_without_what_the_engines_import_is_a_problem_with_the_module_s_name(
+    slurm_sandbox: SlurmSandbox, tmp_path: Path
+) -> None:
+    """The test's Python, for which a module stands in the place of torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    one = on_node(slurm_sandbox, config(tmp_path / "state", python=str(python)))
+    assert one.level is Level.PROBLEM, one
+    assert re.search(
+        r"on node\d+, engine reference: \S+ cannot import torch: ImportError: libtorch", one.observed
+    )
+    assert "engine vllm: " in one.observed
+    assert "scavenger[trainer]" in one.remedy
+    assert "python:" not in one.observed, "the Python itself has our release"
 
 
 def test_the_engines_python_is_looked_for_where_the_engine_runs(
