@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import getpass
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,9 @@ def wanted_of(settings: DaemonConfig) -> Wanted:
         c.fast_poll_interval_s,
         c.absent_s,
         getpass.getuser(),
+        settings.daemon.listen,
+        settings.daemon.advertise,
+        socket.gethostname(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +14,7 @@ from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.doctor.rules import limits, preemption, run
 from scavenger.doctor.rules import site as rules_site
-from tests.doctor.site import AT, NAMES, WANTED, qos_lines, site
+from tests.doctor.site import AT, DATA, NAMES, WANTED, qos_lines, site
 
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN
 NO_MEMORY = {"nodes": ("RealMemory=1000000", "RealMemory=1")}
@@ -22,8 +23,20 @@ BARE = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nport=ok\nrequeue=ok\n"
 NO_TORCH = "engine.reference=/opt/python cannot import torch: ModuleNotFoundError: No module named 'torch'\n"
 NO_VLLM = "engine.vllm=/opt/python cannot import vllm: OSError: libcudart.so.13\n"
 SEEN = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nengine.reference=ok\nengine.vllm=ok\n"
+
+
+def elsewhere(nodes: str) -> str:
+    """The recorded nodes, each on a host of its own."""
+    return re.sub(
+        r"NodeName=(\w+)(.*?)NodeAddr=\S+ NodeHostName=\S+",
+        r"NodeName=\1\2NodeAddr=10.0.0.1 NodeHostName=\1",
+        nodes,
+    )
+
+
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd"}
 BY_QOS = {**DBD, "PreemptType": "preempt/qos"}
+ELSEWHERE = site(answers={"nodes": CommandOutput(elsewhere((DATA / "nodes.txt").read_text()))})
 QOS_LOW = replace(WANTED, qos="low")
 LOW = "low||cluster|00:00:00||0.000000||||"
 NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
@@ -312,6 +325,28 @@ CASES = [
         WANTED,
         WARNING,
         "mpirun",
+    ),
+    (
+        "daemon address",
+        site(),
+        replace(WANTED, host="head", listen="127.0.0.1"),
+        OK,
+        "all of them on this host",
+    ),
+    ("daemon address", ELSEWHERE, replace(WANTED, host="head"), OK, "at head, to 3 nodes on other hosts"),
+    (
+        "daemon address",
+        ELSEWHERE,
+        replace(WANTED, host="head", listen="127.0.0.1"),
+        PROBLEM,
+        "daemon.listen = '127.0.0.1'",
+    ),
+    (
+        "daemon address",
+        ELSEWHERE,
+        replace(WANTED, host="head", advertise="localhost"),
+        PROBLEM,
+        "daemon.advertise = 'localhost'",
     ),
     ("compute node", site(), WANTED, UNKNOWN, "not tried"),
     (
