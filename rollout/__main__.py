@@ -30,7 +30,13 @@ from rollout.worker import Options, Worker  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
 from scavenger.protocol.keys import read_keypair  # noqa: E402
-from scavenger.protocol.worker.events import EXIT_CANNOT_START, EXIT_REFUSED, EndWorker, Identity  # noqa: E402
+from scavenger.protocol.worker.events import (  # noqa: E402
+    EXIT_CANNOT_START,
+    EXIT_ENGINE_FAILED,
+    EXIT_REFUSED,
+    EndWorker,
+    Identity,
+)
 
 
 class AnotherRelease(ConfigError):
@@ -165,8 +171,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
         # Only another release is no node's fault. A key that cannot be read may lie on a file system that only this node has not mounted.
         return EXIT_REFUSED if isinstance(error, AnotherRelease) else EXIT_CANNOT_START
     structlog.get_logger(__name__).info("worker.left", code=end.code, reason=end.reason)
-    if end.remedy:
-        print(f"rollout: {end.reason}\n  remedy: {end.remedy}", file=sys.stderr)
+    if end.remedy or end.code == EXIT_ENGINE_FAILED:
+        print(f"rollout: {end.reason}" + (f"\n  remedy: {end.remedy}" if end.remedy else ""), file=sys.stderr)
     return end.code
 
 

@@ -77,6 +77,7 @@ PURE = (
     "scavenger/cluster/model.py",
     "scavenger/cluster/error_kind.py",
     "scavenger/cluster/partition_check.py",
+    "scavenger/cluster/reach.py",
     "scavenger/cluster/local/scheduler.py",
     "scavenger/cluster/pyslurm/messages.py",
     "scavenger/cluster/pyslurm/rows.py",

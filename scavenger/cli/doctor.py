@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import getpass
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,9 @@ def wanted_of(settings: DaemonConfig) -> Wanted:
         c.fast_poll_interval_s,
         c.absent_s,
         getpass.getuser(),
+        settings.daemon.listen,
+        settings.daemon.advertise,
+        socket.gethostname(),
     )
 
 
@@ -49,9 +53,15 @@ def doctor(
     submit: Annotated[
         bool,
         typer.Option(
-            "--submit", help="also run a 1-minute test job: ports, state directory, Python, requeue"
+            "--submit", help="also run a short test job: ports, state directory, Python and engines, requeue"
         ),
     ] = False,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="with --submit: the engine that runs will use, reference or vllm; default: any will do"
+        ),
+    ] = "",
     layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
 ) -> None:
     """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
@@ -60,9 +70,13 @@ def doctor(
 
     if layout not in ("text", "json"):
         raise typer.BadParameter(f"{layout!r}: one of text, json")
+    if engine not in ("", "reference", "vllm"):
+        raise typer.BadParameter(f"{engine!r}: one of reference, vllm")
     settings = _settings(config_path, partition)
     wanted = wanted_of(settings)
-    wanted = dataclasses.replace(wanted, partition=partition or wanted.partition, qos=qos or wanted.qos)
+    wanted = dataclasses.replace(
+        wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine
+    )
     found = (
         _local(settings, wanted, submit) if choose.is_local(settings) else _slurm(settings, wanted, submit)
     )
@@ -82,9 +96,9 @@ def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Fin
             "memory_mb_per_engine": limits.probe_memory_mb(facts, wanted),
         }
         asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=changed)})
-        facts = dataclasses.replace(
-            facts, probe=probe.run(asked, say=functools.partial(typer.echo, err=True))
-        )
+        engines = (wanted.engine,) if wanted.engine else probe.ENGINES
+        said = probe.run(asked, say=functools.partial(typer.echo, err=True), engines=engines)
+        facts = dataclasses.replace(facts, probe=said)
     return run.judge(facts, wanted)
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 
 import structlog
 
 from scavenger.cluster import partition_check as checks
+from scavenger.cluster import reach
 from scavenger.cluster.local.client import LocalCluster
 from scavenger.cluster.model import ClusterInfo
 from scavenger.cluster.port import Cluster
@@ -89,10 +91,23 @@ def local(config: DaemonConfig) -> Cluster:
 
 
 def preflight(config: DaemonConfig, cluster: Cluster) -> None:
-    """Refuse a harvest partition whose jobs could ever block others. Raises `ConfigError`."""
+    """Refuse a harvest partition whose jobs could ever block others, and an address at which its nodes find no daemon.
+
+    Raises `ConfigError`.
+    """
     if config.harvest.enabled:
         harvest, info = config.harvest, answer(cluster)
-        checks.check(info, cluster.view().partitions, harvest.partition, harvest.qos)
+        partitions = cluster.view().partitions
+        checks.check(info, partitions, harvest.partition, harvest.qos)
+        if not is_local(config):
+            inside = next(part.nodes for part in partitions if part.name == harvest.partition)
+            hosts = SlurmCluster(
+                timeout_s=config.cluster.command_timeout_s, output=config.cluster.command_output
+            ).node_hosts()
+            here = socket.gethostname()
+            reach.check(
+                config.daemon.listen, config.daemon.advertise, here, reach.elsewhere(hosts, inside, here)
+            )
 
 
 def answer(cluster: Cluster) -> ClusterInfo:

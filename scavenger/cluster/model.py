@@ -119,6 +119,14 @@ KNOWN_NODE_STATES = _USABLE | _UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
+class NodeHost:
+    """On which host a node's slurmd runs, as Slurm knows it: its name there, and the address at which slurmctld finds it."""
+
+    hostname: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One compute node. `states` holds Slurm's lower-case state words, flags included ('idle', 'not_responding').
 

@@ -34,7 +34,8 @@ class DaemonSection(Section):
     it warns of a ledger in memory (tmpfs). `<state_dir>/ledger.json` names the ledger: the daemon refuses
     another one, or an empty one, unless it is started with `--new-ledger`."""
     listen: Host = "127.0.0.1"
-    """Interface that the daemon binds. `0.0.0.0`: all of them."""
+    """Interface that the daemon binds. `0.0.0.0`: all of them. Loopback is refused where the partition has nodes on
+    other hosts."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port. 0: the system chooses one, and another one after each restart."""
     advertise: Annotated[str, Allowed("host name")] = ""
@@ -322,12 +323,13 @@ class HarvestSection(Section):
     quarantine_after: Positive = 3
     """Engine deaths on a node within `quarantine_s` after which the node gets no engines for
     `quarantine_s`. Where engines of one owner's runs die on two nodes and none of these runs ever worked, no
-    node is blamed."""
+    node is blamed. An engine that could not start (no daemon answered it, an import failed, its key cannot be
+    read) counts only once one that started later on another node has worked."""
     quarantine_s: Seconds = 600.0
     """Seconds of a quarantine. It doubles each further time, up to eight times this."""
     backoff_s: Seconds = 5.0
     """Seconds without submissions for an owner whose job died at once. They double up to 600 s, until an engine has
-    lived."""
+    lived; where none could start, until one has worked, and then one at a time is tried."""
     job_template: Path | None = None
     """Jinja2 template of the engines' batch script. None: the shipped `scripts/rollout.sbatch.j2`."""
     vllm_options: Annotated[

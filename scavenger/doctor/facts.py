@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from scavenger.cluster.model import Node, Partition, Qos
+from scavenger.cluster.model import Node, NodeHost, Partition, Qos
 from scavenger.cluster.slurm import commands
 from scavenger.cluster.slurm import text as slurm_text
 from scavenger.errors import ClusterError
@@ -52,6 +52,10 @@ class Wanted:
     fast_poll_interval_s: float = 15.0
     absent_s: float = 30.0
     user: str = ""
+    listen: str = "0.0.0.0"  # daemon.listen and daemon.advertise; `host`: this one's name
+    advertise: str = ""
+    host: str = ""
+    engine: str = ""  # that a run will name; "": any that can be imported will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,10 @@ class Facts:
     @property
     def nodes(self) -> tuple[Node, ...]:
         return _read(commands.parse_nodes, self.text("nodes"))
+
+    @property
+    def node_hosts(self) -> Mapping[str, NodeHost]:
+        return _read(commands.parse_node_hosts, self.text("nodes"))
 
     def partition(self, name: str) -> Partition:
         for part in self.partitions:

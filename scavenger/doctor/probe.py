@@ -1,4 +1,4 @@
-"""`scavenger doctor --submit`: one small job of at most a minute that checks what only a compute node can show.
+"""`scavenger doctor --submit`: one small job of some seconds that checks what only a compute node can show.
 
 Owns the job's script and its folder below the state directory. Whatever happens, the job is cancelled and the folder removed.
 The job asks for what an engine asks for, and runs nothing of a user's.
@@ -15,9 +15,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from scavenger import __version__
 from scavenger.cluster.model import JobSpec
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -26,7 +27,12 @@ from scavenger.doctor.facts import CommandOutput
 from scavenger.errors import ClusterError
 from scavenger.harvest.execute import job_script
 
-LIMIT_S = 60.0
+#: Of one engine's imports: vLLM's take a minute where its files are read over a network for the first time.
+IMPORT_S = 120.0
+#: Whichever a run names is imported (`rollout.engines.registry`): the daemon runs engines of all of them.
+ENGINES = ("reference", "vllm")
+LIMIT_S = 60.0 + IMPORT_S * len(ENGINES)
+#: For the job to start; from then on its own limit is waited for.
 WAIT_S = 180.0
 POLL_S = 1.0
 SAID = "said"
@@ -34,9 +40,17 @@ SAID = "said"
 BUSY_REASONS = ("Resources", "Priority")
 BUSY = "every node that it could have run on was busy: ask again when one of the partition's GPUs is idle"
 
+#: Run by the engines' Python. No apostrophe: it stands between two.
+_SEEN = """\
+import os, sys, rollout, scavenger
+os.stat(sys.argv[1])
+if scavenger.__version__ != sys.argv[2]:
+    sys.exit(f"{sys.executable} has release {scavenger.__version__}, and the daemon is of {sys.argv[2]}")
+"""
+
 _SCRIPT = """\
 #!/bin/bash
-# scavenger doctor: what does this node see? At most a minute; it is cancelled as soon as it has said it.
+# scavenger doctor: what does this node see? It is cancelled as soon as it has said it.
 dir={dir}
 [ -w "$dir" ] || exit 1
 say() {{ printf '%s\\n' "$1" >>"$dir/said"; }}
@@ -44,8 +58,15 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then exit 0; fi
 say "node=${{SLURMD_NODENAME:-$(hostname)}}"
 say state_dir=ok
 if [ -n "${{CUDA_VISIBLE_DEVICES:-}}" ]; then say gpu=ok; else say "gpu=CUDA_VISIBLE_DEVICES is empty"; fi
-if words=$({container}{python} -c 'import os, sys, rollout, scavenger; os.stat(sys.argv[1])' "$dir" 2>&1 </dev/null); then say python=ok
-else words=$(grep -v '^srun: ' <<<"$words"); say "python=${{words##*$'\\n'}}"; fi
+python() {{ timeout {import_s} {container}{python} "$@" 2>&1 </dev/null; }}
+last() {{ words=$(grep -v '^srun: ' <<<"$1"); printf '%s' "${{words##*$'\\n'}}"; }}
+if words=$(python -c '{seen}' "$dir" {release}); then say python=ok
+    for engine in {engines}; do
+        words=$(python -m rollout.engines.importable "$engine")
+        case $? in 0) say "engine.$engine=ok" ;; 124) say "engine.$engine=its imports took longer than {import_s} s" ;;
+        *) say "engine.$engine=$(last "$words")" ;; esac
+    done
+else say "python=$(last "$words")"; fi
 if timeout 10 bash -c 'exec 3<>"/dev/tcp/$0/$1"' {host} {port} 2>/dev/null; then say port=ok
 else say "port="{host}":{port} cannot be reached from here"; fi
 if words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
@@ -54,8 +75,13 @@ sleep {limit}
 """
 
 
-def script(folder: Path, python: str, host: str, port: int, container: str = "") -> str:
-    """Pure. The batch script of the test job. `container`: `harvest.container`, in which the engines' Python is looked for."""
+def script(
+    folder: Path, python: str, host: str, port: int, container: str = "", engines: Sequence[str] = ENGINES
+) -> str:
+    """Pure. The batch script of the test job. `container`: `harvest.container`, in which the engines' Python is looked for.
+
+    `engines`: what these need is imported there, each in a process of its own.
+    """
     quote = shlex.quote
     # in a step, as the engine: the container may be options of srun
     step = (
@@ -67,6 +93,10 @@ def script(folder: Path, python: str, host: str, port: int, container: str = "")
         python=quote(python),
         host=quote(host),
         port=int(port),
+        seen=_SEEN,
+        release=quote(__version__),
+        engines=" ".join(map(quote, engines)),
+        import_s=int(IMPORT_S),
         limit=int(LIMIT_S),
     )
 
@@ -96,10 +126,11 @@ def run(
     env: Mapping[str, str] | None = None,
     wait_s: float = WAIT_S,
     say: Callable[[str], None] = lambda _text: None,
+    engines: Sequence[str] = ENGINES,
 ) -> CommandOutput:
     """Submit the job, wait for its result, and remove everything again. A refusal by the site is in the answer, not raised.
 
-    `say` is called with a line on the submitted job and how long it is waited for.
+    `engines`: those whose imports are tried. `say` is called with a line on the submitted job and how long it is waited for.
     """
     cluster = SlurmCluster(env, config.cluster.command_timeout_s)
     state_dir = config.daemon.state_dir.resolve()
@@ -112,7 +143,7 @@ def run(
     try:
         with _listening(config) as (host, port):
             h = config.harvest
-            text = script(folder, h.python or sys.executable, host, port, h.container)
+            text = script(folder, h.python or sys.executable, host, port, h.container, engines)
             job_id = cluster.submit(job(config, text))
             say(
                 f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"
@@ -153,7 +184,10 @@ def _wait(observed: Path, job_id: int, env: Mapping[str, str] | None, wait_s: fl
     text = ""
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
+            began = not text
             text = observed.read_text(encoding="utf-8", errors="replace")
+            if began and text:
+                deadline = max(deadline, time.monotonic() + LIMIT_S)
         state, reason, restarts = _state(job_id, env)
         if "requeue=" in text and ("requeue=ok" not in text or restarts):
             return CommandOutput(text)

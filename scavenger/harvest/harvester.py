@@ -37,6 +37,7 @@ from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import gpu_use
+from scavenger.harvest.execute import job_logs, job_script
 from scavenger.harvest.execute.execute import (
     LedgerWrites,
     Performer,
@@ -47,6 +48,7 @@ from scavenger.harvest.execute.execute import (
 )
 from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
+from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
@@ -69,6 +71,8 @@ CANCEL_S = 20.0
 #: Jobs that accounting is asked for at once, and how long one that did not answer is left alone: its commands wait for seconds.
 MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
+#: Logs that are read in one cycle: where all engines fail they fail alike.
+MOST_EXPLAINED = 3
 
 
 class Plans:
@@ -290,6 +294,8 @@ class Harvester:
         """Go on with what `scavenger.daemon.reload` lets change live, from the next cycle on. Raises
         `ConfigError`, and then nothing changed."""
         self._performer.obey(config)
+        if config.harvest != self.config.harvest:
+            self.tracker.health.set_up_changed()
         self.config = config
         self._pace.obey(pace_of(config), self._monotonic())
         self.poke()
@@ -354,6 +360,7 @@ class Harvester:
         self.tracker.heard(self._router.lives())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
+        await self._explain(output.failed_starts)
         self._observed(view)
         if poll is Poll.JOBS:
             return  # the nodes in this view are those of the last whole poll: nothing is decided on them
@@ -386,6 +393,28 @@ class Harvester:
         self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
+
+    async def _explain(self, failed_starts: Sequence[FailedStart]) -> None:
+        """What the log of an engine that could not start ended with belongs to the reason why no more are submitted."""
+        for failed in failed_starts[-MOST_EXPLAINED:]:
+            words = ""
+            with contextlib.suppress(OSError):  # the exit code stands
+                words = await asyncio.to_thread(
+                    job_logs.last_words, job_script.log_path(self._state_dir, failed.intent_id)
+                )
+            if words:
+                self.tracker.health.explain(failed, words)
+            why = f"{failed.words}: {words}" if words else failed.words
+            self._write(
+                [rec.Event("engine_cannot_start", failed.run_id, failed.node, why, "{}", self._clock())]
+            )
+            log.warning(
+                "engine cannot start",
+                run_id=failed.run_id,
+                node=failed.node,
+                reason=why,
+                remedy=REMEDIES[failed.code],
+            )
 
     def _record_gpu_use(self, view: ClusterView) -> None:
         now = self._clock()
@@ -471,15 +500,18 @@ class Harvester:
         health.owners, health.asking = self._owners, frozenset(d.run_id for d in demand if d.engines)
         if now < health.backoff()[0]:
             return demand  # nobody's jobs are submitted: the decision says why
-        present = Counter(
-            job.run_id for job in self.tracker.jobs({}) if job.drain_kind is decide.DrainKind.NO
-        )
+        staying = [job for job in self.tracker.jobs({}) if job.drain_kind is decide.DrainKind.NO]
+        present = Counter(job.run_id for job in staying)
+        engines = Counter(job.run_id for job in staying if not job.standby)
 
         def within(d: Demand) -> Demand:
             not_before, why = health.backoff_of(d.run_id)
-            if now >= not_before or d.engines <= present[d.run_id]:
-                return d
-            return replace(d, engines=present[d.run_id], reason=f"{d.reason}; backs off: {why}")
+            most, then = d.engines, ""
+            if now < not_before:
+                most, then = present[d.run_id], f"backs off: {why}"
+            elif trial := health.on_trial(d.run_id):
+                most, then = max(1, engines[d.run_id]), f"one engine is tried first: {trial}"
+            return replace(d, engines=most, reason=f"{d.reason}; {then}") if most < d.engines else d
 
         return [within(d) for d in demand]
 

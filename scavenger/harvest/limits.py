@@ -155,6 +155,7 @@ def limits_of(
             not_before=not_before,
             not_before_reason=why,
             preempted_last_hour=preempted_last_hour,
+            doubted=health.doubted(now),
         ),
         user=user,
         stale_s=stale_s(config),

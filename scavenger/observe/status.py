@@ -54,6 +54,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         connected=connected,
         connected_gpus=connected_gpus,
         unread=stop_state.files.unread,
+        set_up=harvester.tracker.health.set_up_fault(),
     )
 
 
@@ -89,6 +90,9 @@ class Harvest(msgspec.Struct, frozen=True):
     jobs_pending_other_users: int
     stopped: str
     concluded: str
+    set_up: str = (
+        ""  # why engines cannot start, whichever node they start on; "" = they can, as far as is known
+    )
     unread: str = ""  # why a stop file cannot be read, "" = each can; what was last known holds for a while
     standby_jobs: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
     connected: int | None = None
@@ -259,6 +263,8 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:
         said.append(f"          STOPPED by {h.stopped}")
+    if h.set_up:
+        said.append(f"          SET-UP AT FAULT: {h.set_up}")
     if h.unread:
         said.append(f"          NOT KNOWN whether it is stopped: {h.unread}")
     if h.seen_at:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scavenger import toml
 from scavenger.cli.main import app
 from scavenger.cluster.layout import Layout, PartitionLayout
-from scavenger.cluster.model import JobState
+from scavenger.cluster.model import JobState, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -24,6 +27,7 @@ from scavenger.doctor.facts import Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.doctor.rules import run
 from scavenger.errors import ConfigError
+from scavenger.protocol import keys
 from tests.clusters import unfinished, wait_for
 from tests.harvest.world import spec
 
@@ -92,6 +96,26 @@ def test_a_node_without_our_python_or_way_to_our_port_is_a_problem_with_its_reme
     assert "requeue:" not in one.observed
 
 
+def test_a_python_without_what_the_engines_import_is_a_problem_with_the_module_s_name(
+    slurm_sandbox: SlurmSandbox, tmp_path: Path
+) -> None:
+    """The test's Python, for which a module stands in the place of torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    one = on_node(slurm_sandbox, config(tmp_path / "state", python=str(python)))
+    assert one.level is Level.PROBLEM, one
+    assert re.search(
+        r"on node\d+, engine reference: \S+ cannot import torch: ImportError: libtorch", one.observed
+    )
+    assert "engine vllm: " in one.observed
+    assert "scavenger[trainer]" in one.remedy
+    assert "python:" not in one.observed, "the Python itself has our release"
+
+
 def test_the_engines_python_is_looked_for_where_the_engine_runs(
     slurm_sandbox: SlurmSandbox, tmp_path: Path
 ) -> None:
@@ -136,6 +160,56 @@ def test_the_command_prints_json_and_ends_with_the_worst_finding_s_code(
         one for one in told["findings"] if one["check"] == "gpus"
     ).items()
     assert not (tmp_path / "state").exists(), "it writes nothing"
+
+
+def harmless() -> Layout:
+    nodes = ("node1", "node2")
+    low = PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=PreemptMode.REQUEUE)
+    return Layout(
+        nodes=nodes, partitions=(PartitionLayout(name="normal", nodes=nodes, priority_tier=10), low)
+    )
+
+
+def test_a_daemon_that_its_nodes_could_not_reach_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The private Slurm's nodes are all on this host, where loopback does. One moves to another host, as far as scontrol says."""
+    path, state = tmp_path / "scavenger.toml", tmp_path / "state"
+    state.mkdir(mode=0o700)
+    keys.write_keypair(keys.server_key_path(state), keys.generate())
+
+    def checked(listen: str) -> Result:
+        daemon = {"state_dir": state, "listen": listen}
+        path.write_text(toml.dumps({"daemon": daemon, "harvest": {"partition": "scavenge"}}))
+        return CliRunner().invoke(app, ["check-config", str(path)])
+
+    with SlurmSandbox(harmless()) as sandbox:
+        monkeypatch.setenv("SLURM_CONF", sandbox.env["SLURM_CONF"])
+        monkeypatch.setenv("PATH", sandbox.env["PATH"])
+        done = checked("127.0.0.1")
+        assert done.exit_code == 0, done.output
+        moved = r"s/^\(NodeName=node2 .*\)NodeAddr=[^ ]* NodeHostName=[^ ]*/\1NodeAddr=10.0.0.9 NodeHostName=gpu9/"
+        real = shutil.which("scontrol", path=sandbox.env["PATH"])
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\n{real} \"$@\" | sed '{moved}'\n")
+        (tmp_path / "bin/scontrol").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{sandbox.env['PATH']}")
+        done = checked("127.0.0.1")
+        assert done.exit_code == 2
+        assert "daemon.listen = '127.0.0.1' is each host's own address, and node node2 is not" in done.output
+        assert 'listen = "0.0.0.0"' in done.output
+        started = subprocess.run(
+            [sys.executable, "-m", "scavenger", "daemon", "--config", str(path)],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert started.returncode == 2, "a restart would not help: the unit does not try again"
+        assert "node node2 is not on this host" in started.stderr
+        assert list(state.glob("*.sqlite3")) == [], "nothing began"
+        assert checked("0.0.0.0").exit_code == 0
 
 
 def test_a_host_without_slurm_is_told_so_in_every_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -13,14 +14,29 @@ from scavenger.doctor.facts import CommandOutput, Facts, Wanted
 from scavenger.doctor.findings import Finding, Level
 from scavenger.doctor.rules import limits, preemption, run
 from scavenger.doctor.rules import site as rules_site
-from tests.doctor.site import AT, NAMES, WANTED, qos_lines, site
+from tests.doctor.site import AT, DATA, NAMES, WANTED, qos_lines, site
 
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN
 NO_MEMORY = {"nodes": ("RealMemory=1000000", "RealMemory=1")}
 ACCOUNTS = {"partitions": ("AllowAccounts=ALL", "AllowAccounts=ml,bio")}
-SEEN = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\n"
+BARE = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nport=ok\nrequeue=ok\n"
+NO_TORCH = "engine.reference=/opt/python cannot import torch: ModuleNotFoundError: No module named 'torch'\n"
+NO_VLLM = "engine.vllm=/opt/python cannot import vllm: OSError: libcudart.so.13\n"
+SEEN = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nengine.reference=ok\nengine.vllm=ok\n"
+
+
+def elsewhere(nodes: str) -> str:
+    """The recorded nodes, each on a host of its own."""
+    return re.sub(
+        r"NodeName=(\w+)(.*?)NodeAddr=\S+ NodeHostName=\S+",
+        r"NodeName=\1\2NodeAddr=10.0.0.1 NodeHostName=\1",
+        nodes,
+    )
+
+
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd"}
 BY_QOS = {**DBD, "PreemptType": "preempt/qos"}
+ELSEWHERE = site(answers={"nodes": CommandOutput(elsewhere((DATA / "nodes.txt").read_text()))})
 QOS_LOW = replace(WANTED, qos="low")
 LOW = "low||cluster|00:00:00||0.000000||||"
 NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
@@ -310,6 +326,28 @@ CASES = [
         WARNING,
         "mpirun",
     ),
+    (
+        "daemon address",
+        site(),
+        replace(WANTED, host="head", listen="127.0.0.1"),
+        OK,
+        "all of them on this host",
+    ),
+    ("daemon address", ELSEWHERE, replace(WANTED, host="head"), OK, "at head, to 3 nodes on other hosts"),
+    (
+        "daemon address",
+        ELSEWHERE,
+        replace(WANTED, host="head", listen="127.0.0.1"),
+        PROBLEM,
+        "daemon.listen = '127.0.0.1'",
+    ),
+    (
+        "daemon address",
+        ELSEWHERE,
+        replace(WANTED, host="head", advertise="localhost"),
+        PROBLEM,
+        "daemon.advertise = 'localhost'",
+    ),
     ("compute node", site(), WANTED, UNKNOWN, "not tried"),
     (
         "compute node",
@@ -333,7 +371,40 @@ CASES = [
         PROBLEM,
         "port: h:1",
     ),
+    ("compute node", site(probe=CommandOutput(BARE + NO_TORCH + NO_VLLM)), WANTED, PROBLEM, "import torch"),
+    ("compute node", site(probe=CommandOutput(BARE)), WANTED, PROBLEM, "did not say whether"),
+    (
+        "compute node",
+        site(probe=CommandOutput(BARE + "engine.reference=ok\n" + NO_VLLM)),
+        WANTED,
+        OK,
+        "engine vllm: /opt/python cannot import vllm: OSError: libcudart.so.13",
+    ),
+    (
+        "compute node",
+        site(probe=CommandOutput(BARE + NO_VLLM)),
+        replace(WANTED, engine="vllm"),
+        PROBLEM,
+        "on n1, engine vllm: /opt/python cannot import vllm",
+    ),
+    (
+        "compute node",
+        site(probe=CommandOutput(BARE + "engine.reference=ok\n" + NO_VLLM)),
+        replace(WANTED, engine="vllm"),
+        PROBLEM,
+        "cannot import vllm",
+    ),
 ]
+
+
+def test_an_import_that_is_missing_is_told_once_with_what_installs_it() -> None:
+    one = found("compute node", site(probe=CommandOutput(BARE + NO_TORCH + NO_VLLM)))
+    assert "scavenger[trainer]" in one.remedy
+    assert "scavenger[vllm]" in one.remedy
+    broken = BARE.replace("python=ok", "python=No module named 'scavenger'")
+    one = found("compute node", site(probe=CommandOutput(broken)))
+    assert "engine" not in one.observed, "without our own package nothing else is said of that Python"
+
 
 IDS = [f"{case[0]}-{case[3]}-{number}" for number, case in enumerate(CASES)]
 

@@ -163,7 +163,7 @@ STATES: tuple[State, ...] = (
         "failed",
         True,
         False,
-        "as OUT_OF_MEMORY; 78 (refused, another release) blames no node",
+        "as OUT_OF_MEMORY; 78 (refused, another release) blames no node; 69, 70 and 72 of an engine that never worked blame the set-up",
     ),
     State(
         "FAILED, 143",

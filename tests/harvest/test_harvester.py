@@ -15,6 +15,7 @@ from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import harvester as polling
 from scavenger.harvest.track.observed_jobs import comment_of
 from scavenger.ledger import records as rec
+from scavenger.observe import status
 from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, Idling, node_class
@@ -23,6 +24,11 @@ from scavenger.router.core.events import Identity, IntentRevoked, JobGone
 from tests.harvest.world import UID, World, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
+BARE = """#!/bin/bash
+echo "rollout: engine 'reference' cannot be imported: No module named 'torch'" >&2
+echo "  remedy: install its extra" >&2
+exit 70
+"""
 
 
 def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists(world: World) -> None:
@@ -233,6 +239,34 @@ def test_a_job_script_that_dies_at_once_on_every_node_backs_off_and_no_node_is_b
     assert any("died at once" in decision.reason for decision in world.acted("none"))
     assert all(event.crashed for event in world.of(JobGone))
     assert {ended.reason for ended in world.of(rec.AllocationEnded)} == {"failed"}
+
+
+def test_where_no_engine_can_begin_the_reason_is_told_and_one_at_a_time_is_tried(world: World) -> None:
+    """As the worker does where its Python lacks torch. On both nodes, and with a quarantine after the first death."""
+
+    async def play() -> None:
+        world.want(4)
+        harvester = world.harvester(template=BARE, quarantine_after=1, backoff_s=0.3)
+        async with running(harvester):
+            await until("the first wave failed", lambda: len(world.events("engine_cannot_start")) >= 3, 30.0)
+            await until("its engines are gone", lambda: not world.jobs())
+            n = len(world.of(rec.JobIntended))
+            await until("it is tried again", lambda: len(world.of(rec.JobIntended)) > n, 30.0)
+            assert len(world.of(rec.JobIntended)) == n + 1, "one is tried"
+            taken = status.take(harvester, time.time())
+            assert taken is not None
+            assert "No module named 'torch'. Remedy: " in taken.set_up
+            changed = world.config(BARE, quarantine_after=1, backoff_s=0.3, max_engines=3)
+            harvester.reconfigure(changed)
+            assert harvester.tracker.health.set_up_fault() == "", "what is set up now was not tried"
+
+    asyncio.run(play())
+    assert not world.events("node_quarantined")
+    reasons = {event.reason.partition(": ")[2] for event in world.events("engine_cannot_start")}
+    assert reasons == {
+        "its engine could not be built (exit code 70): engine 'reference' cannot be imported: No module named 'torch'"
+    }
+    assert any("engines cannot start" in decision.reason for decision in world.acted("none"))
 
 
 def test_a_submission_without_an_answer_is_found_by_its_comment_and_not_repeated(world: World) -> None:

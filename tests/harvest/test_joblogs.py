@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scavenger.harvest.execute.job_logs import TAIL_BYTES, LogFile, Plan, bound, plan
+from scavenger.harvest.execute.job_logs import TAIL_BYTES, LogFile, Plan, bound, last_words, plan
 
 MB = 2**20
 
@@ -52,3 +52,16 @@ def test_ended_jobs_logs_go_until_the_rest_fits(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"scv-{number}.log" for number in (0, 3, 4, 5)
     ]
+
+
+def test_the_last_word_is_the_worker_s_own_else_the_last_line_that_is_not_slurm_s(tmp_path: Path) -> None:
+    path = tmp_path / "one.log"
+    assert last_words(path) == ""
+    path.write_text("Traceback\nModuleNotFoundError: No module named 'rollout'\nsrun: error: node1: task 0\n")
+    assert last_words(path) == "ModuleNotFoundError: No module named 'rollout'"
+    path.write_text("rollout: engine 'vllm' cannot be imported\n  remedy: install it\nsrun: error: task 0\n")
+    assert last_words(path) == "engine 'vllm' cannot be imported"
+    path.write_bytes(b"x" * (2 * TAIL_BYTES) + b"\nrollout: \x1b[2Jno \xff daemon\n")
+    assert last_words(path) == "?[2Jno \N{REPLACEMENT CHARACTER} daemon"
+    path.write_text("rollout: " + "y" * 1000)
+    assert len(last_words(path)) == 300

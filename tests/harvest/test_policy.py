@@ -273,6 +273,20 @@ def test_a_quarantined_node_is_excluded_and_is_no_room() -> None:
     assert "quarantined: node1" in decision.reason
 
 
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_node_where_engines_could_not_start_gets_one_only_where_no_other_does(pin: bool) -> None:
+    """node1 has the smaller gap, and is tried last; it is no quarantine."""
+    shown = view(NOW, nodes=[node("node1", gpus=1), node("node2", gpus=2)])
+    limits = limits_with(LIMITS, doubted=frozenset({"node1"}), pin=pin)
+    placed = submits(decide(shown, [demand(3)], (), limits, NOW))
+    if pin:
+        assert [one.nodelist for one in placed] == [("node2",), ("node2",), ("node1",)]
+    else:
+        assert [one.exclude for one in placed] == [("node1",), ("node1",), ()]
+    alone = view(NOW, nodes=[node("node1", gpus=1)])
+    assert len(submits(decide(alone, [demand(3)], (), limits, NOW))) == 1
+
+
 def test_nothing_is_submitted_before_the_back_off_is_over() -> None:
     limits = limits_with(LIMITS, not_before=NOW + 1, not_before_reason="job 3 FAILED after 1 s")
     early = decide(view(NOW), [demand(1)], [], limits, NOW)

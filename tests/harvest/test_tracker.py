@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from scavenger.cluster.model import Job, JobFlag, JobState, Node
 from scavenger.harvest.decide.decide import DrainKind
-from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.tracker import Output, Rules, Tracker
 from scavenger.ledger import records as rec
+from scavenger.router.core.events import WorkerLife
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
 A, B = "scv-000000000000000a", "scv-000000000000000b"
@@ -500,12 +502,126 @@ def test_jobs_of_another_release_back_off_and_blame_no_node() -> None:
     assert not w.tracker.health.quarantined(32.0)
 
 
-def test_a_node_where_engines_cannot_read_their_key_is_quarantined() -> None:
-    """Its file system is not mounted: that is said before the daemon is asked anything, and is no refusal of the daemon's."""
-    w, _ = fails_thrice(72)
-    [(name, reason)] = w.tracker.health.quarantined(32.0)
+@pytest.mark.parametrize("code", [70, 72])
+def test_engines_that_cannot_begin_blame_the_set_up_and_no_node(code: int) -> None:
+    """Also on a site's only node, and from the first on: a Python without torch is on every node the same."""
+    w, waits = fails_thrice(code)
+    health = w.tracker.health
+    assert waits == [5.0, 10.0, 20.0]
+    assert not health.quarantined(32.0)
+    reason = health.backoff()[1]
+    assert reason == health.set_up_fault()
+    assert "engines cannot start, 3 in a row, and no node is blamed" in reason
+    assert f"job 3 on node2 after 1 s: {set_up.CANNOT_BEGIN[code]} (exit code {code})" in reason
+    assert "Remedy: mend what the job's log names; `scavenger doctor --submit`" in reason
+    assert health.doubted(32.0) == {"node2"}
+    assert not [e for e in w.of(rec.Event) if e.kind == "node_quarantined"]
+
+
+def started(w: Watch, n: int, at: float, name: str, run_id: int = 1, **ends: Any) -> Output:
+    """One more engine on a node; with `ends` it is over by then."""
+    intent = f"scv-{n:016x}"
+    w.tracker.intend(replace_run(intended(intent, at), run_id), at)
+    w.keep(w.tracker.submitted(intent, n, at))
+    if not ends:
+        return w.see(at + 1, running(intent, n, nodes=(name,), start_time=at))
+    how: dict[str, Any] = {"nodes": (name,), "start_time": at, "end_time": at + 1, **ends}
+    return w.see(at + 1, ours(intent, n, JobState.FAILED, **how))
+
+
+def replace_run(one: rec.JobIntended, run_id: int) -> rec.JobIntended:
+    return msgspec.structs.replace(one, run_id=run_id)
+
+
+def test_a_node_where_engines_cannot_begin_is_quarantined_once_those_that_started_elsewhere_since_work() -> (
+    None
+):
+    """Its file system is not mounted, say: that is said before the daemon is asked anything, and is no refusal of the daemon's."""
+    w = Watch()
+    started(w, 1, 0.0, "node1")
+    w.tracker.works(
+        [f"scv-{1:016x}"]
+    )  # it has what it needs; whether what is installed now would do, it does not show
+    for n in (2, 3, 4):
+        started(w, n, 10.0 * n, "node2", exit_code=72)
+    assert not w.tracker.health.quarantined(42.0)
+    started(w, 5, 50.0, "node1")
+    w.tracker.heard([WorkerLife(f"scv-{5:016x}", 0, "node1", 50.0, 51.0, here=True, ready=True)])
+    assert w.tracker.health.set_up_fault() == ""
+    started(w, 6, 60.0, "node2", exit_code=72)
+    [(name, reason)] = w.tracker.health.quarantined(62.0)
     assert name == "node2"
+    assert "4 engines died" in reason
     assert "exit code 72" in reason
+
+
+def test_an_engine_that_works_where_others_could_not_begin_acquits_the_node() -> None:
+    w = Watch()
+    for n in (2, 3, 4):
+        started(w, n, 10.0 * n, "node2", exit_code=70)
+    started(w, 5, 50.0, "node2")
+    w.tracker.works([f"scv-{5:016x}"])
+    assert (w.tracker.health.backoff(), w.tracker.health.set_up_fault()) == ((0.0, ""), "")
+    assert not w.tracker.health.doubted(60.0)
+
+
+def test_an_engine_that_worked_and_then_failed_is_its_node_s_affair() -> None:
+    w = Watch()
+    for n in (1, 2, 3):
+        started(w, n, 10.0 * n, "node2")
+        w.tracker.works([f"scv-{n:016x}"])
+        how: dict[str, Any] = {"exit_code": 70, "nodes": ("node2",), "start_time": 10.0 * n}
+        w.see(10.0 * n + 5, ours(f"scv-{n:016x}", n, JobState.FAILED, end_time=10.0 * n + 5, **how))
+    assert [name for name, _ in w.tracker.health.quarantined(36.0)] == ["node2"]
+    assert w.tracker.health.set_up_fault() == ""
+
+
+def test_an_engine_that_no_daemon_answered_holds_everybody_s_back_for_ten_minutes() -> None:
+    """Each further one would hold its GPU for a quarter of an hour first; living for long proves nothing here."""
+    w = Watch()
+    output = started(w, 1, 1.0, "node1", exit_code=69)
+    assert [(one.code, one.node) for one in output.failed_starts] == [(69, "node1")]
+    health = w.tracker.health
+    not_before, why = health.backoff()
+    assert not_before == 602.0
+    assert "no daemon answered it (exit code 69)" in why
+    assert "daemon.advertise" in why
+    assert health.on_trial(1) == health.on_trial(2) == why, "the address is every run's"
+    started(w, 2, 700.0, "node1", run_id=2)
+    w.see(800.0, running(f"scv-{2:016x}", 2, nodes=("node1",), start_time=700.0))
+    assert health.set_up_fault() == why
+    health.set_up_changed()
+    assert (health.backoff(), health.on_trial(1)) == ((0.0, ""), "")
+
+
+def test_an_engine_that_lost_a_daemon_which_it_had_found_blames_nothing() -> None:
+    w = Watch()
+    started(w, 1, 0.0, "node1")
+    w.tracker.heard([WorkerLife(f"scv-{1:016x}", 0, "node1", 0.5, 30.0)])
+    how: dict[str, Any] = {"exit_code": 69, "nodes": ("node1",), "start_time": 0.0, "end_time": 930.0}
+    w.see(931.0, ours(f"scv-{1:016x}", 1, JobState.FAILED, **how))
+    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False)], 940.0)
+    how |= {"start_time": 941.0, "end_time": 1841.0}
+    w.see(1842.0, ours(A, 5, JobState.FAILED, **how))
+    assert len([event for event in w.of(rec.Event) if event.kind == "engine_died"]) == 2
+    assert (w.tracker.health.backoff(), w.tracker.health.quarantined(1842.0)) == ((0.0, ""), ())
+
+
+def test_what_the_log_of_an_engine_ended_with_belongs_to_the_reason() -> None:
+    w = Watch()
+    (failed,) = started(w, 1, 1.0, "node1", exit_code=70).failed_starts
+    w.tracker.health.explain(failed, "engine 'vllm' cannot be imported: No module named 'vllm'")
+    assert "(exit code 70): engine 'vllm' cannot be imported: No module" in w.tracker.health.backoff()[1]
+
+
+def test_one_run_that_cannot_begin_holds_up_no_other_owner() -> None:
+    w = Watch()
+    w.tracker.health.owners, w.tracker.health.asking = {1: "ada", 2: "bob"}, {1, 2}
+    for n in (2, 3, 4):
+        started(w, n, 10.0 * n, "node2", run_id=1, exit_code=70)
+    assert w.tracker.health.backoff() == (0.0, "")
+    assert w.tracker.health.on_trial(1)
+    assert not w.tracker.health.on_trial(2)
 
 
 def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -> None:

@@ -140,6 +140,10 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     assert "NOT KNOWN whether it is stopped: the stop file (/x) cannot be read" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=unread), 1001.0)
     )
+    failing = msgspec.structs.replace(HELD, set_up="engines cannot start, 3 in a row")
+    assert "          SET-UP AT FAULT: engines cannot start, 3 in a row" in status.lines(
+        msgspec.structs.replace(SEEN, harvest=failing), 1001.0
+    )
     assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.protocol.worker import events
 from trainer import reserved
 
@@ -16,6 +16,11 @@ CODES = {name.removeprefix("EXIT_"): code for name, code in vars(events).items()
 def test_who_acts_on_a_code_has_the_worker_s() -> None:
     assert len(CODES) == len(set(CODES.values())) > 5
     assert observed_jobs.REFUSED == events.EXIT_REFUSED
+    assert events.EXIT_NO_DAEMON == set_up.NO_DAEMON
+    assert {events.EXIT_NO_DAEMON, events.EXIT_ENGINE_FAILED, events.EXIT_CANNOT_START} == set(
+        set_up.CANNOT_BEGIN
+    )
+    assert set_up.REMEDIES.keys() == set_up.CANNOT_BEGIN.keys()
     assert events.EXIT_PREEMPTED in observed_jobs._LEFT_ON_NOTICE
     assert not ({*CODES.values()} - {events.EXIT_PREEMPTED}) & {*observed_jobs._LEFT_ON_NOTICE}, (
         "no other is a leave on notice"

@@ -160,6 +160,37 @@ def test_the_job_ends_with_its_workers_code(tmp_path: Path, code: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("python", "said", "code"),
+    [
+        ("/nowhere/python", "/nowhere/python", 72),
+        ("#!/bin/sh\nexit 3\n", "", 72),
+        ('#!/bin/sh\n[ "$1" = -c ] || exit 3\n', "", 3),
+        (f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n', "No module named", 72),
+    ],
+    ids=["not there", "does not run", "imports it", "lacks it"],
+)
+def test_a_python_that_cannot_import_the_worker_ends_the_job_as_one_that_cannot_start(
+    tmp_path: Path, python: str, said: str, code: int
+) -> None:
+    """That is the set-up's fault. What ends a worker that can be imported keeps its code."""
+    if python.startswith("#!"):
+        (tmp_path / "python").write_text(python)
+        (tmp_path / "python").chmod(0o755)
+        python = str(tmp_path / "python")
+    environ = {**os.environ, "SCAVENGER_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script(python=python)],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
 class Site:
     """A cluster to run the script on."""
 

@@ -40,6 +40,7 @@ from scavenger.cluster.model import (
     JobLife,
     JobSpec,
     Node,
+    NodeHost,
     Partition,
     Qos,
     Reservation,
@@ -187,6 +188,10 @@ class SlurmCluster:
     def version(self) -> str:
         """Of Slurm's commands, as they say it themselves; asks no controller. Raises `ClusterError`."""
         return commands.parse_version(self._ask(commands.version_argv(), {}))
+
+    def node_hosts(self) -> dict[str, NodeHost]:
+        """On which host each node lies. Raises `ClusterError`."""
+        return commands.parse_node_hosts(self._ask(commands.nodes_argv(), port.NODES))
 
     def info(self) -> ClusterInfo:
         info = commands.parse_info(

@@ -30,6 +30,7 @@ from scavenger.cluster.model import (
     JobLife,
     JobSpec,
     Node,
+    NodeHost,
     Partition,
     PreemptMode,
     Qos,
@@ -374,6 +375,21 @@ def _node(line: str) -> Node:
         memory_allocated_mb=allocated_mb,
         unread=(*strange, *gpus.unread, *unread),
     )
+
+
+def parse_node_hosts(stdout: str) -> dict[str, NodeHost]:
+    """Where each node lies, from `nodes_argv`. A node of which Slurm says neither name nor address is left out."""
+    found = {}
+    for record in _records("scontrol show node", "NodeName", stdout):
+        words = _pairs(record, ("NodeName",), ("NodeHostName", "NodeAddr"))
+        hostname, address = (_told(words.get(key, "")) for key in ("NodeHostName", "NodeAddr"))
+        if hostname or address:
+            found[_node_name(words["NodeName"])] = NodeHost(hostname, address)
+    return found
+
+
+def _told(text: str) -> str:
+    return "" if text in NOTHING else text
 
 
 def _node_name(text: str) -> str:

@@ -195,12 +195,12 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
     probe = facts.probe
     if probe is None:
         facts.text("config")  # where Slurm does not answer no job was or could be tried
-        observed = "ports, the state directory and Python on the compute nodes were not tried"
+        observed = "ports, the state directory, Python and its engines on the compute nodes were not tried"
         return Finding(
             "compute node",
             Level.UNKNOWN,
             observed,
-            "scavenger doctor --submit runs a 1-minute job that tries them",
+            "scavenger doctor --submit runs a short job that tries them",
         )
     if probe.remedy:  # it has one of its own where nothing was found out
         return Finding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
@@ -213,15 +213,28 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
         )
     told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)
     where, wrong = f"on {told.get('node', 'its node')}", [name for name in PROBED if told.get(name) != "ok"]
-    if wrong:
-        cause = "; ".join(f"{name}: {told.get(name, 'the job did not say')}" for name in wrong)
-        return Finding(
-            "compute node", Level.PROBLEM, f"{where}, {cause}", "; ".join(PROBED[name] for name in wrong)
-        )
-    did = "was given a GPU, sees the state directory and our Python, reached this host's port and could requeue itself"
-    return Finding("compute node", Level.OK, f"{where} a job of ours {did}")
+    causes = [f"{name}: {told.get(name, 'the job did not say')}" for name in wrong]
+    remedies = [PROBED[name] for name in wrong]
+    engines = {name.partition(".")[2]: why for name, why in told.items() if name.startswith("engine.")}
+    fit = [name for name, why in engines.items() if why == "ok"]
+    unfit = [f"engine {name}: {why}" for name, why in engines.items() if why != "ok"]
+    if told.get("python") == "ok" and (not fit or wanted.engine not in ("", *fit)):
+        causes += unfit or ["engines: the job did not say whether any can be imported"]
+        remedies.append(NO_ENGINE)
+    if causes:
+        return Finding("compute node", Level.PROBLEM, f"{where}, {'; '.join(causes)}", "; ".join(remedies))
+    did = (
+        "was given a GPU, sees the state directory and our Python, imported what the engine "
+        f"{' and '.join(fit)} needs, reached this host's port and could requeue itself"
+    )
+    rest = f" (only runs that name another engine would fail: {'; '.join(unfit)})" if unfit else ""
+    return Finding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
 
 
+NO_ENGINE = (
+    "install what is missing into that Python on every compute node: scavenger[trainer] for engine reference, scavenger[vllm] for vllm; "
+    "or name the Python that has it in harvest.python (or its container in harvest.container)"
+)
 #: What a probe says "ok" of, with the remedy where it does not.
 PROBED = {
     "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user",

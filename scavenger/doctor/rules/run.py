@@ -32,6 +32,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("enforce limits", limits.enforce_limits),
     ("exclusive nodes", limits.exclusive),
     ("shape", limits.shape),
+    ("daemon address", site.address),
     ("rate limit", site.rate_limit),
     ("job purge", site.purge),
     ("mpi", site.mpi),

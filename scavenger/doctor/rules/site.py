@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from scavenger.cluster import reach
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
 
@@ -182,4 +183,16 @@ def purge(facts: Facts, wanted: Wanted) -> Finding:
         "job purge",
         Level.OK,
         f"MinJobAge={age_s:g}: ended jobs stay in the queue for longer than it takes us to look again",
+    )
+
+
+def address(facts: Facts, wanted: Wanted) -> Finding:
+    """As far as names tell; what a firewall closes is for the test job to try."""
+    others = reach.elsewhere(facts.node_hosts, facts.partition(wanted.partition).nodes, wanted.host)
+    if why := reach.unreachable(wanted.listen, wanted.advertise, wanted.host, others):
+        return Finding("daemon address", Level.PROBLEM, f"{why}; the daemon refuses to start", reach.REMEDY)
+    at = reach.announced(wanted.listen, wanted.advertise, wanted.host)
+    where = f"{len(others)} nodes on other hosts" if others else "nodes, all of them on this host,"
+    return Finding(
+        "daemon address", Level.OK, f"the daemon announces itself at {at}, to {where} of {wanted.partition}"
     )

@@ -500,6 +500,11 @@ class _Drafts:
             want.gpus_per_engine, limits.job.cpus, limits.job.memory_mb, self._start_benefits.young(want)
         )
 
+    def _excluded(self, place: NodeChoice) -> tuple[str, ...]:
+        """Where Slurm is to put no engine: on a doubted node only where there is no other for it."""
+        doubted = self.limits.hold.doubted & self._free.nodes.keys()
+        return self._exclude if place.node in doubted else tuple(sorted({*self._exclude, *doubted}))
+
     def uncount(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
         self._count(-1, -job.gpus, job.owner)
@@ -566,7 +571,7 @@ class _Drafts:
             gpus,
             why,
             nodelist=(place.node,) if limits.placement.pin else (),
-            exclude=() if limits.placement.pin else self._exclude,
+            exclude=() if limits.placement.pin else self._excluded(place),
             engine=want.engine,
             cpus=place.cpus,
             memory_mb=place.memory_mb,

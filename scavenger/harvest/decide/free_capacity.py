@@ -88,6 +88,7 @@ class FreeCapacity:
     full: tuple[str, ...] = ()
     refused: bool = False
     shared: frozenset[str] = frozenset()  # nodes where other users hold GPUs
+    doubted: frozenset[str] = frozenset()  # nodes on which engines could not start
     settling: int = (
         0  # GPUs, at most, that would have been taken had they been idle for longer, or been worth a start
     )
@@ -100,15 +101,16 @@ class FreeCapacity:
     def take(
         self, gpus: int, cpus: int, memory_mb: int, young: Mapping[str, int] | None = None
     ) -> NodeChoice | None:
-        """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least. None, and `refused`,
-        when there is none. `young`: GPUs of nodes that are not worth this engine's start (`free_capacity.StartBenefits`)."""
+        """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least; on
+        a doubted node only where no other fits. None, and `refused`, when there is none. `young`: GPUs of nodes that are not worth this
+        engine's start (`free_capacity.StartBenefits`)."""
         young, settling = young or {}, 0
-        best: tuple[int, int, str] | None = None
+        best: tuple[bool, int, int, str] | None = None
         share = (cpus, memory_mb)
         for name, space in self.resources.items():
             if (
                 space.gpus < gpus
-                or (best is not None and space.gpus > best[0])
+                or (best is not None and (name in self.doubted, space.gpus) > best[:2])
                 or not self._allowed(name, gpus)
             ):
                 continue
@@ -118,13 +120,13 @@ class FreeCapacity:
             if space.gpus - young.get(name, 0) < gpus:
                 settling += min(space.gpus, young.get(name, 0))
                 continue
-            key = (space.gpus, self.groups.get(self._group(name), 0), name)
+            key = (name in self.doubted, space.gpus, self.groups.get(self._group(name), 0), name)
             if best is None or key < best:
                 best, share = key, asked
         if best is None:
             self.refused, self.settling = True, max(self.settling, settling)
             return None
-        name = best[2]
+        name = best[3]
         self._use(name, gpus, *share)
         return NodeChoice(name, *share, self.until.get(name, float("inf")))
 
@@ -269,6 +271,7 @@ def free_capacity_of(
         expected=expected,
         full=_full(held, nodes, limits),
         shared=_shared(nodes, queue),
+        doubted=limits.hold.doubted,
     )
     for name, gpus in held.items():
         if name in nodes:

@@ -26,6 +26,9 @@ CHECK_INTERVAL_S = 60.0
 TAIL_BYTES = 64 * 1024
 #: The share of all logs that one of them may take.
 ONE_SHARE = 8
+#: What others than the worker write to its log when it fails.
+_OF_SLURM = ("srun: ", "slurmstepd: ", "rollout job: ", "remedy: ", "  remedy: ")
+_OF_WORKER = "rollout: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,19 @@ def bound(folder: Path, live: Collection[str], most_bytes: int) -> Plan:
     if made.cut or made.remove:
         log.info("job logs bounded", cut=len(made.cut), removed=len(made.remove), most_bytes=most_bytes)
     return made
+
+
+def last_words(path: Path, most: int = 300) -> str:
+    """What the job said last, on one line, best its worker's own word; "" where it left no log. Raises `OSError`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    said = [line.strip() for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
+    own = [line.removeprefix(_OF_WORKER) for line in said if line.startswith(_OF_WORKER)]
+    return "".join(c if c.isprintable() else "?" for c in (own or said or [""])[-1])[:most]
 
 
 def _cut(path: Path) -> None:

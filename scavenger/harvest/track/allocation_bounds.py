@@ -146,5 +146,8 @@ def merged(known: Mapping[int, WorkerLife], life: WorkerLife) -> WorkerLife:
     """What is known of a life's engine, with what was heard now: of the same engine, or of one more of that life."""
     before = known.get(life.incarnation, life)
     return replace(
-        life, joined_at=min(before.joined_at, life.joined_at), seen_at=max(before.seen_at, life.seen_at)
+        life,
+        joined_at=min(before.joined_at, life.joined_at),
+        seen_at=max(before.seen_at, life.seen_at),
+        ready=before.ready or life.ready,
     )

@@ -15,11 +15,12 @@ from collections import deque
 
 from scavenger.cluster.model import Job, JobState
 from scavenger.harvest.decide.actions import DrainKind
-from scavenger.harvest.track import observed_jobs
+from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.harvest.track.allocation_bounds import Bounded, alive, between
 from scavenger.harvest.track.intents import Allocation, Draft, Tracked
 from scavenger.harvest.track.node_health import Health
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
+from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
 
 #: An engine that failed sooner than this after its start "died at once".
@@ -305,11 +306,28 @@ class Allocations:
                 "engine_died", one.intended.run_id, allocation.node or one.intent_id, what, "{}", draft.now
             )
         )
+        life = one.workers.get(allocation.restart_count)
+        if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
+            return  # it had found its daemon, which or whose link then was away for long: that is nobody's fault who starts engines
+        if (
+            job.exit_code is not None
+            and job.exit_code in set_up.CANNOT_BEGIN
+            and not (one.worked or (life is not None and life.ready))
+        ):
+            self._could_not_begin(draft, one, allocation, job.exit_code, lived_s)
+            return
         # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
         if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == observed_jobs.REFUSED):
             self.health.failed_at_once(what, draft.now, one.intended.run_id)
         if allocation.node and job.exit_code != observed_jobs.REFUSED:
             self.health.died(allocation.node, what, draft.now, one.intended.run_id)
+
+    def _could_not_begin(
+        self, draft: Draft, one: Tracked, allocation: Allocation, code: int, lived_s: float
+    ) -> None:
+        failed = FailedStart(one.intent_id, one.intended.run_id, one.job_id, allocation.node, code, lived_s)
+        draft.failed_starts.append(failed)
+        self.health.could_not_begin(failed, draft.now)
 
 
 def job_gpus(one: Tracked) -> int:

@@ -10,6 +10,7 @@ from scavenger.cluster.model import Job
 from scavenger.harvest.decide.actions import Code, DrainKind
 from scavenger.harvest.track.allocation_bounds import Bounded
 from scavenger.harvest.track.observed_jobs import Stage
+from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone, WorkerLife
 
@@ -71,6 +72,7 @@ class Draft:
     gone: list[JobGone] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     bounded: list[Bounded] = field(default_factory=list)  # allocations without Slurm's own times
+    failed_starts: list[FailedStart] = field(default_factory=list)
     asked_at: float = math.inf  # when the observation was asked for: it is at least as new as this
 
     @property

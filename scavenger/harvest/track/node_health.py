@@ -8,6 +8,9 @@ can work.
 One owner's broken run is no other owner's affair: where engines of an owner's runs die on two nodes, and none of these runs ever worked,
 the runs are at fault and no node is, until `quarantine_s` pass without such a death.
 
+Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, everybody's where it
+concerns all runs, and then one engine of a run is tried at a time, until an engine has worked.
+
 Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) never come here.
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from scavenger.backoff import backoff_s
+from scavenger.harvest.track.set_up import NO_DAEMON, OF_ALL_RUNS, REMEDIES, FailedStart, SetUps
 
 MAX_BACKOFF_S = 600.0
 MAX_SENTENCE = 8
@@ -47,12 +51,13 @@ class _Record:
 
 @dataclass(slots=True)
 class _BackOff:
-    """After jobs that died at once, in a row."""
+    """After jobs that died at once, in a row. `set_up`: what they could not begin with, "" when they died of something else."""
 
     failures: int = 0
     failed_at: float = 0.0
     not_before: float = 0.0
     why: str = ""
+    set_up: str = ""
 
 
 #: Whose the failures are that concern every run: a submission that Slurm refused.
@@ -75,6 +80,7 @@ class Health:
             str, float
         ] = {}  # owners whose runs are at fault -> when one of their engines last died so
         self._proven: set[int] = set()  # runs of which an engine worked, or lived long
+        self._set_ups = SetUps(MAX_SENTENCE * rules.quarantine_s)
 
     def _owner(self, run_id: int) -> str:
         return (self.owners.get(run_id) or f"run {run_id}") if run_id else _SITE
@@ -152,14 +158,61 @@ class Health:
         one.not_before = now + backoff_s(self._rules.backoff_s, MAX_BACKOFF_S, one.failures)
         one.why = f"{one.failures} jobs in a row died at once, the last: {reason}"
 
-    def proved(self, started_at: float, run_id: int = 0) -> None:
-        """An engine that started at `started_at` lives or works. Only one that started after the last failure proves anything."""
+    def could_not_begin(self, failed: FailedStart, now: float) -> str:
+        """An engine ended before it could work. Returns why its node is quarantined from now on, or "": then the set-up is at fault."""
+        held = self._set_ups.failed(failed.node, failed.run_id, now)
+        if held:
+            record = self._nodes.setdefault(failed.node, _Record(clean_since=now))
+            record.deaths += [(at, failed.run_id) for at in held[:-1]]
+            return self.died(failed.node, failed.words, now, failed.run_id)
+        one = self._backoffs.setdefault(
+            self._owner(0 if failed.code in OF_ALL_RUNS else failed.run_id), _BackOff()
+        )
+        one.failures += 1
+        one.failed_at = now
+        # One that nobody answers holds its GPU for minutes first.
+        wait_s = MAX_BACKOFF_S if failed.code == NO_DAEMON else self._rules.backoff_s
+        one.not_before = now + backoff_s(wait_s, MAX_BACKOFF_S, one.failures)
+        one.set_up = one.why = (
+            f"engines cannot start, {one.failures} in a row, and no node is blamed for it; the last: {failed.words}. "
+            f"Remedy: {REMEDIES[failed.code]}"
+        )
+        return ""
+
+    def explain(self, failed: FailedStart, last_words: str) -> None:
+        """What the job's log ended with, which says more than its exit code."""
+        one = self._backoffs.get(self._owner(0 if failed.code in OF_ALL_RUNS else failed.run_id))
+        if one is not None and one.set_up and failed.words in one.set_up:
+            one.set_up = one.why = one.set_up.replace(failed.words, f"{failed.words}: {last_words}")
+
+    def proved(self, started_at: float, run_id: int = 0, node: str = "", *, worked: bool = False) -> None:
+        """An engine that started at `started_at` lives, or works. Only one that started after the last failure proves anything; that
+        the set-up is well, only one that `worked`."""
         if run_id:
             self._proven.add(run_id)
+        if worked:
+            self._set_ups.worked(node, run_id, started_at)
         for owner in {self._owner(run_id), _SITE}:
             one = self._backoffs.get(owner)
-            if one is not None and started_at >= one.failed_at:
+            if one is not None and started_at >= one.failed_at and (worked or not one.set_up):
                 del self._backoffs[owner]
+
+    def set_up_changed(self) -> None:
+        """Another configuration: what could not begin with the old one is tried afresh."""
+        self._backoffs = {owner: one for owner, one in self._backoffs.items() if not one.set_up}
+
+    def set_up_fault(self) -> str:
+        """Why engines cannot start, everybody's reason first; "" when none is known."""
+        return next((one.set_up for _, one in sorted(self._backoffs.items()) if one.set_up), "")
+
+    def on_trial(self, run_id: int) -> str:
+        """Why one engine of this run is tried before more are submitted, or ""."""
+        both = (self._backoffs.get(self._owner(run_id)), self._backoffs.get(_SITE))
+        return next((one.set_up for one in both if one is not None and one.set_up), "")
+
+    def doubted(self, now: float) -> frozenset[str]:
+        """Nodes that are tried last: engines could not start there, and whether others can is not known."""
+        return self._set_ups.doubted(now)
 
     def backoff(self) -> tuple[float, str]:
         """(Unix s before which nothing is submitted, why); (0, "") when there is no back-off.

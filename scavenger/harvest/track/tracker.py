@@ -38,6 +38,7 @@ from scavenger.harvest.track.allocations import Allocations
 from scavenger.harvest.track.intents import Allocation, Draft, Tracked
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
+from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import JobGone, WorkerLife
 
@@ -58,12 +59,14 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What an observation (or a submission's answer) led to. `orphaned_jobs`: jobs with our uid whose intent the ledger does not have."""
+    """What an observation (or a submission's answer) led to. `orphaned_jobs`: jobs with our uid whose intent the ledger does not have.
+    `failed_starts`: engines that ended before they could work."""
 
     records: tuple[rec.Record, ...] = ()
     gone: tuple[JobGone, ...] = ()
     orphaned_jobs: tuple[int, ...] = ()
     ended: tuple[str, ...] = ()
+    failed_starts: tuple[FailedStart, ...] = ()
 
 
 class Tracker:
@@ -181,7 +184,11 @@ class Tracker:
         self._note_quarantine(draft)
         self.bounded.update({(one.intent_id, one.restart_count): one for one in draft.bounded if one.job_id})
         return Output(
-            tuple(draft.records), tuple(draft.gone), tuple(sorted(orphaned_jobs)), tuple(draft.ended)
+            tuple(draft.records),
+            tuple(draft.gone),
+            tuple(sorted(orphaned_jobs)),
+            tuple(draft.ended),
+            tuple(draft.failed_starts),
         )
 
     def _match(self, view: ClusterView) -> tuple[dict[str, Job], list[int]]:
@@ -391,6 +398,8 @@ class Tracker:
                 or (one.allocation is not None and life.incarnation == one.last_allocation)
             ):
                 one.workers[life.incarnation] = merged(one.workers, life)
+                if life.ready and one.allocation is not None and life.incarnation == one.last_allocation:
+                    self._works(one, one.allocation)
 
     def to_account(self) -> tuple[int, ...]:
         """Jobs of which accounting may tell more than we saw."""
@@ -439,8 +448,11 @@ class Tracker:
         for intent_id in intent_ids:
             one = self.intents.get(intent_id)
             if one is not None and one.allocation is not None:
-                one.worked = True
-                self.health.proved(one.allocation.started_at, one.intended.run_id)
+                self._works(one, one.allocation)
+
+    def _works(self, one: Tracked, allocation: Allocation) -> None:
+        one.worked = True
+        self.health.proved(allocation.started_at, one.intended.run_id, allocation.node, worked=True)
 
     def check(self) -> None:
         """Raise AssertionError when the table contradicts itself. For tests."""

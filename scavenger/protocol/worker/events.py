@@ -4,12 +4,15 @@ Exit codes of the worker's process, which the job script acts on:
 
     0   drained        the daemon let it go: the job ends
     69  no daemon      none answered, or accepted it, for `orphan_s`: the job ends rather than hold an idle GPU
-    70  engine failed  the engine died, could not be built, or cannot serve weights: the job ends, the daemon counts it against the node
-    72  cannot start   what it needs is missing or wrong on this node, as a key file on a file system that is not mounted: the job ends,
-                       the daemon counts it against the node
+    70  engine failed  the engine died, could not be built, or cannot serve weights: the job ends
+    72  cannot start   what it needs is missing or wrong, as a key file on a file system that is not mounted, or (the job script says so)
+                       its Python cannot import it: the job ends
     75  preempted      SIGTERM: the job script requeues its own job
     78  refused        the daemon refused key, run or protocol, or the job was submitted for another release: trying again would not
                        help, the job ends, no node is blamed
+
+An engine that ends with 69, 70 or 72 before it could work blames the set-up; a node only where others do better
+(`scavenger.harvest.track.set_up`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from scavenger.protocol.messages import Assign, Call, GroupDone, Message, Worker
 class WorkerLife:
     """One engine of a harvested job, which shows that the job held GPUs. `seen_at`: when it was last heard, its goodbye too. Unix s.
 
-    `here`: it has not left, nor been given up.
+    `here`: it has not left, nor been given up. `ready`: it has loaded weights, so that it could work.
     """
 
     intent_id: str
@@ -30,6 +30,7 @@ class WorkerLife:
     joined_at: float
     seen_at: float
     here: bool = False
+    ready: bool = False
 
 
 @dataclass(frozen=True, slots=True)

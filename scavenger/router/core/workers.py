@@ -262,6 +262,7 @@ def _life(worker: Worker, *, here: bool) -> WorkerLife:
         worker.joined_at,
         worker.last_seen,
         here,
+        worker.weights.loads > 0,
     )
 
 
