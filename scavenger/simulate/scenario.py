@@ -25,11 +25,12 @@ _SHORTER = "give fewer sampling.max_tokens or --prompt-tokens, a smaller model, 
 class Scenario:
     """One run on one site. All engines of a kind are alike. GPUs of the fleet are one type.
 
-    `reserved_engines` of `reserved`; they share GPUs with the trainer. `prompts` x `samples` completions a step, of which `lengths` knows the
-    length. `engine_bytes_s`: a harvested engine's interface; `relay`: engines that have a version serve it on. `offload`: training state
-    goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step. `reward_s`: from group to
-    reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first engine of this reserved slot hangs when
-    it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and another one takes its slot.
+    `reserved_engines` of `reserved`; they share GPUs with the trainer. `prompts` x `samples` completions a step, of which `lengths`
+    knows the length. `engine_bytes_s`: a harvested engine's interface; `relay`: engines that have a version serve it on.
+    `offload`: training state goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step.
+    `reward_s`: from group to reward. Until `steps` are done or `horizon_s` is over. `hangs`: faults, as (slot, n): the first
+    engine of this reserved slot hangs when it is told to sleep for the n-th time; after `sleep_timeout_s` it is ended, and
+    another one takes its slot.
 
     Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.

@@ -163,9 +163,10 @@ class Placement:
 class Restrictions:
     """What keeps us from harvesting now.
 
-    `stop`: why every engine is to drain, "" where harvesting is not stopped; `stop_now`: without waiting for engines to drain. `hidden`: why other
-    users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us. `quarantined`: (node, reason) pairs.
-    `not_before`: until when nothing is submitted (Unix s), and why. `doubted`: nodes that get an engine only where no other can.
+    `stop`: why every engine is to drain, "" where harvesting is not stopped; `stop_now`: without waiting for engines to drain.
+    `hidden`: why other users' jobs cannot be seen, "" when they can; `blind`: and some of those could not preempt us.
+    `quarantined`: (node, reason) pairs. `not_before`: until when nothing is submitted (Unix s), and why. `doubted`: nodes that
+    get an engine only where no other can.
     """
 
     stop: str = ""

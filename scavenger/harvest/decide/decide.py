@@ -502,7 +502,7 @@ class _Drafts:
 
     def _excluded(self, place: NodeChoice) -> tuple[str, ...]:
         """Where Slurm is to put no engine: on a doubted node only where there is no other for it."""
-        doubted = self.limits.hold.doubted & self._free.nodes.keys()
+        doubted = self.limits.restrictions.doubted & self._free.nodes.keys()
         return self._exclude if place.node in doubted else tuple(sorted({*self._exclude, *doubted}))
 
     def uncount(self, job: OurJob) -> None:

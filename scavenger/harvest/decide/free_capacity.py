@@ -271,7 +271,7 @@ def free_capacity_of(
         expected=expected,
         full=_full(held, nodes, limits),
         shared=_shared(nodes, queue),
-        doubted=limits.hold.doubted,
+        doubted=limits.restrictions.doubted,
     )
     for name, gpus in held.items():
         if name in nodes:
