@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -79,3 +80,21 @@ def test_what_nobody_uses_goes_but_the_one_before(tmp_path: Path) -> None:
     holder.communicate(timeout=60)
     made(cache, "c")
     assert {path.name for path in cache.iterdir() if path.is_dir()} == {"trixie-b", "trixie-c"}
+
+
+def test_a_mirror_that_cannot_be_reached_is_no_failure_of_the_release(tmp_path: Path) -> None:
+    """What cannot be fetched is told as that, by an exit status of its own: the next release is tried all the same."""
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin/mmdebstrap"
+    fake.write_text("#!/bin/sh\necho 'E: no mirror can be reached' >&2\nexit 25\n")
+    fake.chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SCAVENGER_SLURM_CACHE": str(tmp_path / "cache"),
+    }
+    argv = [ROOT / "scripts/slurm-matrix", "--gate", "24.11", "26.05"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 69
+    assert re.findall(r"^Slurm (\S+) \(\w+\): NOT RUN", done.stdout, re.MULTILINE) == ["24.11", "26.05"]
+    assert "no mirror can be reached" in (tmp_path / "cache/26.05.log").read_text()
