@@ -1,6 +1,6 @@
 """A test that needs a service says so by a marker. Where the service is missing the test is skipped with the reason, unless
 `SCAVENGER_REQUIRE` (comma-separated; set by .ci/run) names the service: then the test fails, so that CI cannot pass by
-skipping."""
+skipping. What was skipped for want of a service is told again at the end, one line a service."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 import structlog
 
 from scavenger.cluster.pyslurm.client import unfit
+from scavenger.cluster.sandbox import accounting
 from tests.private_postgres import programs
 
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
@@ -30,13 +31,22 @@ def logging_as_at_first() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+def search_path() -> str:
+    """PATH, where Debian keeps daemons, and this venv."""
+    return os.pathsep.join(
+        [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path(sys.executable).parent)]
+    )
+
+
 def lacks(*programs: str) -> str:
-    """Names the programs that are neither on PATH, nor where Debian keeps daemons, nor in this venv; empty when none."""
-    folders = [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path(sys.executable).parent)]
-    missing = [
-        program for program in programs if shutil.which(program, path=os.pathsep.join(folders)) is None
-    ]
+    """Names the programs that are not on `search_path`; empty when none."""
+    missing = [program for program in programs if shutil.which(program, path=search_path()) is None]
     return f"no {', '.join(missing)} here" if missing else ""
+
+
+def lacks_root_on_debian() -> str:
+    """Root file systems are made by Debian's tools and entered as root."""
+    return "" if os.geteuid() == 0 and Path("/etc/debian_version").exists() else "not root on Debian here"
 
 
 @functools.cache
@@ -44,11 +54,18 @@ def lacks_pyslurm() -> str:
     """Why no test can use pyslurm here, or "". slurmd tells its version without the slurm.conf that every command wants."""
     if lacks("slurmd"):
         return lacks("slurmd")
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     said = subprocess.run(
-        [shutil.which("slurmd", path=path) or "slurmd", "-V"], capture_output=True, text=True, check=False
+        [shutil.which("slurmd", path=search_path()) or "slurmd", "-V"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout
     return unfit(said.split()[-1] if said.split() else "")
+
+
+def faketime() -> Path | None:
+    """The library that moves a process's clock."""
+    return next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
 
 
 SERVICES: dict[str, Callable[[], str]] = {
@@ -59,6 +76,11 @@ SERVICES: dict[str, Callable[[], str]] = {
         "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here"
     ),
     "vllm": lambda: "" if importlib.util.find_spec("vllm") else "no vLLM here",
+    "accounting": lambda: accounting.missing(search_path()),
+    "site": lambda: lacks_root_on_debian() or lacks("mmdebstrap", "systemd-nspawn", "bindfs", "nft"),
+    "matrix": lambda: lacks_root_on_debian() or lacks("mmdebstrap"),
+    "faketime": lambda: "" if faketime() else "no libfaketime here",
+    "containers": lambda: lacks("ch-run") if lacks("apptainer") else "",
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 
@@ -101,11 +123,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = missing()
         if reason and service in required():
             pytest.fail(
-                f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap installs it)",
+                f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap --tests installs it)",
                 pytrace=False,
             )
         if reason:
             script = (
-                "scripts/build-pyslurm builds it" if service == "pyslurm" else "scripts/bootstrap installs it"
+                "scripts/build-pyslurm builds it"
+                if service == "pyslurm"
+                else "scripts/bootstrap --tests installs it"
             )
             pytest.skip(f"needs {service}: {reason}; {script} on Debian and Ubuntu as root")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Last, because it must not be overlooked: which services were missing, and what tests have to tell (`told`)."""
+    yield
+    skipped: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        needs, _, _ = reason.removeprefix("Skipped: ").partition(";")
+        if needs.startswith("needs "):
+            skipped[needs] = skipped.get(needs, 0) + 1
+    told = [
+        text
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, text in getattr(report, "user_properties", ())
+        if name == "told" and report.when == "call"
+    ]
+    for needs, count in sorted(skipped.items()):
+        terminalreporter.write_line(
+            f"NOT RUN: {count} {'test' if count == 1 else 'tests'}, {needs}", yellow=True, bold=True
+        )
+    for text in told:
+        terminalreporter.write_line(text)

@@ -47,6 +47,9 @@ def test_a_missing_service_is_a_skip_with_its_reason(tmp_path: Path) -> None:
     status, told = outcome(tmp_path, require="")
     assert status == 0
     assert "needs gpu: no NVIDIA GPU here" in told
+    assert told.splitlines()[-2] == "NOT RUN: 1 test, needs gpu: no NVIDIA GPU here", (
+        "the last thing before the summary"
+    )
 
 
 def test_a_missing_service_that_is_required_is_a_failure(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 
 from scavenger.cluster.model import ClusterInfo, JobState
-from scavenger.cluster.sandbox import accounting
-from scavenger.cluster.sandbox.sandbox import SlurmSandbox, _search_path
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError
 from scavenger.ledger import records as rec
@@ -29,7 +28,6 @@ from tests.harvest.world import World, layout, running, spec, until
 from tests.ledger.examples import written
 
 pytestmark = pytest.mark.slurm
-NO_ACCOUNTING = accounting.missing(_search_path())
 
 #: It writes when it is there, and leaves on TERM or when it is told to by a file: `<intent> <restart> <node> <Unix s>`.
 STUB = """#!/bin/bash
@@ -261,7 +259,7 @@ def test_the_ledger_has_what_slurms_queue_showed_at_any_moment(tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}")
+@pytest.mark.accounting
 @pytest.mark.parametrize("asks_accounting", [True, False])
 def test_the_ledger_has_what_sacct_says(tmp_path: Path, asks_accounting: bool) -> None:
     """Also where the daemon does not ask it."""

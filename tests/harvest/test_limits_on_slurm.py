@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +11,13 @@ import msgspec
 import pytest
 
 from scavenger.cluster.model import JobState
-from scavenger.cluster.sandbox import accounting
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
 from tests.clusters import empty
 from tests.harvest.world import World, layout, running, until
 
-NO_ACCOUNTING = accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.long,
-    pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}"),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.accounting]
 
 
 @pytest.fixture(scope="module")

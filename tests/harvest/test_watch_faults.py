@@ -19,7 +19,6 @@ from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import JobState, PreemptMode
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.pyslurm.client import PyslurmCluster
-from scavenger.cluster.sandbox import accounting
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
@@ -28,7 +27,6 @@ from tests.clusters import empty
 from tests.harvest.world import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
-NO_ACCOUNTING = accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 KINDS = ["slurm", pytest.param("pyslurm", marks=pytest.mark.pyslurm)]
 
 
@@ -203,7 +201,7 @@ def test_a_controller_that_is_killed_and_comes_back(world: World, sandbox: Slurm
 
 
 @pytest.mark.long
-@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}")
+@pytest.mark.accounting
 def test_slurmdbd_is_down(tmp_path: Path) -> None:
     """Accounting is no part of a look or of a submission: slurmctld remembers who may do what, and keeps what it has to tell."""
     with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=True)) as made:
@@ -238,7 +236,7 @@ def test_slurmdbd_is_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {accounting.INSTALL}")
+@pytest.mark.accounting
 def test_a_qos_that_nobody_may_preempt_any_more_gets_no_more_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

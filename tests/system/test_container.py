@@ -13,7 +13,7 @@ from scavenger.demo.site import Site, SiteOptions
 from scavenger.harvest import limits as harvest_limits
 from tests.system import play
 
-pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.containers, pytest.mark.long]
 
 #: A path that exists in the image only: an engine that was started outside of it has no Python.
 PYTHON = Path("/engine/python")

@@ -36,6 +36,7 @@ from scavenger.daemon.process import Clock
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked, JobGone
 from tests.clusters import empty, wait_for
+from tests.conftest import faketime
 from tests.harvest.test_watch_faults import KINDS, error_kinds, saved, survives
 from tests.harvest.world import World, layout, running, spec, until
 
@@ -165,9 +166,6 @@ def test_a_first_controller_that_hangs_hides_the_backup_that_took_over(
 # ---------------------------------------------------------------- clocks
 
 
-FAKETIME = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
-
-
 @contextmanager
 def munged_elsewhere(sandbox: SlurmSandbox, ahead_s: float) -> Iterator[Path]:
     """The socket of a munge with the site's key and a clock that is off: that of a login node whose time is not kept."""
@@ -186,7 +184,7 @@ def munged_elsewhere(sandbox: SlurmSandbox, ahead_s: float) -> Iterator[Path]:
     ]
     env = {
         **sandbox.env,
-        "LD_PRELOAD": str(FAKETIME),
+        "LD_PRELOAD": str(faketime()),
         "FAKETIME": f"{ahead_s:+.0f}s",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
@@ -200,9 +198,7 @@ def munged_elsewhere(sandbox: SlurmSandbox, ahead_s: float) -> Iterator[Path]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    FAKETIME is None, reason="no library that moves a process's clock: apt-get install faketime"
-)
+@pytest.mark.faketime
 @pytest.mark.parametrize("ahead_s", [STEP_S, -STEP_S], ids=["ahead", "behind"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_login_node_whose_clock_is_ten_minutes_off(

@@ -95,7 +95,10 @@ def _database(daemons: Daemons, password: str, deadline: float) -> None:
     data.mkdir(mode=0o700, exist_ok=True)
     first = daemons.dir / "etc/db.sql"
     first.touch(mode=0o600)
+    # slurmdbd makes the database itself, but in vain with MariaDB's client library 3.4.10: a connection whose first attempt failed, for
+    # want of the database, has lost its settings, and refuses every result ("exceeds maximum allowed number of columns (=0)").
     first.write_text(
+        "CREATE DATABASE slurm_acct_db;\n"
         f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\nGRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1';\n"
     )
     common = ("--no-defaults", f"--datadir={data}", f"--user={site.user}", "--innodb-log-file-size=8M")

@@ -1,0 +1,71 @@
+"""The releases of Slurm that are not installed here, each in a root file system of the Debian that has it (`scripts/slurm-matrix`).
+
+The cluster contract, doctor on a healthy site, harvesting, accounting, and a whole run that loses engines in three ways; with `long` also
+the quickstart as a newcomer types it.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scavenger.demo.session import DemoSettings
+from tests.conftest import required
+
+ROOT = Path(__file__).resolve().parents[2]
+UNAVAILABLE = 69
+#: What the root file system costs where there is none yet, and what may be waited for another run that makes it.
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(3000)]
+each_release = pytest.mark.parametrize("release", ["24.11", "26.05"])
+
+
+def played(release: str, folder: Path, *options: str) -> str:
+    """The log of a release's run. Raises or skips with its last lines where it did not pass."""
+    argv = [str(ROOT / "scripts/slurm-matrix"), *options, "--logs", str(folder), release]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            said, _ = process.communicate()
+        except BaseException:  # by the test's time limit: what it started ends too
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    path = folder / f"{release}.log"
+    log = path.read_text(errors="replace") if path.exists() else ""
+    last = "\n".join(log.splitlines()[-100:])
+    if process.returncode == UNAVAILABLE and "matrix" not in required():
+        pytest.skip(f"no root file system with Slurm {release} could be made: {last[-300:]}")
+    assert process.returncode == 0, f"{said}\n{last}"
+    return f"{said}\n{log}"
+
+
+@each_release
+def test_another_release_of_slurm_passes(
+    release: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    log = played(release, tmp_path, "--gate")
+    record_property("told", log.splitlines()[0].rpartition("; ")[0])
+    assert re.search(r"^\d+ passed", log, re.MULTILINE)
+
+
+@pytest.mark.long
+@each_release
+def test_the_quickstart_on_another_release_survives_preemptions_and_says_so(
+    release: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """As a newcomer types it, on that Debian: the report has all steps, engines that were lost, and what others waited."""
+    played(release, tmp_path, "--quickstart")
+    page = (tmp_path / f"{release}.html").read_text()
+    report = {name: html.unescape(value) for name, value in re.findall(r"<th>(.*?)</th><td>(.*?)</td>", page)}
+    record_property("told", f"quickstart on Slurm {release}: {report}")
+    assert report["cluster"] == "slurm"
+    assert int(report["optimizer steps"]) == DemoSettings().steps
+    assert int(report["engines lost"].split()[0]) > 0
+    assert int(report["tokens salvaged"].split(",", 1)[0]) > 0
+    assert "each delivered exactly once" in report["training samples"]
+    assert float(report["other users waited"].split()[0]) < 30.0
