@@ -64,6 +64,8 @@ PURE = (
     "scavenger/backoff.py",
     "scavenger/parsing.py",
     "scavenger/protocol/messages/*.py",
+    "scavenger/protocol/reserved_memory.py",
+    "scavenger/protocol/step_session.py",
     "scavenger/protocol/train_step.py",
     "scavenger/protocol/worker/*.py",
     "scavenger/policy/**/*.py",

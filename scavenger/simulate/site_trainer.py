@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scavenger.errors import SimulationError
-from scavenger.protocol import train_step
+from scavenger.protocol import reserved_memory, train_step
 from scavenger.protocol.messages import (
     PROTOCOL,
     Call,
@@ -38,6 +38,7 @@ from scavenger.protocol.messages import (
     Trained,
     WeightSource,
 )
+from scavenger.protocol.step_session import StepSession
 from scavenger.router.core.events import Identity, TrainerCalled
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Timer
@@ -49,8 +50,6 @@ from scavenger.simulate.site_engine import root_of, zeros
 
 RUN = "run"
 OWNER = Identity("owner", "owner")
-#: What the daemon says of the window, and what that decides.
-WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
 _SOURCE = WeightSource("simulated", "", b"")
 PING_S = 20.0
 #: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
@@ -74,7 +73,7 @@ class Under:
     step: int
     start_s: float
     harvested: int
-    machine: train_step.StepState
+    session: StepSession
     ready: deque[GroupDone] = field(default_factory=deque)
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
@@ -211,17 +210,11 @@ class SimTrainer:
         self._since = self._sim.now
         groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
         self._call(SubmitGroups(step, self._version, "train", groups))
-        machine, actions = train_step.begin(
-            self._plan(),
-            harvested=self._fleet.harvested,
-            reserved_awake=self.reserved_awake,
-            now=self._sim.now,
-            window_closed=WINDOW[self._fleet.window],
-            window_reason=self._fleet.window_reason,
-            sleep_ack=self._free(),
+        session = StepSession(
+            self._plan(), self._fleet, self._memory(), reserved_awake=self.reserved_awake, now=self._sim.now
         )
-        self._under = Under(step, self._sim.now, self._fleet.harvested, machine)
-        self._actions.extend(actions)
+        self._under = Under(step, self._sim.now, self._fleet.harvested, session)
+        self._actions.extend(session.first)
         self._act()
 
     def _plan(self) -> train_step.Plan:
@@ -246,17 +239,7 @@ class SimTrainer:
             return
         self._idle_until_now(under)
         under.harvested = max(under.harvested, self._fleet.harvested)
-        machine = under.machine
-        events: list[train_step.Event] = []
-        if self._fleet.harvested != machine.harvested:
-            events.append(
-                train_step.FleetChanged(
-                    self._fleet.harvested, self._fleet.reserved_awake + self._fleet.reserved_asleep
-                )
-            )
-        if WINDOW[self._fleet.window] != machine.window_closed:
-            events.append(train_step.WindowDecided(WINDOW[self._fleet.window], self._fleet.window_reason))
-        events += self._memory_events(machine)
+        events = under.session.observe(self._fleet, self._memory())
         while self._inbox:
             group = self._inbox.popleft()
             under.ready.append(group)
@@ -268,15 +251,15 @@ class SimTrainer:
     def _sleeps(self, under: Under) -> bool:
         return (
             self._simulated_policy.sleeps
-            and under.machine.phase is train_step.Phase.SEED
+            and under.session.state.phase is train_step.Phase.SEED
             and self._fleet.window == "open"
         )
 
     def _feed(self, under: Under, events: Sequence[train_step.Event]) -> None:
         for event in events:
-            if under.machine.phase is train_step.Phase.FINISH:
+            if under.session.finished:
                 return
-            under.machine, actions = train_step.react(under.machine, event, self._sim.now)
+            actions = under.session.react(event, self._sim.now)
             self._actions.extend(actions)
             if any(isinstance(action, train_step.TrainReady) for action in actions):
                 self._actions = deque(_last_train(self._actions))
@@ -311,7 +294,7 @@ class SimTrainer:
                 case train_step.FinishStep():
                     self._update(under)
         if not self._computing:
-            self._poke_later(under.machine)
+            self._poke_later(under.session.state)
 
     @property
     def wake_s(self) -> float:
@@ -322,7 +305,7 @@ class SimTrainer:
 
     def _end_engines(self, under: Under, action: train_step.EndReserved) -> None:
         """As a live rank 0: engines that have not given their memory back in time are ended, and the daemon is told once they are gone."""
-        names = under.machine.holding
+        names = under.session.state.holding
         if self._processes is None or action.again or not names:
             raise SimulationError(
                 f"reserved engines hold memory of the trainer's GPUs: {action.reason}",
@@ -343,21 +326,11 @@ class SimTrainer:
         self._order += 1
         self._call(SetReserved(awake, self._order))
 
-    def _free(self) -> train_step.ReservedAsleep | None:
-        """What reserved engines acknowledged, if all have."""
-        fleet = self._fleet
-        known = (
-            self._reserved and not self.reserved_awake and fleet.order == self._order and not fleet.holding
-        )
-        return train_step.ReservedAsleep(len(fleet.asleep), fleet.bytes_held) if known else None
-
-    def _memory_events(self, machine: train_step.StepState) -> list[train_step.Event]:
-        """What is new of the reserved engines' memory."""
-        if not self._reserved or self.reserved_awake or self._fleet.order != self._order:
-            return []
-        now = self._free() or train_step.ReservedHolds(self._fleet.holding)
-        known = machine.sleep_ack or train_step.ReservedHolds(machine.holding)
-        return [now] if now != known else []
+    def _memory(self) -> reserved_memory.Memory | None:
+        """What the daemon says of the engines that were told to sleep."""
+        if not self._reserved or self.reserved_awake:
+            return None
+        return reserved_memory.observe(self._fleet, self._order, None, launched=False)
 
     def _sleep(self, under: Under) -> None:
         if under.window_end < 0:
@@ -370,7 +343,7 @@ class SimTrainer:
 
     def _slept(self, under: Under) -> None:
         """The toggle's time is over: what engines acknowledged meanwhile is known. What came besides waits until what is due was begun."""
-        self._feed(under, self._memory_events(under.machine))
+        self._feed(under, under.session.observe_memory(self._memory()))
         self._act()
 
     def _train(self, under: Under) -> None:

@@ -34,13 +34,13 @@ from scavenger.protocol.messages import (
     SetReserved,
     SubmitGroups,
 )
+from scavenger.protocol.reserved_memory import Memory, observe
 from scavenger.protocol.train_step import ReservedAsleep, ReservedHolds
 from tests.router.checks import Truth
 from tests.router.engines import MAX_TOKENS, finish_at, goal, payload
 from tests.router.harness import SOURCE, open_body, specs
 from tests.router.links import Link
 from trainer.engine_control import Present
-from trainer.loop.sleeping import Found, observe
 
 PROMPTS, N = 3, 2
 PHASES = ("open", "publish", "submit", "collect", "commit", "over")
@@ -170,7 +170,7 @@ class SimTrainer:
         )
         self.aside(self.reserved)
 
-    def sleeping(self, running: tuple[str, ...]) -> Found:
+    def sleeping(self, running: tuple[str, ...]) -> Memory:
         """What it makes of what it heard, and of the engines that have a process, which its launcher tells it."""
         if (
             self.reserved is None
@@ -179,7 +179,7 @@ class SimTrainer:
             or self.dead
             or self.phase == "over"
         ):
-            return Found(None)
+            return Memory(None)
         slots = {name.rpartition(".")[0] for name in (*running, *self.fleet.holding)}
         present = Present(slots=tuple(slots), running=running)
         return observe(self.fleet, self.reserved.order, present, launched=True)

@@ -19,7 +19,8 @@ import msgspec
 
 from scavenger.config import RunConfig
 from scavenger.errors import EngineError, WireError
-from scavenger.protocol import messages, train_step
+from scavenger.protocol import messages, reserved_memory, train_step
+from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
@@ -35,7 +36,6 @@ from trainer.data.batching import (
 )
 from trainer.data.prompts import PromptTask
 from trainer.engine_control import Engines
-from trainer.loop import sleeping
 from trainer.loop.metrics import Capacity, Seconds, Sources, summarise
 from trainer.loop.ranks import Ranks
 from trainer.model.learner import RowStats, learning_rate
@@ -43,8 +43,6 @@ from trainer.model.learner import RowStats, learning_rate
 POLL_S = 0.1
 #: While groups are being scored: scores that come do not end a poll for groups.
 SCORED_POLL_S = 0.01
-#: What the daemon says of the window, and what that decides.
-WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
 
 
 class Poll(Protocol):
@@ -218,25 +216,24 @@ class Stepper:
             self.ask(step, version, prompts, more=more)
         work = self._ahead.pop(step)
         work.capacity = self._capacity(started)
-        fleet = self._run.fleet
-        state, actions = train_step.begin(
+        session = StepSession(
             self._plan(prompts),
-            harvested=fleet.harvested,
+            self._run.fleet,
+            self._memory(),
             reserved_awake=self.reserved_awake,
             now=time.monotonic(),
-            window_closed=self._window_decision(fleet),
-            window_reason=fleet.window_reason,
-            sleep_ack=self._sleep_ack(),
+            # with steps in advance the daemon speaks of the newest, which is not this one
+            heeds_window=not self._config.algorithm.max_off_policy_steps,
         )
-        self._prepare_training(state)
-        events = self._perform(work, state, actions)
-        while state.phase is not train_step.Phase.FINISH:
-            events.extend(self._observe(work, state, timeout_s=0.0 if events else POLL_S))
-            state, actions = train_step.react(state, events.popleft(), time.monotonic())
-            self._prepare_training(state)
+        self._prepare_training(session.state)
+        events = self._perform(work, session.state, session.first)
+        while not session.finished:
+            events.extend(self._observe(work, session, timeout_s=0.0 if events else POLL_S))
+            actions = session.react(events.popleft(), time.monotonic())
+            self._prepare_training(session.state)
             # At most one event: `TrainReady` ends a reaction. What was done is told before what was seen since.
-            events.extendleft(self._perform(work, state, actions))
-        return self._finish(work, state.log, started)
+            events.extendleft(self._perform(work, session.state, actions))
+        return self._finish(work, session.state.log, started)
 
     def set_reserved(self, awake: bool) -> None:
         """Wake reserved engines, once this trainer gave back what it can of its memory; or have them sleep, and none started."""
@@ -264,37 +261,24 @@ class Stepper:
             self._toggles["seconds_to_training"] = time.monotonic() - self._sleep_asked_at
             self._sleep_asked_at = None
 
-    def _sleeping(self) -> sleeping.Found:
+    def _memory(self) -> reserved_memory.Memory:
         present = self._engines.present() if self._engines is not None else None
-        return sleeping.observe(
+        return reserved_memory.observe(
             self._run.fleet, self._run.reserved_order, present, launched=self._engines is not None
         )
 
-    def _sleep_ack(self) -> train_step.ReservedAsleep | None:
-        """What reserved engines acknowledged, of an earlier step's order to sleep; None while any of them may hold memory."""
-        event = self._sleeping().event if self._has_reserved and not self.reserved_awake else None
-        return event if isinstance(event, train_step.ReservedAsleep) else None
-
-    def _memory_events(self, state: train_step.StepState) -> list[train_step.Event]:
-        """What is new of the reserved engines' memory. That a process is gone is told to the daemon first, which still counts with it."""
-        if not self._has_reserved or state.reserved_awake:
-            return []
-        found = self._sleeping()
-        for name in found.gone:
+    def _tell_gone(self) -> reserved_memory.Memory | None:
+        """What is known of the memory of engines that are to sleep. That a process is gone is told to the daemon, which counts with it."""
+        if not self._has_reserved or self.reserved_awake:
+            return None
+        memory = self._memory()
+        for name in memory.gone:
             self._run.end_reserved((name,), self._given_up.pop(name, "its process ended"))
-        if found.event is None or found.event == state.sleep_ack:
-            return []
-        if (
-            isinstance(found.event, train_step.ReservedHolds)
-            and state.sleep_ack is None
-            and found.event.names == state.holding
-        ):
-            return []
-        return [found.event]
+        return memory
 
     def _end_engines(self, action: train_step.EndReserved) -> None:
         """Engines that have not given their memory back in time are ended. Raises `EngineError` where that cannot be, or did not help."""
-        names = self._sleeping().ending
+        names = self._memory().ending
         if self._engines is None or action.again or not names:
             raise EngineError(
                 f"reserved engines hold memory of the trainer's GPUs: {action.reason}",
@@ -304,10 +288,6 @@ class Stepper:
         self._engines.end(names, action.reason)
 
     # ---------------------------------------------------------------- before and during
-
-    def _window_decision(self, fleet: messages.Fleet) -> bool | None:
-        """What the daemon decided of the window: with steps in advance it speaks of the newest, which is not this one."""
-        return None if self._config.algorithm.max_off_policy_steps else WINDOW[fleet.window]
 
     def _plan(self, prompts: Sequence[PromptTask]) -> train_step.Plan:
         config = self._config
@@ -399,10 +379,10 @@ class Stepper:
                     pass
         return events
 
-    def _observe(self, work: _Work, state: train_step.StepState, timeout_s: float) -> list[train_step.Event]:
+    def _observe(self, work: _Work, session: StepSession, timeout_s: float) -> list[train_step.Event]:
         """What happened since the last look; a `Tick` when it waited in vain: for samples, or for rewards once these are here."""
         self._safe_point()
-        before = time.monotonic()
+        state, before = session.state, time.monotonic()
         scores = self._scoring.is_pending(work.submitted)
         most_s = SCORED_POLL_S if state.outstanding else 0.0
         arrived = self._inbox.poll("train", work.step, min(timeout_s, most_s) if scores else timeout_s)
@@ -412,7 +392,7 @@ class Stepper:
         else:
             work.seconds.wait += after - before
         work.capacity.observe(self._run.fleet, after)
-        events = [*self._fleet_events(state), *self._memory_events(state)]
+        events = session.observe(self._run.fleet, self._tell_gone())
         for group in arrived:
             work.sources.add(group.samples, work.staleness)
             events.append(train_step.GroupsCompleted(1, len(group.samples), scoring=1))
@@ -426,17 +406,6 @@ class Stepper:
         work.seconds.reward += time.monotonic() - after
         # A `Tick` from a poll that did not wait would keep the loop from ever waiting again.
         return events or ([train_step.Tick()] if timeout_s else [])
-
-    def _fleet_events(self, state: train_step.StepState) -> list[train_step.Event]:
-        """What the daemon said last of the fleet and the window, where that is new."""
-        events: list[train_step.Event] = []
-        fleet = self._run.fleet
-        if fleet.harvested != state.harvested:
-            reserved = fleet.reserved_awake + fleet.reserved_asleep
-            events.append(train_step.FleetChanged(fleet.harvested, reserved))
-        if self._window_decision(fleet) != state.window_closed:
-            events.append(train_step.WindowDecided(self._window_decision(fleet), fleet.window_reason))
-        return events
 
     def _arrive(self, work: _Work, judged: Judged) -> bool:
         """Take in a group's rewards; True when it can be trained at once. Where advantages need the whole batch, it waits for that."""

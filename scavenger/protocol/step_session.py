@@ -1,0 +1,72 @@
+"""One training step as rank 0 hears of it: the train-step state machine beside what the daemon and the launcher said. Sans-IO.
+
+    Fleet (daemon), Memory (daemon and launcher)  -> observe -> events that are news to the machine
+    those, and the driver's own (groups, training) -> react   -> actions, which the driver performs in their order
+
+The trainer's `Stepper` drives it, and so does the simulator's training job. Knows no clock, no rank, no group's content.
+"""
+
+from __future__ import annotations
+
+from scavenger.protocol import train_step
+from scavenger.protocol.messages import Fleet
+from scavenger.protocol.reserved_memory import Memory
+
+#: What the daemon says of the window, and what that decides.
+WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
+
+
+class StepSession:
+    """`state` is the machine's; `first` are the step's first actions. `heeds_window`: the daemon's word on the window is of this step."""
+
+    def __init__(
+        self,
+        plan: train_step.Plan,
+        fleet: Fleet,
+        memory: Memory | None,
+        *,
+        reserved_awake: bool,
+        now: float,
+        heeds_window: bool = True,
+    ) -> None:
+        self._heeds_window = heeds_window
+        acknowledged = memory.event if memory is not None and plan.reserved and not reserved_awake else None
+        self.state, self.first = train_step.begin(
+            plan,
+            harvested=fleet.harvested,
+            reserved_awake=reserved_awake,
+            now=now,
+            window_closed=self._window(fleet),
+            window_reason=fleet.window_reason,
+            sleep_ack=acknowledged if isinstance(acknowledged, train_step.ReservedAsleep) else None,
+        )
+
+    def _window(self, fleet: Fleet) -> bool | None:
+        return WINDOW[fleet.window] if self._heeds_window else None
+
+    def observe(self, fleet: Fleet, memory: Memory | None) -> list[train_step.Event]:
+        """What was said last, where that is news. `memory`: of the reserved engines; None where there is nothing to say of it."""
+        events: list[train_step.Event] = []
+        if fleet.harvested != self.state.harvested:
+            reserved = fleet.reserved_awake + fleet.reserved_asleep
+            events.append(train_step.FleetChanged(fleet.harvested, reserved))
+        if self._window(fleet) != self.state.window_closed:
+            events.append(train_step.WindowDecided(self._window(fleet), fleet.window_reason))
+        return [*events, *self.observe_memory(memory)]
+
+    def observe_memory(self, memory: Memory | None) -> list[train_step.Event]:
+        """The same of the reserved engines' memory alone."""
+        state = self.state
+        if memory is None or memory.event is None or not state.plan.reserved or state.reserved_awake:
+            return []
+        known = state.sleep_ack or train_step.ReservedHolds(state.holding)
+        return [memory.event] if memory.event != known else []
+
+    def react(self, event: train_step.Event, now: float) -> tuple[train_step.Action, ...]:
+        """As `train_step.react`; a refused event changes nothing."""
+        self.state, actions = train_step.react(self.state, event, now)
+        return actions
+
+    @property
+    def finished(self) -> bool:
+        return self.state.phase is train_step.Phase.FINISH
