@@ -36,7 +36,7 @@ from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, Config
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.decide.free_capacity import gpu_use
+from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
 from scavenger.harvest.execute import job_logs, job_script
 from scavenger.harvest.execute.execute import (
     LedgerWrites,
@@ -50,6 +50,7 @@ from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.harvest.track.tracker import Output, Tracker
+from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
 from scavenger.policy.idle_gpus import Idling
@@ -213,6 +214,7 @@ class Harvester:
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
+        self._waits = OtherUsersWaits()
         self._thread = OneThread("cluster")
         self._keys = WorkerKeys(self._state_dir, router)
         self._performer = Performer(
@@ -263,10 +265,21 @@ class Harvester:
 
     # ---------------------------------------------------------------- life
 
-    def restore(self, jobs: Sequence[rec.JobState]) -> None:
-        """Take over the jobs that the ledger has, and let their workers in again. Call before `run`."""
+    def restore(
+        self,
+        jobs: Sequence[rec.JobState],
+        waits: Sequence[rec.OtherUserWaits] = (),
+        quarantined: Sequence[str] = (),
+    ) -> None:
+        """Take over the jobs that the ledger has, and let their workers in again. Call before `run`.
+
+        `waits`: of other users' jobs. `quarantined`: nodes; what was held against them is forgotten with a restart.
+        """
         now = self._clock()
         self.tracker.restore(jobs, now)
+        self._waits.restore(waits, now)
+        if quarantined:
+            self._write([rec.NodeReleased(node, now) for node in quarantined])
         for job in jobs:
             intended = job.intended
             try:
@@ -371,6 +384,7 @@ class Harvester:
     ) -> None:
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
         self._record_gpu_use(view)
+        self._record_waits(view)
         await self.stop_state.poll_now()
         demand = self._take_demand()
         now = self._clock()
@@ -424,6 +438,12 @@ class Harvester:
             use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
         )
         self._write([polled])
+
+    def _record_waits(self, view: ClusterView) -> None:
+        now, held = self._clock(), self.tracker.held()
+        waiting = waiting_jobs(view, self.tracker.job_ids(), now) if held else []
+        if records := self._waits.observe(view, waiting, held, now):
+            self._write(records)
 
     def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
         """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""

@@ -248,6 +248,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
         "decisions_with_reasons",
         "harvest_decisions",
         "gpus_by_owner_over_time",
+        "other_users_waits",
     }
     assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == names
     many = 1_200
@@ -261,6 +262,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
                     r.Event("k", 0, f"{n}", "", "{}", T0 + n),
                     r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
                     r.ClusterPolled(n, 0, 0, 0, 0, 0, T0 + n),
+                    r.OtherUserWaits(n, "u", "gpu", 1, T0, T0, T0 + n),
                 )
             ]
         ],
@@ -269,7 +271,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
 
         def shown(*bounds: float | None, of: str = name) -> list[int]:
             rows = json.loads(report(url, of, "json", *bounds))["rows"]  # type: ignore[arg-type]
-            return [int(row.get("subject", row.get("gpus_idle"))) for row in rows]
+            return [int(row.get("subject", row.get("gpus_idle", row.get("job_id")))) for row in rows]
 
         assert shown() == list(range(many - 1000, many)), name
         assert len(outside(url, name)) == 1000, "the file alone is bounded too"

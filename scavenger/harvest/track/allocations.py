@@ -309,6 +309,19 @@ class Allocations:
         life = one.workers.get(allocation.restart_count)
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
             return  # it had found its daemon, which or whose link then was away for long: that is nobody's fault who starts engines
+        draft.records.append(
+            rec.EngineDied(
+                allocation.node,
+                one.intended.run_id,
+                one.intent_id,
+                job.job_id,
+                allocation.restart_count,
+                job.exit_code,
+                f"{job.state}{f' ({job.reason})' if job.reason and job.reason != 'None' else ''} after {lived_s:.0f} s",
+                lived_s,
+                draft.now,
+            )
+        )
         if (
             job.exit_code is not None
             and job.exit_code in set_up.CANNOT_BEGIN
