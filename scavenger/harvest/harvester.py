@@ -258,6 +258,10 @@ class Harvester:
         """The last complete observation."""
         return self._poller.view
 
+    def polls_late(self) -> str:
+        """Why polls come later than promised, and how far; "" = they do not."""
+        return self._pace.behind(self._monotonic())
+
     def connected(self) -> tuple[int, int]:
         """Engines of our jobs that are registered now, and their GPUs: what is known of them between two polls of Slurm."""
         here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
@@ -357,6 +361,7 @@ class Harvester:
     async def _cycle(self, poll: Poll) -> None:
         """Observe and conclude; after a whole poll also decide and perform."""
         rpcs_before_poll = self.cluster.rpc.total
+        self._pace.begins(self._monotonic())
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
         except ClusterError as error:
@@ -393,6 +398,7 @@ class Harvester:
         limits = self._limits(view, info, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
+        decided_at = self._monotonic()
         decision = decide.decide(
             view, demand, self.tracker.jobs(self._router.leases(), self._owners), limits, now
         )
@@ -404,6 +410,7 @@ class Harvester:
             self._failed(error, rpcs_after_poll, polling=False)
             return
         self._pace.spent(self.cluster.rpc.total - rpcs_after_poll, self._monotonic())
+        self._pace.acted(self._monotonic() - decided_at)
         self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
@@ -464,6 +471,9 @@ class Harvester:
             job for job in self.tracker.jobs({}) if job.job_id and job.drain_kind is DrainKind.DRAINING
         ]
         due = min((must_end_by(job, limits) for job in draining), default=math.inf)
+        # When engines are to leave for a blackout is not left to the budget either.
+        to_come = [decide.leave_for_blackout_at(one, limits) for one in limits.blackouts]
+        due = min([due, *(at for at in to_come if at > self._clock())])
         self._drains_due_at = self._monotonic() + max(0.0, due - self._clock())
 
     async def _account(self) -> None:

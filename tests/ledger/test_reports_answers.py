@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
+from scavenger.harvest.decide.actions import BlackoutTime, OwnerRule
 from scavenger.harvest.decide.decide import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
@@ -354,6 +355,21 @@ REASONS = [
     (
         why_none([SIX], [mine(False)], limits_with(LIMITS, max_gpus_per_node=1), others=[OURS]),
         "limit max_gpus_per_node",
+    ),
+    (
+        why_none([SIX], [mine(False)], limits_with(LIMITS, by_type=(("h100", 1),)), others=[OURS]),
+        "limit max_gpus_by_partition or max_gpus_by_type",
+    ),
+    (
+        why_none(
+            [replace(SIX, owner="ada")],
+            limits=limits_with(LIMITS, owners=(OwnerRule("ada", gpu_types=frozenset({"v100"})),)),
+        ),
+        "owners.gpu_types_of or partitions_of: not nodes of the owners that want engines",
+    ),
+    (
+        why_none([SIX], limits=limits_with(LIMITS, blackouts=(BlackoutTime(T0 + 20, T0 + 900, "exams"),))),
+        "a dated blackout ([[harvest.blackout]])",
     ),
     (
         why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=limits_with(LIMITS, idle=AGES)),
