@@ -277,8 +277,8 @@ class HarvestSection(Section):
     daemon treats every job so. When such a job could start without them, the daemon drains engines for it,
     and cancels those that still run after so many seconds."""
     sees_all_jobs: bool = False
-    """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set (a Slurm operator
-    does)."""
+    """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set: a coordinator of their
+    accounts does ([site.md](site.md#who-may-see-the-queue))."""
     sole_user: bool = False
     """`true`: only the daemon's user may use the partition. The daemon then harvests it even if other users'
     jobs are hidden, because all of them can preempt its jobs."""

@@ -15,7 +15,7 @@ failed AS (
     GROUP BY node
 ),
 jobs AS (SELECT node, count(*) AS allocations FROM v_gpu_allocations GROUP BY node),
-runs AS (SELECT node, count(DISTINCT run_id) AS runs FROM v_engine_deaths GROUP BY node),
+runs AS (SELECT node, count(DISTINCT NULLIF(run_id, 0)) AS runs FROM v_engine_deaths GROUP BY node),
 held AS (SELECT node, count(*) AS quarantines, max(CASE WHEN released_at IS NULL THEN until_at END) AS until_at FROM v_node_quarantines GROUP BY node),
 named AS (SELECT node FROM failed UNION SELECT node FROM held)
 SELECT m.node, COALESCE(f.failures, 0) AS failures, COALESCE(j.allocations, 0) AS allocations, COALESCE(u.runs, 0) AS runs_that_failed,
