@@ -608,3 +608,8 @@ def test_another_user_s_wait_beside_our_engines_is_recorded(world: World) -> Non
     assert (waited.outcome, waited.harvested_gpus) == ("started", 2)
     assert waited.harvested_gpu_s > 0
     assert abs(waited.at - time.time()) < 60
+
+
+def test_a_restarted_daemon_releases_the_nodes_whose_failures_it_forgets(world: World) -> None:
+    world.harvester().restore([], quarantined=["node1"])
+    assert [one.node for one in world.of(rec.NodeReleased)] == ["node1"]
