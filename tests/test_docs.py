@@ -61,3 +61,14 @@ def test_the_tour_counts_the_files_of_both_ways() -> None:
         assert [int(number) for number, _ in walk] == list(range(1, len(walk) + 1))
         assert len({path for _, path in walk}) == len(walk) <= most
         assert f"({len(walk)} files)" in text
+
+
+def test_no_page_asks_for_sudo() -> None:
+    """Who runs a command is said as a user: how an admin becomes that user is the site's own affair."""
+    history = ("CHANGELOG.md", "docs/changelog-archive.md")
+    asking = [
+        page
+        for page in map(identify, PAGES)
+        if page not in history and re.search(r"\bsudo\b", (ROOT / page).read_text())
+    ]
+    assert asking == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,55 @@ def test_the_sites_example_is_explained() -> None:
     assert "listens on 0.0.0.0" in said
     assert "engines and trainers connect to login1.example.org" in said
     assert "32768 MiB; 4 h at most" in said
+
+
+def test_all_limits_are_one_table_in_the_page_and_in_the_command(tmp_path: Path) -> None:
+    """Whatever bounds what the daemon takes, asks or keeps; a key that is added as a limit is added to both."""
+    page = (ROOT / "docs/admin.md").read_text().split("## What each limit does")[1].split("\n\n")
+    table = next(part for part in page if part.startswith("| key |"))
+    path = tmp_path / "scavenger.toml"
+    path.write_text(f"""
+[daemon]
+state_dir = "{tmp_path / "state"}"
+[owners]
+share_of = {{ ada = 3 }}
+gpu_types_of = {{ bob = ["a100", "v100"] }}
+[harvest]
+max_gpus_by_partition = {{ interactive = 4 }}
+headroom_by_type = {{ h100 = 8 }}
+max_preemptions_per_hour = 20
+[[harvest.schedule]]
+days = "Mon-Fri"
+hours = "8-18"
+max_engines = 1
+[[harvest.blackout]]
+start = 2026-12-24T18:00:00 # TOML's own dates are taken, and text
+end = "2026-12-27T08:00:00"
+reason = "tests"
+""")
+    config = read_daemon(path)
+    for key, value, what in check_config.limits(config):
+        section, _, names = key.partition(".")
+        for name in names.split(", "):
+            assert f"`{section}.{name}`" in table, f"docs/admin.md lacks {section}.{name}"
+            assert name in type(getattr(config, section)).model_fields
+        assert value
+        assert what
+    told = {key for key, _, _ in check_config.limits(config)}
+    limiting = ("max_", "headroom_", "share_of", "gpu_types_of", "partitions_of", "schedule", "blackout")
+    for section in ("harvest", "owners", "cluster"):
+        for name in type(getattr(config, section)).model_fields:
+            assert not name.startswith(limiting) or f"{section}.{name}" in told, (
+                f"{section}.{name} is not told"
+            )
+    said = asked(path)[1].split("Its limits")[1]
+    for text in (
+        r"max_gpus_by_partition +interactive 4 ",
+        r"headroom_by_type +h100 8 ",
+        r"schedule +Mon-Fri 8-18 h: max_engines 1 ",
+        r"blackout +2026-12-24 18:00:00 to 2026-12-27 08:00:00 \(tests\)",
+        r"gpu_types_of +bob a100\+v100 ",
+        r"max_preemptions_per_hour +20 ",
+        r"max_gpus +no limit ",
+    ):
+        assert re.search(text, said), text

@@ -33,9 +33,12 @@ def report_command(
     since: Annotated[
         str, typer.Option("--since", help="none from before: 24h, 7d, 2026-09-01, 2026-09-01T12:00 (UTC)")
     ] = "",
+    until: Annotated[
+        str, typer.Option("--until", help="only from before: as --since; 1h ago, or a date (its midnight)")
+    ] = "",
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Run one of the admin reports. Those that have no end show their newest 1,000 rows, or what --limit and --since say."""
+    """Run one of the admin reports. Those that have no end show their newest 1,000 rows, or what --limit, --since and --until say."""
     from scavenger.ledger import queries
     from scavenger.ledger.read import reports
 
@@ -43,8 +46,11 @@ def report_command(
         for known in queries.report_names():
             print(f"{known:36} {queries.question(queries.load_report(known))}")
         return
-    after = _moment(since, time.time()) if since else None
-    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt, limit, after))
+    now = time.time()
+    after, before = (_moment(said, now) if said else None for said in (since, until))
+    if after is not None and before is not None and before <= after:
+        raise typer.BadParameter(f"--until {until} is not after --since {since}")
+    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt, limit, after, before))
 
 
 def _moment(said: str, now: float) -> float:

@@ -52,6 +52,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     qos: bool = False  # Slurm (not the local backend) preempts by QOS: `normal` preempts `scavenge`; takes slurmdbd and MariaDB
 
     shards: Count = 0  # Slurm: gres/shard of each GPU; 0 = the site has none
+    prolog: str = ""  # Slurm: paths of programs that each slurmd runs before and after a job there; "" = none
+    epilog: str = ""
     licenses: str = ""  # Slurm: as `Licenses` has it, "matlab:1"
 
     def check(self) -> Layout:

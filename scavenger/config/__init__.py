@@ -33,12 +33,14 @@ from scavenger.config.run import (
 )
 from scavenger.config.section import Mistaken, Section
 from scavenger.config.site import (
+    Blackout,
     ClusterSection,
     DaemonConfig,
     DaemonSection,
     HarvestSection,
     Hours,
     LedgerSection,
+    OwnersSection,
     PrometheusSection,
     RouterSection,
 )
@@ -47,6 +49,7 @@ from scavenger.errors import ConfigError
 
 __all__ = [
     "AlgorithmSection",
+    "Blackout",
     "CheckpointSection",
     "ClusterSection",
     "DaemonConfig",
@@ -62,6 +65,7 @@ __all__ = [
     "ModelSection",
     "MonitorSection",
     "OptimizerSection",
+    "OwnersSection",
     "PrometheusSection",
     "ReservedSection",
     "RewardSection",

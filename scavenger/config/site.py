@@ -6,6 +6,7 @@ docs/config.md is generated from this module: a class's docstring opens its sect
 
 from __future__ import annotations
 
+import datetime
 import zoneinfo
 from pathlib import Path
 from typing import Annotated, Literal
@@ -107,6 +108,16 @@ class OwnersSection(Section):
     max_gpus_of: dict[str, NonNegative] = {}
     """The same for single owners, by name (`scavenger keys list`), instead of `max_gpus`."""
 
+    share_of: dict[str, Positive] = {}
+    """Shares of owners, by name, where runs want more engines than `harvest.max_engines` and `harvest.max_gpus` give:
+    `{ ada = 3 }` has three engines for each of an owner with share 1, which is everybody's who is not named."""
+    gpu_types_of: Annotated[dict[str, tuple[str, ...]], Allowed("lists of GRES types by owner")] = {}
+    """GRES types that engines of single owners' runs may use, by name: `{ ada = ["a100"] }`. Who is not named may use
+    all. It bounds what starts."""
+    partitions_of: Annotated[dict[str, tuple[str, ...]], Allowed("lists of partitions by owner")] = {}
+    """The same by partitions: engines start only on nodes that are also in one of these. Jobs are submitted to
+    `harvest.partition` all the same."""
+
     def most_gpus(self, owner: str) -> int | None:
         """GPUs that engines of this owner's runs may hold; None: any number."""
         return self.max_gpus_of.get(owner, self.max_gpus)
@@ -192,6 +203,18 @@ class Hours(Section):
     """Takes the place of `harvest.max_gpus`."""
 
 
+class Blackout(Section):
+    """Dated times in which nothing is harvested: a deadline, a benchmark, a course. Engines leave before it begins
+    (`harvest.drain_before_s` and a poll), and no engine starts that would have less than `harvest.min_runtime_s` before."""
+
+    start: Annotated[datetime.datetime, Allowed("date and time: `2026-12-24T18:00:00`")]
+    """When it begins. Without an offset (`+01:00`, `Z`) it is of `harvest.timezone`."""
+    end: Annotated[datetime.datetime, Allowed("the same, later")]
+    """When it is over. One that is over holds nothing up, and may stay in the file."""
+    reason: str = ""
+    """Why: shown by `scavenger status`, in decisions and in drained engines' reasons."""
+
+
 class HarvestSection(Section):
     """Which GPUs the daemon may use, what it does for other users' jobs, and how its own jobs are
     submitted."""
@@ -210,6 +233,11 @@ class HarvestSection(Section):
     """Jobs of the daemon that may be pending at once, requeued ones included."""
     max_gpus_per_node: NonNegative | None = None
     """GPUs of one node at most that the daemon's jobs are allocated. None: no such limit."""
+    max_gpus_by_partition: dict[str, NonNegative] = {}
+    """GPUs at most that the daemon's jobs are allocated on the nodes of each of the other partitions: `{ a100 = 8 }`.
+    It bounds what starts; engines over a limit that was lowered stay until they end."""
+    max_gpus_by_type: dict[str, NonNegative] = {}
+    """The same for each GRES type: `{ h100 = 16 }`."""
     max_gpus_per_user: NonNegative | None = None
     """GPUs of the partition at most that all jobs of the daemon's Unix user are allocated or wait for; jobs
     of the user's other daemons count. None: no such limit. The limits of a QOS or an account apply besides:
@@ -217,7 +245,9 @@ class HarvestSection(Section):
     schedule: Annotated[tuple[Hours, ...], Allowed("tables `[[harvest.schedule]]`")] = ()
     """Other limits for some hours of the week: see [below](#harvestschedule)."""
     timezone: Annotated[str, Allowed("IANA name")] = "UTC"
-    """Time zone of `schedule`."""
+    """Time zone of `schedule`, and of times in `blackout` that have none."""
+    blackout: Annotated[tuple[Blackout, ...], Allowed("tables `[[harvest.blackout]]`")] = ()
+    """Dated times in which nothing is harvested: see [below](#harvestblackout)."""
     stop_file: Path | None = None
     """Kill switch: while this file exists, the daemon submits nothing and drains its engines. If the file's
     first word is `now`, the daemon cancels its jobs at once. `scavenger drain` does the same for one
@@ -247,8 +277,8 @@ class HarvestSection(Section):
     daemon treats every job so. When such a job could start without them, the daemon drains engines for it,
     and cancels those that still run after so many seconds."""
     sees_all_jobs: bool = False
-    """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set (a Slurm operator
-    does)."""
+    """`true`: the daemon's user sees other users' jobs although `PrivateData=jobs` is set: a coordinator of their
+    accounts does ([site.md](site.md#who-may-see-the-queue))."""
     sole_user: bool = False
     """`true`: only the daemon's user may use the partition. The daemon then harvests it even if other users'
     jobs are hidden, because all of them can preempt its jobs."""
@@ -343,6 +373,22 @@ class HarvestSection(Section):
     """Mebibytes of `<state_dir>/logs`, the logs of all engines' jobs. The oldest of ended jobs are deleted
     first; a log larger than an eighth of this keeps its end only."""
 
+    @model_validator(mode="after")
+    def _blackouts_end(self) -> HarvestSection:
+        for one in self.blackout:
+            start, end = self.moment(one.start), self.moment(one.end)
+            if not 0 <= start < end:
+                raise ValueError(f"blackout: its end {one.end} is not after its start {one.start}")
+        return self
+
+    def moment(self, at: datetime.datetime) -> float:
+        """Unix seconds of a time of the file."""
+        if at.tzinfo is None:
+            at = at.replace(
+                tzinfo=datetime.UTC if self.timezone == "UTC" else zoneinfo.ZoneInfo(self.timezone)
+            )
+        return at.timestamp()
+
     @field_validator("timezone")
     @classmethod
     def _exists(cls, name: str) -> str:
@@ -403,6 +449,7 @@ LIVE = frozenset(
         "cluster.poll_interval_s",
         "harvest.account",
         "harvest.after_drain",
+        "harvest.blackout",
         "harvest.constraint",
         "harvest.contact",
         "harvest.container",
@@ -417,6 +464,8 @@ LIVE = frozenset(
         "harvest.job_template",
         "harvest.max_engines",
         "harvest.max_gpus",
+        "harvest.max_gpus_by_partition",
+        "harvest.max_gpus_by_type",
         "harvest.max_gpus_per_node",
         "harvest.max_gpus_per_user",
         "harvest.max_pending",
@@ -443,9 +492,12 @@ LIVE = frozenset(
         "harvest.wckey",
         "harvest.yield_after_s",
         "owners.deny",
+        "owners.gpu_types_of",
         "owners.groups",
         "owners.max_gpus",
         "owners.max_gpus_of",
+        "owners.partitions_of",
+        "owners.share_of",
         "owners.users",
     }
 )

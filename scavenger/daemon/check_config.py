@@ -10,7 +10,7 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from scavenger.cluster import choose
@@ -36,6 +36,137 @@ def _owners(config: DaemonConfig, user: str) -> str:
     most = "any number of GPUs" if owners.max_gpus is None else f"{owners.max_gpus} GPUs"
     single = "".join(f", {name} {count}" for name, count in sorted(owners.max_gpus_of.items()))
     return f"owners    {' and '.join(who)} may train, by `scavenger join {public}`; engines of each hold {most} at most{single}"
+
+
+def limits(config: DaemonConfig) -> list[tuple[str, str, str]]:
+    """All that bounds what the daemon takes, asks and keeps: (key, value, what it bounds). Pure; docs/admin.md has the same table."""
+    d, h, c, o = config.daemon, config.harvest, config.cluster, config.owners
+
+    def of(value: object, unit: str = "") -> str:
+        return (
+            "no limit"
+            if value is None
+            else f"{value:,}{unit}"
+            if isinstance(value, int)
+            else f"{value}{unit}"
+        )
+
+    def each(table: Mapping[str, object]) -> str:
+        return ", ".join(f"{name} {_listed(value)}" for name, value in sorted(table.items())) or "none"
+
+    hours = [
+        f"{one.days} {one.hours} h: "
+        + (
+            ", ".join(
+                f"{key} {value}"
+                for key, value in (("max_engines", one.max_engines), ("max_gpus", one.max_gpus))
+                if value is not None
+            )
+            or "nothing else"
+        )
+        for one in h.schedule
+    ]
+    dark = [f"{one.start} to {one.end}{f' ({one.reason})' if one.reason else ''}" for one in h.blackout]
+    return [
+        ("harvest.max_engines", of(h.max_engines), "jobs of ours, pending and leaving ones included"),
+        ("harvest.max_gpus", of(h.max_gpus), "GPUs that these hold or wait for"),
+        ("harvest.max_pending", of(h.max_pending), "of them, those that wait in the queue"),
+        ("harvest.standby_jobs", of(h.standby_jobs), "jobs more that wait to be told where to begin"),
+        ("harvest.max_gpus_per_node", of(h.max_gpus_per_node), "GPUs of ours on one node"),
+        (
+            "harvest.max_gpus_by_partition",
+            each(h.max_gpus_by_partition),
+            "GPUs of ours on other partitions' nodes",
+        ),
+        ("harvest.max_gpus_by_type", each(h.max_gpus_by_type), "GPUs of ours of a GRES type"),
+        (
+            "harvest.max_gpus_per_user",
+            of(h.max_gpus_per_user),
+            "GPUs of all jobs of our Unix user in the partition",
+        ),
+        ("owners.max_gpus", of(o.max_gpus), "GPUs of engines of one owner's runs"),
+        ("owners.max_gpus_of", each(o.max_gpus_of), "the same for single owners"),
+        ("owners.share_of", each(o.share_of), "who gets how much where not all is to be had (others: 1)"),
+        ("owners.gpu_types_of", each(o.gpu_types_of), "GRES types of single owners' engines"),
+        (
+            "owners.partitions_of",
+            each(o.partitions_of),
+            "partitions whose nodes single owners' engines may use",
+        ),
+        ("harvest.headroom_gpus", of(h.headroom_gpus), "idle GPUs that stay idle"),
+        ("harvest.headroom_per_node", of(h.headroom_per_node), "the same on each node"),
+        ("harvest.headroom_by_type", each(h.headroom_by_type), "the same of each GRES type"),
+        (
+            "harvest.headroom_by_partition",
+            each(h.headroom_by_partition),
+            "the same on other partitions' nodes",
+        ),
+        (
+            "harvest.schedule",
+            "; ".join(hours) or "none",
+            f"max_engines and max_gpus by the hour ({h.timezone})",
+        ),
+        ("harvest.blackout", "; ".join(dark) or "none", f"when nothing is harvested ({h.timezone})"),
+        (
+            "harvest.max_preemptions_per_hour",
+            of(h.max_preemptions_per_hour),
+            "preemptions within an hour, after which nothing is submitted",
+        ),
+        ("harvest.time_limit_s", of(h.time_limit_s, " s"), "a job's --time"),
+        ("harvest.min_runtime_s", of(h.min_runtime_s, " s"), "no engine starts where less is left"),
+        (
+            "harvest.cpus_per_engine",
+            of(h.cpus_per_engine),
+            "CPUs of a job, at most its GPUs' share of the node",
+        ),
+        (
+            "harvest.memory_mb_per_engine",
+            of(h.memory_mb_per_engine, " MiB") if h.memory_mb_per_engine else "its GPUs' share",
+            "memory of a job",
+        ),
+        (
+            "harvest.pull_mb_per_s",
+            of(h.pull_mb_per_s, " MB/s") if h.pull_mb_per_s else "no limit",
+            "weights that all engines of a node fetch from others",
+        ),
+        (
+            "harvest.quarantine_after, quarantine_s",
+            f"{h.quarantine_after} in {h.quarantine_s:g} s",
+            "failures on a node, after which it is left alone",
+        ),
+        ("harvest.backoff_s", of(h.backoff_s, " s"), "after a job that died at once; doubles up to 600 s"),
+        ("harvest.logs_mb", of(h.logs_mb, " MiB"), "job logs"),
+        (
+            "cluster.max_rpc_per_min",
+            of(c.max_rpc_per_min),
+            "requests to slurmctld, on average over ten minutes",
+        ),
+        ("cluster.poll_interval_s", of(c.poll_interval_s, " s"), "between two polls"),
+        (
+            "cluster.fast_poll_interval_s",
+            of(c.fast_poll_interval_s, " s"),
+            "the same while something is expected",
+        ),
+        ("cluster.min_poll_interval_s", of(c.min_poll_interval_s, " s"), "never less than this"),
+        ("cluster.command_timeout_s", of(c.command_timeout_s, " s"), "one command of Slurm's"),
+        ("daemon.payload_memory_mb", of(d.payload_memory_mb, " MiB"), "tokens that the daemon caches"),
+        (
+            "ledger.retention, retention_steps",
+            f"{config.ledger.retention}, {config.ledger.retention_steps}",
+            "the ledger's growth",
+        ),
+    ]
+
+
+def _listed(value: object) -> str:
+    return "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    """Columns as wide as they need to be; a long value has a line of its own."""
+    key_width = max(len(key) for key, _, _ in rows)
+    for key, value, what in rows:
+        yield f"{key:{key_width}}  {value:<16}  {what}"
 
 
 def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
@@ -170,4 +301,7 @@ def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
             f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}{f' ({finding.note})' if finding.note else ''}"
         ]
         said += [f"           {line}" for line in finding.problem.splitlines()]
+    if config.harvest.enabled:
+        said.append("Its limits (docs/admin.md); those of its QOS and account in Slurm apply besides:")
+        said += [f"  {line}" for line in _table(limits(config))]
     return said, not refused

@@ -39,6 +39,7 @@ from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
+from scavenger.harvest.track.training_jobs import TrainingGpus
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
@@ -94,6 +95,7 @@ class Daemon:
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
         self.training = TrainingJobs()
+        self._training_gpus = TrainingGpus()
         self.harvester: Harvester | None = None
         self._announcement = Announcement(self.state_dir, config.daemon)
         self._key_requests: KeyRequests | None = None  # where other users may own runs
@@ -295,7 +297,8 @@ class Daemon:
         self._enrolment.read()
         self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
         if self.harvester is not None:
-            self.harvester.restore(snapshot.jobs)
+            self.harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
+        self._training_gpus.restore(snapshot.training_jobs)
         return snapshot
 
     async def _bind_ports(self, server: Server) -> int:
@@ -464,6 +467,9 @@ class Daemon:
         ]
         for job in self.training.observe(opened, view.jobs):
             log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
+        held = [(run.id, run.trainer.job_id) for run in runs if not run.ended]
+        if records := self._training_gpus.observe(held, view.jobs, self.clock()):
+            self.server.write(records)
 
     # ---------------------------------------------------------------- parts
 

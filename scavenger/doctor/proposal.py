@@ -65,7 +65,7 @@ def propose(facts: Facts, user: str, partition: str = "") -> Proposal:
     if "jobs" in info.private and not any(one.key == "harvest.sees_all_jobs" for one in keys):
         to_do.append(
             f"harvest.sees_all_jobs: PrivateData hides other users' jobs from {user}, so nothing is harvested until "
-            f"it sees them (docs/admin.md) or the partition is the daemon's alone (harvest.sole_user)"
+            f"it sees them (docs/site.md: what needs the least right) or the partition is the daemon's alone (harvest.sole_user)"
         )
     gpus = sum(node.gpus for node in nodes)
     to_do.append(f"harvest.max_engines: 4 to begin with; the partition has {gpus} GPUs on {len(nodes)} nodes")

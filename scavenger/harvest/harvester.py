@@ -36,7 +36,7 @@ from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, Config
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.decide.free_capacity import gpu_use
+from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
 from scavenger.harvest.execute import job_logs, job_script
 from scavenger.harvest.execute.execute import (
     LedgerWrites,
@@ -50,6 +50,7 @@ from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.harvest.track.tracker import Output, Tracker
+from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
 from scavenger.policy.idle_gpus import Idling
@@ -213,6 +214,7 @@ class Harvester:
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
+        self._waits = OtherUsersWaits()
         self._thread = OneThread("cluster")
         self._keys = WorkerKeys(self._state_dir, router)
         self._performer = Performer(
@@ -256,6 +258,10 @@ class Harvester:
         """The last complete observation."""
         return self._poller.view
 
+    def polls_late(self) -> str:
+        """Why polls come later than promised, and how far; "" = they do not."""
+        return self._pace.behind(self._monotonic())
+
     def connected(self) -> tuple[int, int]:
         """Engines of our jobs that are registered now, and their GPUs: what is known of them between two polls of Slurm."""
         here = {life.intent_id for life in self._router.lives() if life.here} & self.tracker.intents.keys()
@@ -263,10 +269,21 @@ class Harvester:
 
     # ---------------------------------------------------------------- life
 
-    def restore(self, jobs: Sequence[rec.JobState]) -> None:
-        """Take over the jobs that the ledger has, and let their workers in again. Call before `run`."""
+    def restore(
+        self,
+        jobs: Sequence[rec.JobState],
+        waits: Sequence[rec.OtherUserWaits] = (),
+        quarantined: Sequence[str] = (),
+    ) -> None:
+        """Take over the jobs that the ledger has, and let their workers in again. Call before `run`.
+
+        `waits`: of other users' jobs. `quarantined`: nodes; what was held against them is forgotten with a restart.
+        """
         now = self._clock()
         self.tracker.restore(jobs, now)
+        self._waits.restore(waits, now)
+        if quarantined:
+            self._write([rec.NodeReleased(node, now) for node in quarantined])
         for job in jobs:
             intended = job.intended
             try:
@@ -344,6 +361,7 @@ class Harvester:
     async def _cycle(self, poll: Poll) -> None:
         """Observe and conclude; after a whole poll also decide and perform."""
         rpcs_before_poll = self.cluster.rpc.total
+        self._pace.begins(self._monotonic())
         try:
             view, poll = await self._poller.observe(poll, failed=self._pace.failures > 0)
         except ClusterError as error:
@@ -371,6 +389,7 @@ class Harvester:
     ) -> None:
         self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
         self._record_gpu_use(view)
+        self._record_waits(view)
         await self.stop_state.poll_now()
         demand = self._take_demand()
         now = self._clock()
@@ -379,6 +398,7 @@ class Harvester:
         limits = self._limits(view, info, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
+        decided_at = self._monotonic()
         decision = decide.decide(
             view, demand, self.tracker.jobs(self._router.leases(), self._owners), limits, now
         )
@@ -390,6 +410,7 @@ class Harvester:
             self._failed(error, rpcs_after_poll, polling=False)
             return
         self._pace.spent(self.cluster.rpc.total - rpcs_after_poll, self._monotonic())
+        self._pace.acted(self._monotonic() - decided_at)
         self._poll_when_drains_are_due(limits)
         if info.accounting:
             await self._account()
@@ -425,6 +446,12 @@ class Harvester:
         )
         self._write([polled])
 
+    def _record_waits(self, view: ClusterView) -> None:
+        now, held = self._clock(), self.tracker.held()
+        waiting = waiting_jobs(view, self.tracker.job_ids(), now) if held else []
+        if records := self._waits.observe(view, waiting, held, now):
+            self._write(records)
+
     def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
         """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""
         limits = self.stop_state.update_limits(view, info, self.tracker, self._drain_notice_s, now)
@@ -444,6 +471,9 @@ class Harvester:
             job for job in self.tracker.jobs({}) if job.job_id and job.drain_kind is DrainKind.DRAINING
         ]
         due = min((must_end_by(job, limits) for job in draining), default=math.inf)
+        # When engines are to leave for a blackout is not left to the budget either.
+        to_come = [decide.leave_for_blackout_at(one, limits) for one in limits.blackouts]
+        due = min([due, *(at for at in to_come if at > self._clock())])
         self._drains_due_at = self._monotonic() + max(0.0, due - self._clock())
 
     async def _account(self) -> None:

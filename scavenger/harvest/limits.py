@@ -33,13 +33,15 @@ import structlog
 
 from scavenger.asyncio_helpers import patience_s
 from scavenger.cluster.model import ClusterInfo, ClusterView
-from scavenger.config import DaemonConfig, Hours
+from scavenger.config import DaemonConfig, HarvestSection, Hours, OwnersSection
 from scavenger.harvest.decide.actions import (
+    BlackoutTime,
     Caps,
     Decision,
     Headroom,
     JobLimits,
     Limits,
+    OwnerRule,
     Placement,
     Restrictions,
     YieldLimits,
@@ -117,6 +119,8 @@ def limits_of(
             max_gpus_per_node=harvest.max_gpus_per_node,
             max_gpus_per_user=harvest.max_gpus_per_user,
             max_preemptions_per_hour=harvest.max_preemptions_per_hour,
+            by_partition=tuple(sorted(harvest.max_gpus_by_partition.items())),
+            by_type=tuple(sorted(harvest.max_gpus_by_type.items())),
         ),
         headroom=Headroom(
             gpus=harvest.headroom_gpus,
@@ -157,10 +161,38 @@ def limits_of(
             preempted_last_hour=preempted_last_hour,
             doubted=health.doubted(now),
         ),
+        owners=owner_rules(config.owners),
+        blackouts=blackouts(harvest, now),
         user=user,
         stale_s=stale_s(config),
         drain_notice_s=drain_notice_s,
     )
+
+
+def owner_rules(owners: OwnersSection) -> tuple[OwnerRule, ...]:
+    """Of each owner that the file names."""
+    types, parts = owners.gpu_types_of, owners.partitions_of
+    return tuple(
+        OwnerRule(
+            name,
+            owners.share_of.get(name, 1),
+            frozenset(types[name]) if name in types else None,
+            frozenset(parts[name]) if name in parts else None,
+        )
+        for name in sorted(owners.share_of.keys() | types.keys() | parts.keys())
+    )
+
+
+def blackouts(harvest: HarvestSection, now: float) -> tuple[BlackoutTime, ...]:
+    """Those that are not over, the first to begin first."""
+    found = []
+    for one in harvest.blackout:
+        start, end = harvest.moment(one.start), harvest.moment(one.end)
+        if now < end:
+            words = f"from {one.start:%Y-%m-%d %H:%M} to {one.end:%Y-%m-%d %H:%M}"
+            zone = f" {harvest.timezone}" if one.start.tzinfo is None else f" ({one.start:%z})"
+            found.append(BlackoutTime(start, end, f"{words}{zone}{f': {one.reason}' if one.reason else ''}"))
+    return tuple(sorted(found, key=lambda one: (one.start, one.end)))
 
 
 def hours_now(schedule: Sequence[Hours], timezone: str, now: float) -> Hours | None:

@@ -33,6 +33,8 @@ REST = 3.0
 SAVED_MIN = 10.0
 #: Intervals are stretched by a factor between these.
 STRETCH = (0.9, 1.1)
+#: Later than promised by less than this is nobody's affair: the time of a poll itself.
+SLACK_S = 5.0
 
 
 class Poll(StrEnum):
@@ -63,8 +65,19 @@ class Pace:
         self._cost = {Poll.FULL: 4.0, Poll.JOBS: 2.0}  # until one was measured
         self.failures = 0
         self._retry_at = -math.inf
+        self._began_at: float | None = None  # of the poll under way
+        self._began_after_s = 0.0  # how long after the last whole one it began
+        self._put_off_s = 0.0  # how long the budget keeps the next whole poll back
+        self._commands_s = 0.0  # how long the commands after the last poll took
+        self._promised_s = math.inf  # within which the next whole poll is to come
+        self._quick_s = 0.0  # the same of a poll of any kind while something is expected; 0: nothing is
+        self._late = ""  # what kept the last whole poll from coming in time
 
     # ---------------------------------------------------------------- what happened
+
+    def begins(self, now: float) -> None:
+        """A poll is asked for."""
+        self._began_at, self._began_after_s = now, now - self._full_at
 
     def spent(self, rpcs: int, now: float) -> None:
         """Requests were sent for something else than a poll."""
@@ -77,9 +90,10 @@ class Pace:
         self._cost[poll] = float(rpcs)
         self._poll_at = now
         if poll is Poll.FULL:
+            self._late, self._commands_s = self._behind(now), 0.0
             self._full_at = now
         self._roll()
-        self.failures, self._retry_at = 0, -math.inf
+        self.failures, self._retry_at, self._began_at = 0, -math.inf, None
 
     def failed(self, error_kind: str, rpcs: int, now: float, *, polling: bool = True) -> float:
         """A poll, or a command after one (not `polling`), failed. Returns the seconds until the next try."""
@@ -88,6 +102,7 @@ class Pace:
         else:
             self.spent(rpcs, now)
         self.failures += 1
+        self._began_at = None
         self._roll()
         first_s = (
             self.rules.poll_interval_s
@@ -105,6 +120,46 @@ class Pace:
         self._saved = max(-self._most, min(self._saved, self._most))
         self._saved_for_regular = max(-self._most, min(self._saved_for_regular, self._most))
 
+    def acted(self, took_s: float) -> None:
+        """The commands after a whole poll are done: submissions and cancellations are waited for."""
+        self._commands_s = took_s
+
+    # ---------------------------------------------------------------- whether they come as promised
+
+    def behind(self, now: float) -> str:
+        """Why, and how far, polls come later than promised; "" = they do not.
+
+        Of the poll that is due, else of the last whole one, until one comes in time.
+        """
+        if overdue := self._behind(now):
+            return overdue
+        if self._quick_s and self._began_at is None and now - self._poll_at > self._quick_s + SLACK_S:
+            waited = f"something is expected, and the last poll was {now - self._poll_at:.0f} s ago instead of {self._quick_s:.0f} s"
+            return f"{waited}: {self._budget()}"
+        return self._late
+
+    def _behind(self, now: float) -> str:
+        after_s = now - self._full_at
+        if math.isinf(after_s) or after_s <= self._promised_s + SLACK_S:
+            return ""
+        under_way_s = now - self._began_at if self._began_at is not None else 0.0
+        causes = {
+            f"slurmctld is slow: the poll took {under_way_s:.0f} s": under_way_s,
+            f"slurmctld is slow: commands after the last poll took {self._commands_s:.0f} s": self._commands_s,
+            self._budget(): self._put_off_s,
+        }
+        why = max(causes, key=lambda cause: causes[cause])
+        if self.failures:
+            why = f"Slurm failed {self.failures} times in a row"
+        elif causes[why] < 1.0:
+            why = "this host is too busy, or was suspended"
+        return (
+            f"{after_s:.0f} s since the last whole poll where {self._promised_s:.0f} s were promised: {why}"
+        )
+
+    def _budget(self) -> str:
+        return f"the RPC budget is spent (cluster.max_rpc_per_min = {self.rules.max_rpc_per_min:g})"
+
     # ---------------------------------------------------------------- what is next
 
     def next(
@@ -115,13 +170,20 @@ class Pace:
         `by`: somebody was promised GPUs by then, so that a whole poll is due then whatever it costs.
         """
         rules = self.rules
+        interval_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0)
+        self._promised_s = interval_s * STRETCH[1]
+        self._quick_s = max(rules.floor_s, rules.fast_poll_interval_s) * STRETCH[1] if expecting else 0.0
         if self.failures:
             return self._retry_at, Poll.FULL
-        regular_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0) * self._stretch
+        regular_s = interval_s * self._stretch
         regular_at = self._full_at + regular_s
         # the budget may put a poll off, but never for longer than the interval itself
         affordable_at = self._affordable(Poll.FULL, now, regular=True)
         due = (max(regular_at, min(affordable_at, regular_at + regular_s)), Poll.FULL)
+        if (
+            affordable_at > now or now < regular_at
+        ):  # once it may be asked for, what it waited for stays known
+            self._put_off_s = due[0] - regular_at
         soon_at = self._poll_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.fast_poll_interval_s))
         due = min(due, (max(by, soon_at), Poll.FULL))
         if moved:

@@ -33,23 +33,26 @@ def load_report(name: str) -> str:
     return resources.text(f"sql/reports/{name}.sql")
 
 
-#: How a report that has no end by itself says what it shows: its newest rows, and none from before a time.
-_BOUNDS = re.compile(r"SELECT \d+ AS most, [0-9.]+ AS since\b")
+#: How a report that has no end by itself says what it shows: its newest rows of a span of time.
+_BOUNDS = re.compile(r"SELECT (\d+) AS most, ([0-9.]+) AS since, ([0-9.]+) AS until\b")
 
 
 def is_bounded(sql: str) -> bool:
-    """Whether a report shows its newest rows only, and can be asked for more or for those since a time."""
+    """Whether a report shows its newest rows only, and can be asked for more or for those of a span of time."""
     return _BOUNDS.search(sql) is not None
 
 
-def bounded(sql: str, most: int | None, since: float | None) -> str:
-    """The same report for its newest `most` rows since `since` (Unix seconds); None: as the file says."""
+def bounded(sql: str, most: int | None, since: float | None, until: float | None = None) -> str:
+    """The same report for its newest `most` rows of [`since`, `until`) (Unix seconds); None: as the file says."""
     written = _BOUNDS.search(sql)
     if written is None:
         return sql
-    _, has_most, _, _, has_since, *_ = written[0].split()
-    new = f"SELECT {has_most if most is None else int(most)} AS most, {has_since if since is None else format(float(since), 'f')} AS since"
-    return sql.replace(written[0], new)
+    rows = written[1] if most is None else str(int(most))
+    begin, end = (
+        said if at is None else format(float(at), "f")
+        for said, at in ((written[2], since), (written[3], until))
+    )
+    return sql.replace(written[0], f"SELECT {rows} AS most, {begin} AS since, {end} AS until")
 
 
 def question(sql: str) -> str:

@@ -345,6 +345,78 @@ class ClusterPolled(Record, frozen=True):
     at: float
 
 
+class OtherUserWaits(Record, frozen=True):
+    """Another user's job is seen to wait for GPUs of a partition while we hold some of its nodes'. Times are Slurm's; `at` is ours."""
+
+    job_id: int
+    user_name: str
+    partition: str
+    gpus: int
+    submitted_at: float
+    eligible_at: float
+    at: float
+
+
+class OtherUserWaited(Record, frozen=True):
+    """That wait is over. `started_at`: Slurm's, None where the job did not start or nobody saw it.
+
+    `harvested_gpus`: the most that we held meanwhile on the nodes of its partitions; `harvested_gpu_s`: for how long.
+    """
+
+    job_id: int
+    submitted_at: float
+    outcome: str  # started | requeued | cancelled | left
+    started_at: float | None
+    harvested_gpus: int
+    harvested_gpu_s: float
+    at: float
+
+
+class TrainingJobStarted(Record, frozen=True):
+    """A run's training job holds GPUs of its own since `at` (Slurm's time)."""
+
+    run_id: int
+    job_id: int
+    user_name: str
+    nodes: int
+    gpus: int
+    at: float
+
+
+class TrainingJobEnded(Record, frozen=True):
+    run_id: int
+    job_id: int
+    at: float
+
+
+class EngineDied(Record, frozen=True):
+    """A harvested job ended by its own fault or its node's. `exit_code`: the shell's view; None: Slurm did not say."""
+
+    node: str
+    run_id: int
+    intent_id: str
+    job_id: int
+    restart_count: int
+    exit_code: int | None
+    reason: str
+    lived_s: float
+    at: float
+
+
+class NodeQuarantined(Record, frozen=True):
+    """A node gets no engine until `until_at`."""
+
+    node: str
+    reason: str
+    until_at: float
+    at: float
+
+
+class NodeReleased(Record, frozen=True):
+    node: str
+    at: float
+
+
 class Decision(Record, frozen=True):
     """One decision of a policy with its reason; `inputs` is JSON.
 
@@ -462,6 +534,8 @@ class JobState(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything a restarted daemon needs. `next_*` are greater than every id in use.
 
+    `waits`, `training_jobs` and `quarantined` (nodes): those that had not ended.
+
     `groups`: those of unfinished runs that are open, complete but not final, or consumed by steps later than the oldest kept checkpoint's.
     `retries`: (run_id, purpose, step, prompt_index, retry) of the newest group given up.
     """
@@ -475,3 +549,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     workers: tuple[WorkerState, ...]
     jobs: tuple[JobState, ...]
     retries: tuple[tuple[int, str, int, int, int], ...] = ()
+    waits: tuple[OtherUserWaits, ...] = ()
+    training_jobs: tuple[TrainingJobStarted, ...] = ()
+    quarantined: tuple[str, ...] = ()

@@ -394,3 +394,72 @@ events = Table(
     _time("at"),
     Index("ix_events_kind", "kind", "at"),
 )
+
+# ---------------------------------------------------------------- others, and what it cost (0002)
+
+#: One wait of another user's job for GPUs of partitions in whose nodes we held some. A job array is one row.
+other_users_waits = Table(
+    "other_users_waits",
+    metadata,
+    _counted(),
+    _int("job_id"),
+    _text("user_name"),
+    _text("partition"),
+    _int("gpus"),
+    _time("submitted_at"),
+    _time("eligible_at"),  # since when it could have started: not before its begin time
+    _time("seen_at"),  # the first poll that saw it wait while we held GPUs there
+    _maybe_time("started_at"),  # Slurm's; null while it waits, and where it left the queue unseen
+    _maybe_time("ended_at"),
+    _text("outcome"),  # "" while it waits | started | requeued | cancelled | left
+    _int("harvested_gpus"),  # the most that we held on the nodes of its partitions meanwhile
+    _time("harvested_gpu_s"),  # GPU-seconds that we held there meanwhile
+    Index("ix_other_users_waits_job", "job_id"),
+    Index("ix_other_users_waits_ended", "ended_at"),
+)
+
+#: One life of a run's training job, as Slurm shows it.
+training_jobs = Table(
+    "training_jobs",
+    metadata,
+    _counted(),
+    _int("run_id"),
+    _int("job_id"),
+    _text("user_name"),
+    _int("nodes"),
+    _int("gpus"),
+    _time("started_at"),
+    _maybe_time("ended_at"),
+    Index("ix_training_jobs_run", "run_id", "job_id"),
+)
+
+#: One harvested job that ended by its own fault, or its node's.
+engine_deaths = Table(
+    "engine_deaths",
+    metadata,
+    _counted(),
+    _text("node"),
+    _int("run_id"),
+    _text("intent_id"),
+    _int("job_id"),
+    _int("restart_count"),
+    Column("exit_code", Int, nullable=True),  # the shell's view; null: Slurm did not say
+    _text("reason"),
+    _time("lived_s"),
+    _time("at"),
+    Index("ix_engine_deaths_node", "node"),
+)
+
+node_quarantines = Table(
+    "node_quarantines",
+    metadata,
+    _counted(),
+    _text("node"),
+    _text("reason"),
+    _time("at"),
+    _time("until_at"),
+    _maybe_time(
+        "released_at"
+    ),  # sooner than `until_at` where the run was at fault, or the daemon was restarted
+    Index("ix_node_quarantines_node", "node"),
+)

@@ -55,6 +55,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         connected_gpus=connected_gpus,
         unread=stop_state.files.unread,
         set_up=harvester.tracker.health.set_up_fault(),
+        polls_late=harvester.polls_late(),
     )
 
 
@@ -97,6 +98,7 @@ class Harvest(msgspec.Struct, frozen=True):
     standby_jobs: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
     connected: int | None = None
     connected_gpus: int = 0
+    polls_late: str = ""  # by how much polls are behind the promised interval, and why; "" = they are not
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
@@ -275,6 +277,8 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         )
     else:
         said.append("slurm     not seen yet")
+    if h.polls_late and not gone:
+        said.append(f"          BEHIND: {h.polls_late}")
     if h.concluded:
         said.append(f"decided   {h.concluded}")
     return said

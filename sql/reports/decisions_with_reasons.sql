@@ -1,7 +1,7 @@
--- What was decided, when, and why? (The newest ones; "bounds" says how many, and since which Unix second.)
-WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
+-- What was decided, when, and why? (The newest ones; "bounds" says how many, and of which time: Unix seconds.)
+WITH bounds AS (SELECT 1000 AS most, 0.0 AS since, 9999999999.0 AS until),
 newest AS (
-  SELECT * FROM v_decisions WHERE at >= (SELECT since FROM bounds)
+  SELECT * FROM v_decisions WHERE at >= (SELECT since FROM bounds) AND at < (SELECT until FROM bounds)
   ORDER BY id DESC LIMIT (SELECT most FROM bounds)
 )
 SELECT id, CAST(at AS bigint) AS at_unix_s, policy, action, subject, code, reason, inputs

@@ -479,3 +479,14 @@ def test_the_notice_with_slurm_s_defaults(grace_s: float, least_s: float, most_s
     """KillWait=30, MessageTimeout=10: without grace KILL comes after KillWait, with it after the longer of both and a check of limits."""
     got = notice(grace_s, 30, 10)
     assert (got.least_s, got.most_s) == (least_s, most_s)
+
+
+def test_operator_rights_are_named_last_where_jobs_are_hidden() -> None:
+    """Engines run as the same user: whoever got out of one would be an operator."""
+    one = found("private data", site({"PrivateData": "jobs,usage"}), WANTED)
+    told = [
+        one.remedy.index(word) for word in ("out of PrivateData", "AllowAccounts", "coordinator", "operator")
+    ]
+    assert told == sorted(told)
+    assert "adminlevel=operator" not in one.remedy
+    assert "cancel every job" in one.remedy

@@ -582,3 +582,34 @@ def test_accounting_that_fails_is_an_event_and_stops_neither_looks_nor_submissio
     asyncio.run(play())
     [corrected] = world.of(rec.AllocationCorrected)
     assert (corrected.restart_count, corrected.node) == (0, "node9")
+
+
+def test_another_user_s_wait_beside_our_engines_is_recorded(world: World) -> None:
+    """Two whole nodes are asked for; one of them is somebody else's, so that the job waits though we hold the other."""
+
+    async def play() -> None:
+        first = world.site.submit(spec())
+        await until("their job holds a node", lambda: world.jobs(JobState.RUNNING))
+        world.want(2)
+        async with running(world.harvester()):
+            await until("two engines hold GPUs", lambda: len(world.of(rec.AllocationStarted)) == 2)
+            second = world.site.submit(spec(nodes=2))
+            await until("its wait is seen", lambda: world.of(rec.OtherUserWaits))
+            [wait] = world.of(rec.OtherUserWaits)
+            assert (wait.job_id, wait.partition, wait.gpus) == (second, "normal", 4)
+            polls = len(world.of(rec.ClusterPolled))
+            await until("it is polled again", lambda: len(world.of(rec.ClusterPolled)) > polls + 1)
+            assert len(world.of(rec.OtherUserWaits)) == 1, "one wait is one row"
+            world.site.cancel((first,))
+            await until("it starts", lambda: world.of(rec.OtherUserWaited))
+
+    asyncio.run(play())
+    [waited] = world.of(rec.OtherUserWaited)
+    assert (waited.outcome, waited.harvested_gpus) == ("started", 2)
+    assert waited.harvested_gpu_s > 0
+    assert abs(waited.at - time.time()) < 60
+
+
+def test_a_restarted_daemon_releases_the_nodes_whose_failures_it_forgets(world: World) -> None:
+    world.harvester().restore([], quarantined=["node1"])
+    assert [one.node for one in world.of(rec.NodeReleased)] == ["node1"]

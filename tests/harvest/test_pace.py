@@ -209,3 +209,82 @@ def test_commands_that_fail_take_no_more_from_regular_polls_than_others(fails: b
         pace.polled(poll, COST[poll], due)
     gaps = [b - a for a, b in itertools.pairwise(polls)]
     assert set(gaps) == {60.0}
+
+
+# ---------------------------------------------------------------- behind what was promised
+
+
+def ready(now: float = 0.0, rules: PaceRules = RULES) -> Pace:
+    """One whole poll was made at `now`."""
+    pace = Pace(rules, EVEN, now)
+    pace.begins(now)
+    pace.polled(Poll.FULL, 4, now)
+    return pace
+
+
+def following(pace: Pace, now: float, **mood: bool) -> tuple[float, Poll]:
+    return pace.next(now, **{"expecting": False, "moved": False, "rests": False, **mood})
+
+
+def test_polls_that_come_as_promised_are_not_behind() -> None:
+    pace = ready()
+    assert pace.behind(1000.0) == "", "nothing was promised yet"
+    for minute in range(1, 5):
+        following(pace, 60.0 * minute)
+        pace.begins(60.0 * minute)
+        assert pace.behind(60.0 * minute + 1) == ""
+        pace.polled(Poll.FULL, 4, 60.0 * minute + 1)
+    following(pace, 300.0, rests=True)
+    assert pace.behind(400.0) == "", "at rest every three minutes are promised"
+
+
+def test_a_budget_that_is_spent_is_named_until_a_poll_comes_in_time() -> None:
+    rules = replace(RULES, max_rpc_per_min=1.0)
+    pace = ready(rules=rules)
+    for _ in range(2):  # more than ten minutes' worth
+        pace.polled(Poll.FULL, 8, 0.0)
+    due, poll = following(pace, 1.0)
+    assert (due, poll) == (120.0, Poll.FULL), "by an interval at most"
+    for second in range(2, 120):
+        following(pace, float(second))
+    why = "the RPC budget is spent (cluster.max_rpc_per_min = 1)"
+    assert pace.behind(119.0) == f"119 s since the last whole poll where 66 s were promised: {why}"
+    pace.begins(120.0)
+    pace.polled(Poll.FULL, 4, 121.0)
+    following(pace, 130.0)
+    assert pace.behind(130.0) == f"121 s since the last whole poll where 66 s were promised: {why}", (
+        "it was late"
+    )
+
+
+def test_a_slow_slurmctld_is_told_from_the_budget() -> None:
+    pace = ready()
+    following(pace, 59.0)
+    pace.begins(60.0)
+    assert pace.behind(100.0).endswith("66 s were promised: slurmctld is slow: the poll took 40 s")
+    pace.polled(Poll.FULL, 4, 110.0)
+    pace.acted(95.0)
+    following(pace, 205.0)
+    pace.begins(206.0)
+    assert pace.behind(207.0).endswith("slurmctld is slow: commands after the last poll took 95 s")
+    pace.polled(Poll.FULL, 4, 208.0)
+    following(pace, 260.0)
+    pace.begins(262.0)
+    pace.polled(Poll.FULL, 4, 263.0)
+    assert pace.behind(264.0) == "", "one came in time"
+
+
+def test_a_slurm_that_fails_and_fast_polls_without_a_budget_are_behind_too() -> None:
+    pace = ready()
+    following(pace, 60.0)
+    pace.begins(60.0)
+    pace.failed(ErrorKind.NO_REPLY, 1, 80.0)
+    assert pace.behind(100.0).endswith("Slurm failed 1 times in a row")
+    pace = ready()
+    pace.spent(60, 0.0)
+    following(pace, 10.0, expecting=True)
+    assert pace.behind(10.0) == ""
+    assert pace.behind(40.0) == (
+        "something is expected, and the last poll was 40 s ago instead of 16 s: "
+        "the RPC budget is spent (cluster.max_rpc_per_min = 4)"
+    )

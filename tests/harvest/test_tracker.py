@@ -337,6 +337,28 @@ def test_a_held_job_is_reported_as_held() -> None:
     assert w.tracker.jobs({})[0].held == "launch_failed_requeued_held"
 
 
+@pytest.mark.parametrize("seen_to_run", [True, False], ids=["seen to run", "between two polls"])
+def test_a_job_that_slurm_cannot_start_makes_all_wait_and_blames_no_run_and_no_node(
+    seen_to_run: bool,
+) -> None:
+    w = Watch()
+    w.submit(A, 1)
+    if seen_to_run:
+        w.see(1, ours(A, 1, JobState.RUNNING))
+    w.see(2, ours(A, 1, reason="launch_failed_requeued_held", restart_count=1, submit_time=2.0))
+    [told] = [event for event in w.of(rec.Event) if event.kind == "launch_failed"]
+    assert told.run_id == 0
+    health = w.tracker.health
+    assert health.backoff()[0] > 2.0
+    assert health.backoff_of(1) == (0.0, ""), "its run is not at fault"
+    assert health.quarantined(2.0) == ()
+    assert [(died.run_id, died.exit_code) for died in w.of(rec.EngineDied)] == (
+        [(0, None)] if seen_to_run else []
+    )
+    w.see(3, ours(A, 1, reason="launch_failed_requeued_held", restart_count=1, submit_time=2.0))
+    assert len([event for event in w.of(rec.Event) if event.kind == "launch_failed"]) == 1
+
+
 # ---------------------------------------------------------------- submissions that got lost, restarts
 
 

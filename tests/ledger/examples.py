@@ -70,6 +70,8 @@ def prologue() -> list[r.Record]:
         r.WorkerJoined(1, 1, "harvested", "i1", "s1", 0, 501, "n3", 1, "reference", T0 + 4),
         r.WorkerJoined(2, 1, "reserved", "", "s2", 0, 100, "n0", 1, "reference", T0 + 4),
         r.ClusterPolled(5, 1, 6, 4, 0, 0, T0 + 5),
+        r.TrainingJobStarted(1, 100, "ann", 1, 2, T0 - 10),
+        r.OtherUserWaits(900, "bob", "gpu", 4, T0 + 2, T0 + 3, T0 + 5),
         r.Decision("harvest", "submit", "i1", "5 idle GPUs, demand for 1", '{"idle": 5}', T0),
         r.Event("chunk_refused", 1, "sample 11", "stale epoch 1", "{}", T0 + 5),
     ]
@@ -102,6 +104,11 @@ def preempted() -> list[r.Record]:
         r.JobObserved("i1", 501, "PENDING", "REQUEUED", "BeginTime", "", 1, T0 + 9),
         r.AllocationEnded("i1", 0, "preempted", T0 + 9),
         r.AllocationCorrected("i1", 0, "n3", 1, T0 + 3, T0 + 9, "preempted", T0 + 10),
+        r.OtherUserWaited(900, T0 + 2, "started", T0 + 9, 1, 4.0, T0 + 9),
+        r.EngineDied("n7", 1, "i1", 501, 1, 70, "FAILED (NonZeroExitCode) after 2 s", 2.0, T0 + 10),
+        r.NodeQuarantined("n7", "3 engines died on it", T0 + 610, T0 + 10),
+        r.NodeReleased("n7", T0 + 12),
+        r.TrainingJobEnded(1, 100, T0 + 12),
     ]
 
 

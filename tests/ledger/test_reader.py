@@ -439,3 +439,15 @@ def test_of_each_open_job_its_newest_allocation_is_known_and_the_engines_that_no
     assert (unseen.last_allocation, unseen.free_since) == (-1, 105.0)
     assert unseen.lives == (r.EngineLife(0, "n2", 140.0, 155.0),)
     assert {one.polled_at for one in jobs.values()} == {170.0}
+
+
+def test_waits_training_jobs_and_quarantines_that_have_not_ended_are_handed_on(url: str) -> None:
+    open_ones: list[r.Record] = [
+        r.OtherUserWaits(901, "eve", "gpu", 1, T0, T0 + 1, T0 + 2),
+        r.TrainingJobStarted(1, 101, "ann", 2, 8, T0 + 3),
+        r.NodeQuarantined("n9", "dies", T0 + 900, T0 + 4),
+    ]
+    written(url, [*everything(), open_ones])
+    found = snapshot(url)
+    assert (found.waits, found.training_jobs) == ((open_ones[0],), (open_ones[1],))
+    assert found.quarantined == ("n9",)

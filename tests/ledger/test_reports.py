@@ -7,14 +7,17 @@ import io
 import json
 import re
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 import typer
+from typer.testing import CliRunner
 
 from scavenger import resources
 from scavenger.cli.ledger import _moment
+from scavenger.cli.ledger import app as cli
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
@@ -245,6 +248,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
         "decisions_with_reasons",
         "harvest_decisions",
         "gpus_by_owner_over_time",
+        "other_users_waits",
     }
     assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == names
     many = 1_200
@@ -258,6 +262,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
                     r.Event("k", 0, f"{n}", "", "{}", T0 + n),
                     r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
                     r.ClusterPolled(n, 0, 0, 0, 0, 0, T0 + n),
+                    r.OtherUserWaits(n, "u", "gpu", 1, T0, T0, T0 + n),
                 )
             ]
         ],
@@ -266,7 +271,7 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
 
         def shown(*bounds: float | None, of: str = name) -> list[int]:
             rows = json.loads(report(url, of, "json", *bounds))["rows"]  # type: ignore[arg-type]
-            return [int(row.get("subject", row.get("gpus_idle"))) for row in rows]
+            return [int(row.get("subject", row.get("gpus_idle", row.get("job_id")))) for row in rows]
 
         assert shown() == list(range(many - 1000, many)), name
         assert len(outside(url, name)) == 1000, "the file alone is bounded too"
@@ -274,8 +279,30 @@ def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url
         assert shown(5000) == list(range(many))
         assert shown(None, T0 + many - 10.5) == list(range(many - 10, many))
         assert shown(4, T0 + many - 10.5) == list(range(many - 4, many))
-    with pytest.raises(LedgerError, match="--limit and --since are for decisions_with_reasons, events"):
+        assert shown(None, None, T0 + 3) == [0, 1, 2], (
+            "the newest of what was before, not before of the newest"
+        )
+        assert shown(2, T0 + 4, T0 + 9) == [7, 8]
+    with pytest.raises(LedgerError, match="--limit, --since and --until are for decisions_with_reasons"):
         report(url, "preemptions", "table", 3)
+    with pytest.raises(LedgerError, match="--limit, --since and --until are for"):
+        report(url, "preemptions", until=T0)
+
+
+def test_a_report_of_a_span_is_asked_for_on_the_command_line(tmp_path: Path, sqlite_url: str) -> None:
+    written(sqlite_url, [[r.Event("k", 0, f"{n}", "", "{}", T0 + n) for n in range(5)]])
+    config = tmp_path / "reader.toml"
+    config.write_text(f'[daemon]\nstate_dir = "{tmp_path}"\nledger = "{sqlite_url}"\n')
+    asked = ["report", "events", "--format", "json", "--config", str(config)]
+
+    def at(second: float) -> str:
+        return datetime.fromtimestamp(T0 + second, UTC).isoformat()
+
+    done = CliRunner().invoke(cli, [*asked, "--since", at(1), "--until", at(3)])
+    assert [row["subject"] for row in json.loads(done.stdout)["rows"]] == ["1", "2"]
+    refused = CliRunner().invoke(cli, [*asked, "--since", at(3), "--until", at(1)])
+    assert refused.exit_code == 2
+    assert "is not after" in refused.output
 
 
 def test_a_time_is_a_date_in_utc_or_so_long_ago() -> None:

@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
+from scavenger.harvest.decide.actions import BlackoutTime, OwnerRule
 from scavenger.harvest.decide.decide import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
@@ -356,6 +357,21 @@ REASONS = [
         "limit max_gpus_per_node",
     ),
     (
+        why_none([SIX], [mine(False)], limits_with(LIMITS, by_type=(("h100", 1),)), others=[OURS]),
+        "limit max_gpus_by_partition or max_gpus_by_type",
+    ),
+    (
+        why_none(
+            [replace(SIX, owner="ada")],
+            limits=limits_with(LIMITS, owners=(OwnerRule("ada", gpu_types=frozenset({"v100"})),)),
+        ),
+        "owners.gpu_types_of or partitions_of: not nodes of the owners that want engines",
+    ),
+    (
+        why_none([SIX], limits=limits_with(LIMITS, blackouts=(BlackoutTime(T0 + 20, T0 + 900, "exams"),))),
+        "a dated blackout ([[harvest.blackout]])",
+    ),
+    (
         why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=limits_with(LIMITS, idle=AGES)),
         "not idle for long enough to outlast a start, or not worth one",
     ),
@@ -459,3 +475,91 @@ def test_others_wait_in_hours(url: str) -> None:
     assert picked(answers(url, "other_users_waiting"), *columns) == [
         (DAY, 0.1333, 0.3667, 0.0333, 0.0167, 0.05, 2)
     ]
+
+
+# ---------------------------------------------------------------- who waited, what it cost, which nodes
+
+
+def test_who_waited_is_a_list(url: str) -> None:
+    records: list[r.Record] = [
+        r.OtherUserWaits(900, "bob", "gpu,long", 4, T0 - 3600, T0 - 60, T0),  # eligible a minute ago
+        r.OtherUserWaited(900, T0 - 3600, "started", T0 + 30, 8, 360.0, T0 + 30),
+        r.OtherUserWaits(901, "eve", "gpu", 1, T0, T0, T0 + 60),
+        r.OtherUserWaited(901, T0, "cancelled", None, 2, 120.0, T0 + 120),
+        r.OtherUserWaits(902, "bob", "gpu", 1, T0 + 100, T0 + 100, T0 + 120),
+        r.OtherUserWaited(77, T0, "started", T0 + 30, 8, 360.0, T0 + 30),  # of no wait: stops nothing
+    ]
+    written_until(url, [records], T0 + 700)
+    columns = ("job_id", "user_name", "partition", "gpus", "submitted_unix_s", "started_unix_s", "outcome")
+    rows = answers(url, "other_users_waits")
+    assert picked(rows, *columns) == [
+        (900, "bob", "gpu,long", 4, T0 - 3600, T0 + 30, "started"),
+        (901, "eve", "gpu", 1, T0, None, "cancelled"),
+        (902, "bob", "gpu", 1, T0 + 100, None, "waits"),
+    ]
+    figures = ("waited_s", "most_harvested_gpus_meanwhile", "harvested_gpu_hours_meanwhile")
+    assert picked(rows, *figures) == [(90, 8, 0.1), (120, 2, 0.0333), (600, 0, 0)]
+
+
+def test_what_a_run_cost_is_told_with_its_reserved_gpus(url: str) -> None:
+    """Run 1 had a training job of four GPUs twice; run 2's trainer is no Slurm job: its reserved engine counts."""
+    reserved = r.WorkerJoined(90, 2, "reserved", "", "s90", 0, 0, "n0", 2, "vllm", T0)
+    records: list[r.Record] = [
+        r.TrainingJobStarted(1, 800, "ada", 2, 4, T0),
+        r.TrainingJobEnded(1, 800, T0 + 900),
+        r.TrainingJobStarted(1, 800, "ada", 2, 4, T0 + 1800),  # requeued, and it goes on
+        reserved,
+        r.WorkerLeft(90, "drained", True, 0, 0, 0, T0 + 450),
+        r.StepCommitted(1, 1, "train", 1, 1, "{}", T0 + 50),
+        r.StepCommitted(1, 2, "train", 1, 1, "{}", T0 + 60),
+    ]
+    written_until(url, [*fleet(), records], T0 + 2700)
+    columns = ("run", "owner", "steps", "reserved_gpu_hours", "reserved_from", "allocations")
+    rows = answers(url, "run_cost")
+    assert picked(rows, *columns) == [
+        ("sorting", "ada", 2, 2, "training jobs", 4),
+        ("adding", "KEY-B", 0, 0.25, "reserved engines", 1),
+    ]
+    by_user = {row["run"]: row for row in answers(url, "harvested_gpu_hours_by_user")}
+    for row in rows:
+        said = by_user[row["run"]]
+        assert row["harvested_gpu_hours"] == said["gpu_hours"]
+        assert row["wasted_gpu_hours"] == said["wasted_gpu_hours"]
+        assert row["harvested_tokens"] == said["tokens"]
+    assert rows[0]["gpu_hours_per_step"] == round((2 + rows[0]["harvested_gpu_hours"]) / 2, 4)
+
+
+def test_bad_nodes_are_one_report(url: str) -> None:
+    def died(node: str, code: int | None, at: float, run_id: int = 1) -> r.EngineDied:
+        return r.EngineDied(node, run_id, f"i{at}", 501, 0, code, f"FAILED after {at:.0f} s", 2.0, T0 + at)
+
+    records: list[r.Record] = [
+        *(died("n7", code, at) for at, code in enumerate((9, 1, None, 137))),
+        died("n7", 1, 10, run_id=2),
+        *(died("n9", 1, at) for at in range(20, 30)),  # as many as are written at once
+        died("n8", 1, 5),
+        r.NodeQuarantined("n7", "3 engines died on it", T0 + 600, T0 + 11),
+        r.NodeQuarantined("n8", "3 engines died on it", T0 + 600, T0 + 11),
+        r.NodeReleased("n8", T0 + 12),
+        *held("i1", 1, 0, 5, "failed"),
+    ]
+    written_until(url, [records], T0 + 100)
+    rows = answers(url, "bad_nodes")
+    columns = (
+        "node",
+        "failures",
+        "allocations",
+        "runs_that_failed",
+        "quarantines",
+        "quarantined_until_unix_s",
+    )
+    assert picked(rows, *columns) == [
+        ("n9", 10, 0, 1, 0, None),
+        ("n7", 5, 0, 2, 1, T0 + 600),
+        ("n8", 1, 0, 1, 1, None),
+    ]
+    assert picked(rows, "last_exit_codes")[1] == ("1, 137, unknown",)
+    assert rows[1]["last_reasons"] == "FAILED after 10 s | FAILED after 3 s | FAILED after 2 s"
+    assert rows[1]["last_failure_unix_s"] == T0 + 10
+    written_until(url, [[r.Heartbeat(T0)]], T0 + 700)
+    assert [row["quarantined_until_unix_s"] for row in answers(url, "bad_nodes")] == [None] * 3, "it is over"

@@ -19,12 +19,12 @@ from scavenger.ledger.read.reports import check, report
 from tests.ledger.examples import T0, everything, witness, written
 from tests.ledger.histories import config
 
-LATER = "0002_later"
+LATER = "9999_later"
 MIGRATION = f'''
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision = "{LATER}", "0001_first"
+revision, down_revision = "{LATER}", "{store.head()}"
 
 
 def upgrade() -> None:
@@ -146,3 +146,45 @@ def test_the_command_says_from_where_to_where(
         f"the schema is at revision {first} already\n",
         f"the schema was brought from revision {first} to {LATER}; a daemon that ran on it stops at its next commit\n",
     ]
+
+
+def test_a_ledger_of_the_first_release_gets_times_that_people_read_and_keeps_its_grants(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, first = store._migrations(), tmp_path / "first"
+    shutil.copytree(ours, first, ignore=shutil.ignore_patterns("__pycache__", "000[2-9]*"))
+    monkeypatch.setattr(store, "_migrations", lambda: first)
+    assert store.upgrade(url) == ("", "0001_first")
+    engine = store.open_engine(url)
+    postgres = engine.dialect.name == "postgresql"
+    with engine.begin() as connection:
+        before = {view: _columns(connection, view) for view in sa.inspect(connection).get_view_names()}
+        event = (
+            "INSERT INTO events (kind, run_id, subject, reason, detail, at) VALUES ('k', 0, '', '', '{}', "
+        )
+        for at in (T0 + 29.9996, 0.0, 253402300799.5, 1e300, -1.0):
+            connection.exec_driver_sql(f"{event}{at!r})")
+        if postgres:
+            connection.exec_driver_sql("GRANT SELECT ON v_events TO PUBLIC")
+    monkeypatch.setattr(store, "_migrations", lambda: ours)
+    assert store.upgrade(url) == ("0001_first", store.head())
+    with engine.connect() as connection:
+        for view, columns in before.items():
+            after = _columns(connection, view)
+            assert after[: len(columns)] == columns, f"{view} keeps its columns, in their places"
+            times = [name for name in columns if name == "at" or name.endswith("_at")]
+            assert after[len(columns) :] == ([f"{name}_utc" for name in times] or after[len(columns) :])
+            assert times or view in ("v_now", "v_days", "v_sample_tokens"), view
+        shown = connection.exec_driver_sql("SELECT at_utc FROM v_events ORDER BY id").scalars().all()
+        assert shown == ["2026-09-21 14:13:49", "1970-01-01 00:00:00", "9999-12-31 23:59:59", None, None]
+        assert connection.exec_driver_sql("SELECT utc FROM v_now").scalar() is None, "nobody wrote yet"
+        if postgres:
+            acl = connection.exec_driver_sql(
+                "SELECT CAST(relacl AS text) FROM pg_class WHERE relname = 'v_events'"
+            )
+            assert "=r/" in str(acl.scalar()), "what was granted stays"
+    engine.dispose()
+
+
+def _columns(connection: sa.Connection, view: str) -> list[str]:
+    return list(connection.exec_driver_sql(f"SELECT * FROM {view} LIMIT 0").keys())

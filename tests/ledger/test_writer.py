@@ -58,6 +58,10 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
         "decisions": 1,
         "events": 1,
         "move_log": 0,
+        "other_users_waits": 1,
+        "training_jobs": 1,
+        "engine_deaths": 1,
+        "node_quarantines": 1,
     }
     assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2), ("surplus", 0, 2, 0, 1, 2))
 

@@ -147,6 +147,12 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0)
     )
+    late = msgspec.structs.replace(
+        HELD, polls_late="118 s since the last whole poll where 66 s were promised: why"
+    )
+    assert "          BEHIND: 118 s since the last whole poll where 66 s" in "\n".join(
+        status.lines(msgspec.structs.replace(SEEN, harvest=late), 1001.0)
+    )
     died = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0, False))
     assert "2 engines held 4 GPUs" in died
     assert "scancel -u $USER -p scavenge" in died

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import json
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import DaemonUnavailable
+from scavenger.ledger.read import reports
 from scavenger.observe import status
 from scavenger.observe.training import OpenRun, TrainingJob, TrainingJobs
 from scavenger.weights.source import WeightSource
@@ -95,6 +98,14 @@ def test_the_daemon_reports_a_training_job_that_died_also_after_a_restart(
         (site.dir / "daemon.log").write_text("")
         site.start_daemon()
         play.wait_for("the next daemon says so too", lambda: f"job_id={number} " in _log_line(site), 60)
+        [(job_id, user, gpus, lasted_s)] = play.ask(
+            site, "SELECT job_id, user_name, gpus, ended_at - started_at FROM v_training_jobs"
+        )
+        assert (job_id, user) == (number, getpass.getuser())
+        assert lasted_s == found.end_time - found.start_time, "Slurm's own times"
+        [cost] = json.loads(reports.report(site.ledger_url, "run_cost", "json"))["rows"]
+        assert cost["reserved_from"] == "training jobs"
+        assert cost["reserved_gpu_hours"] == round(gpus * lasted_s / 3600, 4)
 
 
 def _states(site: Site) -> list[str]:

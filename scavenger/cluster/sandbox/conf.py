@@ -62,6 +62,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes={gres_types}
 {licenses}
+{programs}
 SlurmdParameters=config_overrides
 ReturnToService=1
 JobRequeue=1
@@ -106,6 +107,9 @@ def slurm_conf(layout: Layout, site: Site) -> str:
         controller_timeout=TAKEOVER_S if layout.backup else 30,
         gres_types="gpu,shard" if layout.shards else "gpu",
         licenses=f"Licenses={layout.licenses}" if layout.licenses else "",
+        programs="\n".join(
+            f"{key}={path}" for key, path in (("Prolog", layout.prolog), ("Epilog", layout.epilog)) if path
+        ),
         accounting=_ACCOUNTING.format(site=site)
         if layout.qos
         else "AccountingStorageType=accounting_storage/none",

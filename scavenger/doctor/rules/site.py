@@ -77,12 +77,18 @@ def private_data(facts: Facts, wanted: Wanted) -> Finding:
     level = facts.answers.get("admin")
     admin = level.text.strip().partition("|")[2] if level is not None and not level.error else ""
     if admin.lower() in ("operator", "administrator", "admin"):
-        observed = f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same"
+        observed = (
+            f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same, and may cancel any job; "
+            "docs/site.md says what needs less"
+        )
         return Finding("private data", Level.OK, observed)
     observed = f"PrivateData hides {', '.join(hidden)} of other users: GPUs that their pending jobs wait for would look idle to us"
     remedy = (
-        f"sacctmgr modify user {wanted.user} set adminlevel=operator, and harvest.sees_all_jobs = true; without that only a partition of "
-        "named users, or harvest.sole_user = true, is harvested at all"
+        f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives nobody a right (slurmdbd.conf has its own: it may "
+        "stay); or let only named users into the partition (AllowAccounts), or set harvest.sole_user = true: then it is harvested "
+        f"without seeing who waits; or make {wanted.user} coordinator of the accounts whose jobs wait there (sacctmgr add coordinator "
+        f"account=NAME names={wanted.user}), with harvest.sees_all_jobs = true: it may then cancel these accounts' jobs. An operator "
+        "sees all jobs too, but may cancel every job and change the accounts, and engines run as the same user (docs/site.md)"
     )
     return Finding("private data", Level.WARNING, observed, remedy)
 

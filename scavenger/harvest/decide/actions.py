@@ -45,6 +45,11 @@ class Code(StrEnum):
     PLANNED = "planned"  # backfill expects other users' jobs soon where it is idle
     RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that drains: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
+    PER_PARTITION = "per_partition"  # max_gpus_by_partition, max_gpus_by_type
+    PER_OWNER_NODES = (
+        "per_owner_nodes"  # owners.gpu_types_of, owners.partitions_of: none of the owner's nodes has room
+    )
+    BLACKOUT = "blackout"  # a dated time in which nothing is harvested is on, or so near that no engine would have its least life
     SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`StartBenefits`)
     NO_CAPACITY = "no_capacity"
     HIDDEN = "hidden"  # other users' jobs cannot be seen, and some of them could not preempt us
@@ -105,6 +110,27 @@ class Caps:
     max_gpus_per_node: int | None = None
     max_gpus_per_user: int | None = None  # in the partition, other daemons' of the same user included
     max_preemptions_per_hour: int | None = None
+    by_partition: tuple[tuple[str, int], ...] = ()  # GPUs of ours on the nodes of other partitions
+    by_type: tuple[tuple[str, int], ...] = ()  # the same of GRES types
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRule:
+    """What engines of one owner's runs may use. `gpu_types`, `partitions`: None: all."""
+
+    owner: str
+    share: int = 1
+    gpu_types: frozenset[str] | None = None
+    partitions: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlackoutTime:
+    """A dated time in which nothing is harvested (Unix s). `words`: its times and reason as a person reads them."""
+
+    start: float
+    end: float
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +217,8 @@ class Limits:
     yielding: YieldLimits = YieldLimits()
     placement: Placement = Placement()
     restrictions: Restrictions = Restrictions()
+    owners: tuple[OwnerRule, ...] = ()  # of those who have one
+    blackouts: tuple[BlackoutTime, ...] = ()  # that are not over, the first to begin first
     user: str = ""  # the Unix user whose jobs ours are
     stale_s: float = 60.0  # a view older than this decides nothing
     drain_notice_s: float = (

@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
 
 from scavenger.cluster.model import ClusterView, Node
 from scavenger.harvest.decide import standby
 from scavenger.harvest.decide.actions import (
     Action,
+    BlackoutTime,
     Cancel,
     CancelPending,
     Code,
@@ -40,6 +43,7 @@ from scavenger.harvest.decide.free_capacity import (
     NodeChoice,
     StartBenefits,
     free_capacity_of,
+    nodes_of,
     waits_for,
 )
 from scavenger.harvest.decide.other_users import OWN_LIMIT, NodeCapacity, QueueScan, scan_queue
@@ -132,7 +136,7 @@ def _facts(
     ours = sorted(jobs, key=lambda job: job.intent_id)
     demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
-    closed = _harvesting_closed(limits)
+    closed = _harvesting_closed(limits, now)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     return Facts(
         view,
@@ -143,7 +147,12 @@ def _facts(
         engines=[job for job in ours if not job.standby],
         standby_jobs=[job for job in ours if job.standby],
         wanted=wanted,
-        allotted=allot(wanted, 0 if closed else limits.caps.max_engines, limits.caps.max_gpus),
+        allotted=allot(
+            wanted,
+            0 if closed else limits.caps.max_engines,
+            limits.caps.max_gpus,
+            {rule.owner: rule.share for rule in limits.owners},
+        ),
         closed=closed,
         queue=queue,
         capacity=capacity,
@@ -174,19 +183,45 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def _harvesting_closed(limits: Limits) -> tuple[Code, str] | None:
+def _harvesting_closed(limits: Limits, now: float) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.restrictions.stop:
         return Code.STOPPED, limits.restrictions.stop
     if limits.restrictions.blind:
         return Code.HIDDEN, f"{limits.restrictions.hidden}: a user who cannot preempt us could wait unseen"
+    if limits.blackouts and now >= leave_for_blackout_at(limits.blackouts[0], limits):
+        one = limits.blackouts[0]
+        begins = "is on" if now >= one.start else f"begins in {one.start - now:.0f} s"
+        return Code.BLACKOUT, f"a blackout {begins} ({one.words})"
     return None
 
 
-def allot(demand: Sequence[Demand], most: int, most_gpus: int | None = None) -> dict[int, int]:
+def leave_for_blackout_at(one: BlackoutTime, limits: Limits) -> float:
+    """When engines are asked to leave for it (Unix s): between two polls nothing is decided, and one that hangs is cancelled later."""
+    return one.start - limits.job.drain_before_s - max(limits.yielding.horizon_s, limits.drain_notice_s)
+
+
+def blackout_near(limits: Limits, now: float) -> str:
+    """Why no engine is to start: it would not have its least life before a blackout. "" when it would."""
+    one = next(iter(limits.blackouts), None)
+    if (
+        one is None
+        or now + limits.job.min_life_s <= leave_for_blackout_at(one, limits) + limits.job.drain_before_s
+    ):
+        return ""
+    return f"a blackout begins in {max(0.0, one.start - now):.0f} s ({one.words}): no engine would live for long enough"
+
+
+def allot(
+    demand: Sequence[Demand],
+    most: int,
+    most_gpus: int | None = None,
+    shares: Mapping[str, int] = MappingProxyType({}),
+) -> dict[int, int]:
     """Share `most` engines and `most_gpus` GPUs: one engine to each owner in turn, for the run of the owner that was given fewest.
 
-    In the order of run ids, until nobody wants more or what is left is too small.
+    An owner with a share of n has n turns for each of others: the next is whoever has least for its share. In the order of
+    run ids, until nobody wants more or what is left is too small.
     """
     wanted = sorted(demand, key=lambda d: d.run_id)
     left = {d.run_id: d.engines for d in wanted}
@@ -195,17 +230,22 @@ def allot(demand: Sequence[Demand], most: int, most_gpus: int | None = None) -> 
         owner: [d for d in wanted if d.owner == owner] for owner in dict.fromkeys(d.owner for d in wanted)
     }
     gpus = float("inf") if most_gpus is None else most_gpus
-    while most > 0 and any(left.values()):
-        for runs in runs_of.values():
-            for d in runs:
-                if d.gpus_per_engine > gpus:
-                    left[d.run_id] = 0
-            asking = [d for d in runs if left[d.run_id]]
-            if asking and most > 0:
-                d = min(asking, key=lambda d: (given[d.run_id], d.run_id))
-                left[d.run_id] -= 1
-                given[d.run_id] += 1
-                most, gpus = most - 1, gpus - d.gpus_per_engine
+    turns = dict.fromkeys(runs_of, 0)
+    while most > 0:
+        for d in wanted:
+            if d.gpus_per_engine > gpus:
+                left[d.run_id] = 0
+        asking = [owner for owner, runs in runs_of.items() if any(left[d.run_id] for d in runs)]
+        if not asking:
+            break
+        owner = min(
+            asking, key=lambda owner: Fraction(turns[owner], shares.get(owner, 1))
+        )  # of equals the first
+        d = min((d for d in runs_of[owner] if left[d.run_id]), key=lambda d: (given[d.run_id], d.run_id))
+        left[d.run_id] -= 1
+        given[d.run_id] += 1
+        turns[owner] += 1
+        most, gpus = most - 1, gpus - d.gpus_per_engine
     return given
 
 
@@ -225,10 +265,10 @@ def placeable(demand: Sequence[Demand], view: ClusterView, limits: Limits) -> li
 def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
     """What no demand covers, the least worth first: pending jobs before engines, idle engines before busy ones.
 
-    And after too many preemptions whatever waits: a job that was preempted would start again, and be preempted again, by itself.
+    And before a blackout, or after too many preemptions, whatever waits: it would start by itself, and be ended again.
     """
     limits, allotted, closed = facts.limits, facts.allotted, facts.closed
-    preempted = preempted_enough(limits)
+    preempted, near = preempted_enough(limits), blackout_near(limits, facts.now)
     by_run = {d.run_id: d for d in facts.wanted}
     left = dict(allotted)
     pending: list[Drain] = []
@@ -237,12 +277,14 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
         want = by_run.get(job.run_id)
         if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0:
             left[job.run_id] -= 1
-            if not (job.waits and preempted):
+            if not (job.waits and (preempted or near)):
                 continue
         if closed:
             code, why = closed
         elif job.waits and preempted:
             code, why = Code.PREEMPTIONS, preempted
+        elif job.waits and near:
+            code, why = Code.BLACKOUT, near
         elif want is None:
             code, why = Code.NO_DEMAND, "its run has no demand"
         elif job.gpus != want.gpus_per_engine:
@@ -253,7 +295,7 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
         else:
             code, why = (
                 Code.OVER_SHARE,
-                f"run {want.run} may use {allotted[job.run_id]} engines: {want.reason}",
+                f"run {want.run} may use {allotted[job.run_id]} engines{_share(want, limits)}: {want.reason}",
             )
         if job.waits:
             pending.append(CancelPending(job.intent_id, why, code))
@@ -264,6 +306,12 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
                 Cancel(job.intent_id, why if job.connected else f"{why}; no engine of it is connected", code)
             )
     return [*reversed(pending), *reversed(engines)]
+
+
+def _share(want: Demand, limits: Limits) -> str:
+    """What its owner's share is, where somebody's is not 1."""
+    shares = {rule.owner: rule.share for rule in limits.owners if rule.share != 1}
+    return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
 
 
 def _worth(job: OurJob) -> tuple[bool, bool, int, float, str]:
@@ -414,6 +462,8 @@ def _not_now(
         return Code.BACKOFF, f"backs off: {limits.restrictions.not_before_reason}"
     if preempted := preempted_enough(limits):
         return Code.PREEMPTIONS, preempted
+    if near := blackout_near(limits, now):
+        return Code.BLACKOUT, near
     for job in serving:
         listed = queue.ours.get(job.job_id)
         if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
@@ -456,7 +506,10 @@ class _Drafts:
         part = view.partition(limits.partition)
         # Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
         shut = {node for node, _ in limits.restrictions.quarantined} | {*free.booked, *free.full}
-        self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
+        shut |= free.capped
+        self._inside = part.nodes if part is not None else frozenset[str]()
+        self._exclude = frozenset(shut & self._inside)
+        self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}
 
     def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
         """The limit that one more job for `want` would break, if any."""
@@ -497,13 +550,19 @@ class _Drafts:
         """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it."""
         limits = self.limits
         return self._free.take(
-            want.gpus_per_engine, limits.job.cpus, limits.job.memory_mb, self._start_benefits.young(want)
+            want.gpus_per_engine,
+            limits.job.cpus,
+            limits.job.memory_mb,
+            self._start_benefits.young(want),
+            self._owner_nodes.get(want.owner),
         )
 
-    def _excluded(self, place: NodeChoice) -> tuple[str, ...]:
-        """Where Slurm is to put no engine: on a doubted node only where there is no other for it."""
+    def _excluded(self, want: Demand, place: NodeChoice) -> tuple[str, ...]:
+        """Where Slurm is to put no engine: not where the owner may not, and on a doubted node only where there is no other for it."""
         doubted = self.limits.restrictions.doubted & self._free.nodes.keys()
-        return self._exclude if place.node in doubted else tuple(sorted({*self._exclude, *doubted}))
+        only = self._owner_nodes.get(want.owner)
+        barred = frozenset[str]() if only is None else self._inside - only
+        return tuple(sorted(self._exclude | barred | (set() if place.node in doubted else doubted)))
 
     def uncount(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
@@ -564,6 +623,9 @@ class _Drafts:
             most_s = place.until - now - limits.job.drain_before_s if place.until < float("inf") else 0.0
             least_s = min(most_s, limits.job.min_life_s - limits.job.drain_before_s)
             most_s = max(most_s - min(standby_s, most_s / 4), least_s)
+        if limits.blackouts:  # should the daemon be away then, Slurm ends it
+            before_s = limits.blackouts[0].start - now - limits.job.drain_before_s
+            most_s = min(most_s or before_s, before_s)
         return Submit(
             want.run_id,
             want.run,
@@ -571,7 +633,7 @@ class _Drafts:
             gpus,
             why,
             nodelist=(place.node,) if limits.placement.pin else (),
-            exclude=() if limits.placement.pin else self._excluded(place),
+            exclude=() if limits.placement.pin else self._excluded(want, place),
             engine=want.engine,
             cpus=place.cpus,
             memory_mb=place.memory_mb,
@@ -596,4 +658,8 @@ def why_no_capacity(free: FreeCapacity) -> Code:
         return Code.RESERVED
     if free.expected:
         return Code.PLANNED
+    if free.capped:
+        return Code.PER_PARTITION
+    if free.not_owners:
+        return Code.PER_OWNER_NODES
     return Code.PER_NODE if free.full else Code.NO_CAPACITY

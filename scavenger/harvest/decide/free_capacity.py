@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from scavenger.cluster.model import ClusterView, Job, Node, Partition
-from scavenger.harvest.decide.actions import Limits, OurJob
+from scavenger.harvest.decide.actions import Limits, OurJob, OwnerRule
 from scavenger.harvest.decide.other_users import (
     NOT_FOR_GPUS,
     NodeCapacity,
@@ -86,6 +86,10 @@ class FreeCapacity:
     booked: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
+    caps: list[tuple[str, Quota]] = field(
+        default_factory=list
+    )  # of `quotas`, what bounds what we hold: with its words
+    not_owners: int = 0  # GPUs, at most, that were free on nodes that an owner may not use
     refused: bool = False
     shared: frozenset[str] = frozenset()  # nodes where other users hold GPUs
     doubted: frozenset[str] = frozenset()  # nodes on which engines could not start
@@ -98,13 +102,23 @@ class FreeCapacity:
     def free(self) -> int:
         return max(0, min((quota.left for quota in self.quotas), default=0))
 
+    @property
+    def capped(self) -> frozenset[str]:
+        """Nodes that get no more engines, because we hold as much of their partition or type as we may."""
+        return frozenset[str]().union(*(quota.nodes or () for _, quota in self.caps if quota.left <= 0))
+
     def take(
-        self, gpus: int, cpus: int, memory_mb: int, young: Mapping[str, int] | None = None
+        self,
+        gpus: int,
+        cpus: int,
+        memory_mb: int,
+        young: Mapping[str, int] | None = None,
+        only: frozenset[str] | None = None,
     ) -> NodeChoice | None:
         """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least; on
         a doubted node only where no other fits. None, and `refused`, when there is none. `young`: GPUs of nodes that are not worth this
-        engine's start (`free_capacity.StartBenefits`)."""
-        young, settling = young or {}, 0
+        engine's start (`free_capacity.StartBenefits`). `only`: nodes that its owner may use."""
+        young, settling, barred = young or {}, 0, 0
         best: tuple[bool, int, int, str] | None = None
         share = (cpus, memory_mb)
         for name, space in self.resources.items():
@@ -120,11 +134,15 @@ class FreeCapacity:
             if space.gpus - young.get(name, 0) < gpus:
                 settling += min(space.gpus, young.get(name, 0))
                 continue
+            if only is not None and name not in only:
+                barred += space.gpus
+                continue
             key = (name in self.doubted, space.gpus, self.groups.get(self._group(name), 0), name)
             if best is None or key < best:
                 best, share = key, asked
         if best is None:
             self.refused, self.settling = True, max(self.settling, settling)
+            self.not_owners = max(self.not_owners, barred)
             return None
         name = best[3]
         self._use(name, gpus, *share)
@@ -195,6 +213,11 @@ class FreeCapacity:
             ("at max_gpus_per_node", self.full),
         )
         words += [f"{what}: {_few(names)}" for what, names in named if names]
+        words += [what for what, quota in self.caps if quota.left <= 0]
+        if self.not_owners:
+            words.append(
+                f"{self.not_owners} on nodes that an owner may not use (owners.gpu_types_of, partitions_of)"
+            )
         if self.settling:
             words.append(f"{self.settling} not idle for long enough to be worth a start")
         if self.too_large:
@@ -255,11 +278,12 @@ def free_capacity_of(
     for space in resources.values():
         space.gpus = max(0, space.gpus - limits.headroom.per_node)
     held = {name: space.gpus for name, space in queue.held.items()}
+    caps = _caps(view, nodes, held, limits)
     free = FreeCapacity(
         resources,
         nodes,
         until,
-        _quotas(view, nodes, resources, limits),
+        [*_quotas(view, nodes, resources, limits), *(quota for _, quota in caps)],
         limits.caps.max_gpus_per_node,
         held,
         {},
@@ -270,6 +294,7 @@ def free_capacity_of(
         booked=tuple(sorted(booked)),
         expected=expected,
         full=_full(held, nodes, limits),
+        caps=caps,
         shared=_shared(nodes, queue),
         doubted=limits.restrictions.doubted,
     )
@@ -316,6 +341,39 @@ def _quotas(
         part = view.partition(name)
         groups.append((part.nodes if part is not None else frozenset(), gpus))
     return [Quota(names, max(0, _sum(resources, names) - gpus)) for names, gpus in groups]
+
+
+def _caps(
+    view: ClusterView, nodes: Mapping[str, Node], held: Mapping[str, int], limits: Limits
+) -> list[tuple[str, Quota]]:
+    """What each cap leaves of what we may hold of other partitions' nodes and of GRES types, in words and as a quota."""
+    groups: list[tuple[str, str, frozenset[str], int]] = []
+    for name, gpus in limits.caps.by_partition:
+        part = view.partition(name)
+        groups.append(("max_gpus_by_partition", name, part.nodes if part is not None else frozenset(), gpus))
+    for kind, gpus in limits.caps.by_type:
+        of_type = frozenset(node.name for node in view.nodes if node.gpu_type == kind)
+        groups.append(("max_gpus_by_type", kind, of_type, gpus))
+    return [
+        (
+            f"at {key} of {name} ({most})",
+            Quota(names, max(0, most - sum(gpus for node, gpus in held.items() if node in names))),
+        )
+        for key, name, names, most in groups
+        if names & nodes.keys()
+    ]
+
+
+def nodes_of(rule: OwnerRule, nodes: Iterable[Node]) -> frozenset[str] | None:
+    """The nodes that engines of this owner's runs may use; None: all."""
+    if rule.gpu_types is None and rule.partitions is None:
+        return None
+    return frozenset(
+        node.name
+        for node in nodes
+        if (rule.gpu_types is None or node.gpu_type in rule.gpu_types)
+        and (rule.partitions is None or node.partitions & rule.partitions)
+    )
 
 
 def _sum(resources: dict[str, NodeResources], names: frozenset[str] | None) -> int:

@@ -134,6 +134,8 @@ class Allocations:
             why = (observed_jobs.held_word(job) if last else "") or self._requeued_by(one, unseen, lost)
             within = (one.free_at, put_back_at or draft.now)
             self._unseen(draft, one, incarnation, why, within, put_back_at if last else 0.0)
+            if last and observed_jobs.launch_failed(job):
+                self._not_launched(draft, one, unseen, job)
 
     def _unseen(
         self,
@@ -248,6 +250,8 @@ class Allocations:
         one.free_at = max(one.free_at, ended_at)
         if why == "preempted":
             self.preempted.append(ended_at)
+        if observed_jobs.launch_failed(job):
+            self._not_launched(draft, one, allocation, job)
         crashed = (
             same
             and observed_jobs.crashed(job)
@@ -298,6 +302,28 @@ class Allocations:
             return "node_fail"
         return "requeued" if one.drain_kind is not DrainKind.NO else "preempted"
 
+    def _not_launched(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job) -> None:
+        """Slurm could not start it: a prolog that failed, as a rule, for which Slurm has drained the node. No run is at fault. Every
+        further job may cost the site another node, so that all wait."""
+        what = f"job {job.job_id} could not be started: {job.reason} (did the site's prolog fail there? Slurm then drains the node)"
+        node = allocation.node or one.pinned
+        draft.records.append(rec.Event("launch_failed", 0, node or one.intent_id, what, "{}", draft.now))
+        if node:
+            draft.records.append(
+                rec.EngineDied(
+                    node,
+                    0,
+                    one.intent_id,
+                    job.job_id,
+                    allocation.restart_count,
+                    None,
+                    f"not started: {job.reason}",
+                    0.0,
+                    draft.now,
+                )
+            )
+        self.health.failed_at_once(f"{what}, on {node or 'a node of its partition'}", draft.now)
+
     def _blame(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lived_s: float) -> None:
         code = "unknown" if job.exit_code is None else job.exit_code
         what = f"job {job.job_id} {job.state} (exit code {code}) after {lived_s:.0f} s"
@@ -309,6 +335,19 @@ class Allocations:
         life = one.workers.get(allocation.restart_count)
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
             return  # it had found its daemon, which or whose link then was away for long: that is nobody's fault who starts engines
+        draft.records.append(
+            rec.EngineDied(
+                allocation.node,
+                one.intended.run_id,
+                one.intent_id,
+                job.job_id,
+                allocation.restart_count,
+                job.exit_code,
+                f"{job.state}{f' ({job.reason})' if job.reason and job.reason != 'None' else ''} after {lived_s:.0f} s",
+                lived_s,
+                draft.now,
+            )
+        )
         if (
             job.exit_code is not None
             and job.exit_code in set_up.CANNOT_BEGIN

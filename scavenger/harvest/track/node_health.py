@@ -148,6 +148,10 @@ class Health:
             (name, record.reason) for name, record in sorted(self._nodes.items()) if now < record.until
         )
 
+    def quarantined_until(self, node: str) -> float:
+        """Unix s; of a node that is quarantined."""
+        return self._nodes[node].until
+
     # ---------------------------------------------------------------- the next submission
 
     def failed_at_once(self, reason: str, now: float, run_id: int = 0) -> None:

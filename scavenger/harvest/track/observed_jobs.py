@@ -157,10 +157,15 @@ def held_back(job: Job) -> str:
     return ""
 
 
+def launch_failed(job: Job) -> bool:
+    """Whether Slurm put it back, held, because it could not be started: a prolog failed, a user is not known on the node."""
+    return held_back(job).startswith("launch")
+
+
 def held_word(job: Job) -> str:
     """How the ledger calls the allocation of a job that was requeued and is held by Slurm; "" for one that is not held."""
     why = held_back(job)
-    return "failed" if why.startswith("launch") else "requeued" if why else ""
+    return "failed" if launch_failed(job) else "requeued" if why else ""
 
 
 def end_word(job: Job) -> str:

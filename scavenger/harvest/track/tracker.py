@@ -306,10 +306,13 @@ class Tracker:
         now = dict(self.health.quarantined(draft.now))
         for node in sorted(now.keys() - self._quarantined.keys()):
             draft.records.append(rec.Event("node_quarantined", 0, node, now[node], "{}", draft.now))
+            until_at = self.health.quarantined_until(node)
+            draft.records.append(rec.NodeQuarantined(node, now[node], until_at, draft.now))
         for node in sorted(self._quarantined.keys() - now.keys()):
             draft.records.append(
                 rec.Event("node_released", 0, node, "its quarantine is over", "{}", draft.now)
             )
+            draft.records.append(rec.NodeReleased(node, draft.now))
         self._quarantined = now
 
     # ---------------------------------------------------------------- for the policy

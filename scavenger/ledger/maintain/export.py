@@ -34,7 +34,9 @@ CONTENTS: dict[str, frozenset[str]] = {
     "groups": frozenset({"prompt", "meta"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
-_COMMON = frozenset({"generations", "cluster_polls", "decisions", "move_log"})
+_COMMON = frozenset(
+    {"generations", "cluster_polls", "decisions", "move_log", "other_users_waits", "node_quarantines"}
+)
 _SAMPLE_S = ("chunks", "leases", "sample_ends")
 _JOB_S = ("job_states", "gpu_allocations")
 #: Children before parents.
@@ -51,12 +53,16 @@ ORDER = (
     "gpu_allocations",
     "job_states",
     "workers",
+    "engine_deaths",
     "jobs",
+    "training_jobs",
     "attempts",
     "runs",
     "cluster_polls",
     "decisions",
     "move_log",
+    "other_users_waits",
+    "node_quarantines",
     "generations",
 )
 

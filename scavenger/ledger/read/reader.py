@@ -205,9 +205,25 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             lives[row["intent_id"]].append(_struct(r.EngineLife, row))
         jobs = tuple(_job(row, lives[row["intent_id"]]) for row in _ask(connection, "snapshot_jobs"))
         retries = tuple(tuple(row.values()) for row in _ask(connection, "snapshot_retries"))
+        waits = tuple(
+            _struct(r.OtherUserWaits, row, at="seen_at") for row in _ask(connection, "snapshot_waits")
+        )
+        training = tuple(
+            _struct(r.TrainingJobStarted, row, at="started_at")
+            for row in _ask(connection, "snapshot_training_jobs")
+        )
+        quarantined = tuple(row["node"] for row in _ask(connection, "snapshot_quarantines"))
         (ids,) = _ask(connection, "next_ids")
         return r.Snapshot(
-            **ids, runs=tuple(runs), groups=tuple(groups), workers=workers, jobs=jobs, retries=retries
+            **ids,
+            runs=tuple(runs),
+            groups=tuple(groups),
+            workers=workers,
+            jobs=jobs,
+            retries=retries,
+            waits=waits,
+            training_jobs=training,
+            quarantined=quarantined,
         )
 
 

@@ -29,23 +29,29 @@ _WIDTH = 200
 
 
 def report(
-    url: str, name: str, format: Format = "table", most: int | None = None, since: float | None = None
+    url: str,
+    name: str,
+    format: Format = "table",
+    most: int | None = None,
+    since: float | None = None,
+    until: float | None = None,
 ) -> str:
-    """The answer of `sql/reports/<name>.sql` as text. `most`, `since` (Unix seconds): of reports that show their newest rows.
+    """The answer of `sql/reports/<name>.sql` as text. `most`, `since`, `until` (Unix seconds): of reports that show their newest rows.
 
     Raises `LedgerError` for an unknown report, format or ledger, and for a ledger of another release, which may lack what it reads.
 
     "table" shows times (columns ending in `_unix_s`) as UTC dates; "csv" and "json" keep Unix seconds.
     """
     sql = queries.load_report(name)
-    if (most is not None or since is not None) and not queries.is_bounded(sql):
+    if (most, since, until) != (None, None, None) and not queries.is_bounded(sql):
         bounded = [
             other for other in queries.report_names() if queries.is_bounded(queries.load_report(other))
         ]
         raise LedgerError(
-            f"report {name!r} shows all there is", f"--limit and --since are for {', '.join(bounded)}"
+            f"report {name!r} shows all there is",
+            f"--limit, --since and --until are for {', '.join(bounded)}",
         )
-    sql = queries.bounded(sql, most, since)
+    sql = queries.bounded(sql, most, since, until)
     if format not in _FORMATS:
         raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(_FORMATS)}")
     engine = open_readonly(url)

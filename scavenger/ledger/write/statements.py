@@ -130,6 +130,14 @@ def _update(
     return Statement(sa.update(table).where(*where).values(values), rows, must_match, shape)
 
 
+def _end_open(table: Table, keys: str, /, **columns: Any) -> Statement:
+    """Update the rows whose `keys` match and that have no end yet: the last of `columns` is what an end is told by."""
+    values = _values(table, columns)
+    opened = table.c[list(columns)[-1]].is_(None)
+    where = [table.c[key] == _p(key) for key in keys.split()]
+    return Statement(sa.update(table).where(*where, opened).values(values), each)
+
+
 def _at_least(column: sa.Column[Any], field: str) -> sa.Case[Any]:
     """The greater of a column and a field. (`max(a, b)` is SQLite's spelling only, `greatest` PostgreSQL's.)"""
     value = bindparam(f"p_{field}", type_=column.type)
@@ -471,6 +479,56 @@ KINDS: dict[type[Record], Kind] = {
             ),
         ),
         creates="cluster_polls",
+    ),
+    # Others' jobs are what Slurm reports: an end without its row is kept nowhere and stops nothing.
+    r.OtherUserWaits: _kind(
+        _insert(
+            t.other_users_waits,
+            **_fields("job_id user_name partition gpus submitted_at eligible_at"),
+            seen_at=":at",
+            outcome="",
+            harvested_gpus=0,
+            harvested_gpu_s=0.0,
+        ),
+        creates="other_users_waits",
+        sets="other_users_waits.end",
+    ),
+    r.OtherUserWaited: _kind(
+        _end_open(
+            t.other_users_waits,
+            "job_id submitted_at",
+            **_fields("outcome started_at harvested_gpus harvested_gpu_s"),
+            ended_at=":at",
+        ),
+        uses="other_users_waits",
+        sets="other_users_waits.end",
+    ),
+    r.TrainingJobStarted: _kind(
+        _insert(t.training_jobs, **_fields("run_id job_id user_name nodes gpus"), started_at=":at"),
+        creates="training_jobs",
+        sets="training_jobs.end",
+    ),
+    r.TrainingJobEnded: _kind(
+        _end_open(t.training_jobs, "run_id job_id", ended_at=":at"),
+        uses="training_jobs",
+        sets="training_jobs.end",
+    ),
+    r.EngineDied: _kind(
+        _insert(
+            t.engine_deaths,
+            **_fields("node run_id intent_id job_id restart_count exit_code reason lived_s at"),
+        ),
+        creates="engine_deaths",
+    ),
+    r.NodeQuarantined: _kind(
+        _insert(t.node_quarantines, **_fields("node reason until_at at")),
+        creates="node_quarantines",
+        sets="node_quarantines.end",
+    ),
+    r.NodeReleased: _kind(
+        _end_open(t.node_quarantines, "node", released_at=":at"),
+        uses="node_quarantines",
+        sets="node_quarantines.end",
     ),
     r.Decision: _kind(
         _insert(t.decisions, **_fields("policy action subject reason inputs at code")), creates="decisions"

@@ -1,0 +1,212 @@
+"""Who waited while we held GPUs, the training jobs' own GPUs, which nodes failed, and times that a person reads.
+
+Every view gets, for each of its times in Unix seconds, a column of the same name and `_utc` ('2026-09-21 14:13:29', cut to the
+second). They come last, so that PostgreSQL puts each view in its place and the grants stay; SQLite has no grants.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002_waits_costs_nodes"
+down_revision = "0001_first"
+branch_labels = None
+depends_on = None
+
+INT = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_TYPES: dict[str, Any] = {"int": INT, "text": sa.Text(), "time": sa.Double()}
+
+# As in 0001: each line is "type name name ..."; "?" after a type allows null. Each table's `id` is counted by the database.
+TABLES: dict[str, tuple[str, ...]] = {
+    "other_users_waits": (
+        "int job_id",
+        "text user_name partition",
+        "int gpus",
+        "time submitted_at eligible_at seen_at",
+        "time? started_at ended_at",
+        "text outcome",
+        "int harvested_gpus",
+        "time harvested_gpu_s",
+    ),
+    "training_jobs": (
+        "int run_id job_id",
+        "text user_name",
+        "int nodes gpus",
+        "time started_at",
+        "time? ended_at",
+    ),
+    "engine_deaths": (
+        "text node",
+        "int run_id",
+        "text intent_id",
+        "int job_id restart_count",
+        "int? exit_code",
+        "text reason",
+        "time lived_s at",
+    ),
+    "node_quarantines": ("text node reason", "time at until_at", "time? released_at"),
+}
+INDEXES: dict[str, tuple[str, str]] = {
+    "ix_other_users_waits_job": ("other_users_waits", "job_id"),
+    "ix_other_users_waits_ended": ("other_users_waits", "ended_at"),
+    "ix_training_jobs_run": ("training_jobs", "run_id job_id"),
+    "ix_engine_deaths_node": ("engine_deaths", "node"),
+    "ix_node_quarantines_node": ("node_quarantines", "node"),
+}
+
+# Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
+_REASON = "CASE WHEN state = 'masked' AND reason <> '' THEN 'hidden (a verifier may quote the completion)' ELSE reason END AS reason"
+_DAY = "(CAST(at AS bigint) - CASE WHEN CAST(at AS bigint) > at THEN 1 ELSE 0 END) / 86400 AS day"
+VIEWS: dict[str, tuple[str, str, str]] = {
+    "v_generations": (
+        "generation, timeline, host, pid, code_version, started_at, committed_at, batch, superseded_at",
+        "generations",
+        "started_at committed_at superseded_at",
+    ),
+    "v_runs": (
+        "run_id, name, owner_key, COALESCE((SELECT e.reason FROM events e WHERE e.kind = 'owner_enrolled' AND e.subject = owner_key"
+        " ORDER BY e.id DESC LIMIT 1), owner_key) AS owner,"
+        " seed, tokenizer, created_at, state, reason, ended_at, attempt, resume_step, last_step, last_version,"
+        " purged_at",
+        "runs",
+        "created_at ended_at purged_at",
+    ),
+    "v_attempts": ("run_id, attempt, host, job_id, resume_step, started_at", "attempts", "started_at"),
+    "v_weight_versions": (
+        "run_id, version, step, attempt, root, nbytes, published_at",
+        "weight_versions",
+        "published_at",
+    ),
+    "v_steps": (
+        "id, run_id, purpose, step, attempt, version, metrics, committed_at, rewound_by",
+        "steps",
+        "committed_at",
+    ),
+    "v_checkpoints": (
+        "id, run_id, step, version, root, path, recorded_at, rewound_by, kept",
+        "checkpoints",
+        "recorded_at",
+    ),
+    "v_groups": (
+        "group_id, run_id, purpose, step, prompt_index, retry, created_version, version,"
+        " COALESCE(purged_prompt_tokens, length(prompt) / 4) AS prompt_tokens,"
+        " length(prompt) AS prompt_bytes, n,"
+        " first_sample_id, sampling, created_at, delivered_attempt, delivered_at",
+        "groups",
+        "created_at delivered_at",
+    ),
+    "v_samples": (
+        f"sample_id, group_id, run_id, sample_index, state, {_REASON}, finish, accepted_len, epoch, moves, worker_id, regenerated,"
+        " reward, advantage, ended_step, ended_attempt, finished_at, ended_at, contents, reward_version",
+        "samples",
+        "finished_at ended_at",
+    ),
+    "v_sample_ends": (
+        f"id, sample_id, state, {_REASON}, step, attempt, reward, advantage, reward_version, at",
+        "sample_ends",
+        "at",
+    ),
+    "v_leases": (
+        "sample_id, epoch, worker_id, version, start_len, end_len, regenerated, reason, granted_at, ended_at",
+        "leases",
+        "granted_at ended_at",
+    ),
+    "v_chunks": (
+        "id, sample_id, epoch, start_len, n_tokens, version, worker_id, at, length(tokens) AS token_bytes,"
+        " length(logprobs) AS logprob_bytes, length(raw_logprobs) AS raw_logprob_bytes",
+        "chunks",
+        "at",
+    ),
+    "v_workers": (
+        "worker_id, run_id, kind, intent_id, incarnation, job_id, node, gpus, engine, slot, joined_at, left_at, reason, notice, samples,"
+        " salvaged, regenerated",
+        "workers",
+        "joined_at left_at",
+    ),
+    "v_jobs": (
+        "intent_id, run_id, partition, gpus, intended_at, job_id, submitted_at, last_state, flags, reason, node, restart_count,"
+        " observed_at, ended_at, pinned",
+        "jobs",
+        "intended_at submitted_at observed_at ended_at",
+    ),
+    "v_job_states": (
+        "id, intent_id, job_id, state, flags, reason, node, restart_count, at",
+        "job_states",
+        "at",
+    ),
+    "v_gpu_allocations": (
+        "intent_id, restart_count, job_id, node, gpus, started_at, ended_at, reason",
+        "gpu_allocations",
+        "started_at ended_at",
+    ),
+    "v_cluster_polls": (
+        f"id, gpus_idle, gpus_harvested, gpus_other_users, gpus_reserved, gpus_unusable, jobs_pending_other_users, at, {_DAY}",
+        "cluster_polls",
+        "at",
+    ),
+    "v_decisions": ("id, policy, action, subject, reason, inputs, at, code", "decisions", "at"),
+    "v_events": ("id, kind, run_id, subject, reason, detail, at", "events", "at"),
+    "v_now": ("max(committed_at) AS unix_s", "generations", "max(committed_at)=utc"),
+    # New ones.
+    "v_other_users_waits": (
+        "id, job_id, user_name, partition, gpus, submitted_at, eligible_at, seen_at, started_at, ended_at, outcome, harvested_gpus,"
+        " harvested_gpu_s",
+        "other_users_waits",
+        "submitted_at eligible_at seen_at started_at ended_at",
+    ),
+    "v_training_jobs": (
+        "id, run_id, job_id, user_name, nodes, gpus, started_at, ended_at",
+        "training_jobs",
+        "started_at ended_at",
+    ),
+    "v_engine_deaths": (
+        "id, node, run_id, intent_id, job_id, restart_count, exit_code, reason, lived_s, at",
+        "engine_deaths",
+        "at",
+    ),
+    "v_node_quarantines": (
+        "id, node, reason, at, until_at, released_at",
+        "node_quarantines",
+        "at until_at released_at",
+    ),
+}
+
+# Both cut to the second: one database would round, the other cut. Beyond year 9999 neither has a spelling.
+_UTC = {
+    "sqlite": "CASE WHEN {at} >= 0 AND {at} < 253402300800 THEN strftime('%Y-%m-%d %H:%M:%S', CAST({at} AS integer), 'unixepoch') END",
+    "postgresql": "CASE WHEN {at} >= 0 AND {at} < 253402300800"
+    " THEN to_char(to_timestamp(floor({at})) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') END",
+}
+
+
+def _columns(line: str) -> list[sa.Column[Any]]:
+    kind, *names = line.split()
+    return [sa.Column(name, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")) for name in names]
+
+
+def _readable(times: str, dialect: str) -> str:
+    shown = []
+    for time in times.split():
+        at, _, name = time.partition("=")
+        shown.append(f", {_UTC[dialect].format(at=at)} AS {name or f'{at}_utc'}")
+    return "".join(shown)
+
+
+def upgrade() -> None:
+    dialect = op.get_bind().dialect.name
+    for table, lines in TABLES.items():
+        counted = sa.Column("id", INT, primary_key=True, autoincrement=True)
+        op.create_table(table, counted, *(column for line in lines for column in _columns(line)))
+    for index, (table, names) in INDEXES.items():
+        op.create_index(index, table, names.split())
+    for view, (columns, table, times) in VIEWS.items():
+        if dialect == "sqlite":
+            op.execute(f"DROP VIEW IF EXISTS {view}")
+        create = "CREATE VIEW" if dialect == "sqlite" else "CREATE OR REPLACE VIEW"
+        # As it is: its colons and percent signs name no parameter.
+        op.get_bind().exec_driver_sql(
+            f"{create} {view} AS SELECT {columns}{_readable(times, dialect)} FROM {table}"
+        )

@@ -1,0 +1,151 @@
+"""Who waited while we held GPUs, and the GPUs of training jobs: from polls to rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scavenger.cluster.model import ClusterView, Job, JobState
+from scavenger.harvest.decide.free_capacity import waiting_jobs
+from scavenger.harvest.track import waits
+from scavenger.harvest.track.training_jobs import TrainingGpus
+from scavenger.harvest.track.waits import OtherUsersWaits
+from scavenger.ledger import records as rec
+from tests.harvest.views import job, node, view
+
+T0 = 1000.0
+OURS = {"node1": 3}
+
+
+def queue(*jobs: Job) -> ClusterView:
+    return view(T0, jobs, [node("node1", 3), node("node2")])
+
+
+def seen(one: OtherUsersWaits, at: float, *jobs: Job, held: dict[str, int] = OURS) -> tuple[rec.Record, ...]:
+    found = queue(*jobs)
+    return one.observe(found, waiting_jobs(found, frozenset(), at), held, at)
+
+
+def waiting(job_id: int = 7, **more: Any) -> Job:
+    return job(job_id, submit_time=T0 - 30, eligible_time=T0 - 20, **more)
+
+
+def test_a_wait_begins_ends_and_says_what_we_held() -> None:
+    one = OtherUsersWaits()
+    assert seen(one, T0, waiting(), held={}) == (), "we held nothing there"
+    assert seen(one, T0, waiting()) == (rec.OtherUserWaits(7, "alice", "normal", 1, T0 - 30, T0 - 20, T0),)
+    assert seen(one, T0 + 10, waiting(), held={"node1": 1, "node0": 4}) == (), (
+        "node0 is none of its partition's"
+    )
+    started = replace(waiting(), state=JobState.RUNNING, start_time=T0 + 14, nodes=("node1",))
+    assert seen(one, T0 + 20, started) == (
+        rec.OtherUserWaited(7, T0 - 30, "started", T0 + 14, 3, 3 * 10 + 1 * 4.0, T0 + 14),
+    )
+    assert seen(one, T0 + 30, started) == ()
+
+
+@pytest.mark.parametrize(
+    ("then", "outcome"),
+    [
+        ((), "left"),
+        ((replace(waiting(), state=JobState.CANCELLED, start_time=T0 + 5, end_time=T0 + 5),), "cancelled"),
+    ],
+)
+def test_what_becomes_of_a_job_that_did_not_start(then: tuple[Job, ...], outcome: str) -> None:
+    one = OtherUsersWaits()
+    seen(one, T0, waiting())
+    assert seen(one, T0 + 10, *then) == (rec.OtherUserWaited(7, T0 - 30, outcome, None, 3, 30.0, T0 + 10),)
+
+
+def test_a_job_that_began_and_ended_between_two_polls_started() -> None:
+    one = OtherUsersWaits()
+    seen(one, T0, waiting())
+    over = replace(waiting(), state=JobState.CANCELLED, start_time=T0 + 5, end_time=T0 + 7)
+    assert [
+        (r.outcome, r.started_at) for r in seen(one, T0 + 10, over) if isinstance(r, rec.OtherUserWaited)
+    ] == [("started", T0 + 5)]
+
+
+def test_a_requeued_job_waits_anew() -> None:
+    one = OtherUsersWaits()
+    seen(one, T0, waiting())
+    again = replace(waiting(), submit_time=T0 + 8, eligible_time=T0 + 8)
+    ended, began = seen(one, T0 + 10, again)
+    assert isinstance(ended, rec.OtherUserWaited)
+    assert ended.outcome == "requeued"
+    assert began == rec.OtherUserWaits(7, "alice", "normal", 1, T0 + 8, T0 + 8, T0 + 10)
+
+
+def test_a_wait_goes_on_while_the_job_is_held_or_an_array_s_last_task_waits() -> None:
+    one = OtherUsersWaits()
+    first, second = waiting(), waiting()
+    assert len(seen(one, T0, first, second)) == 1, "an array is one wait"
+    started = replace(first, state=JobState.RUNNING, start_time=T0 + 1)
+    assert seen(one, T0 + 10, started, second) == ()
+    assert seen(one, T0 + 20, replace(second, reason="JobHeldUser")) == (), "the same wait"
+
+
+def test_what_nobody_looked_at_and_what_was_before_a_restart_is_not_counted() -> None:
+    one = OtherUsersWaits()
+    (began,) = seen(one, T0, waiting())
+    [ended] = seen(one, T0 + 5000)
+    assert isinstance(ended, rec.OtherUserWaited)
+    assert ended.harvested_gpu_s == 3 * waits.MOST_UNSEEN_S
+    assert isinstance(began, rec.OtherUserWaits)
+    successor = OtherUsersWaits()
+    successor.restore([began], T0 + 100)
+    assert seen(successor, T0 + 110, waiting()) == (), "its row is there"
+    assert seen(successor, T0 + 120) == (rec.OtherUserWaited(7, T0 - 30, "left", None, 3, 30.0, T0 + 120),)
+
+
+def test_waits_are_bounded_and_the_first_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "MOST", 2)
+    one = OtherUsersWaits()
+    jobs = [replace(waiting(n), eligible_time=T0 - n) for n in range(1, 6)]
+    assert [r.job_id for r in seen(one, T0, *jobs) if isinstance(r, rec.OtherUserWaits)] == [5, 4]
+    ended, began = seen(one, T0 + 10, *jobs[:4])
+    assert isinstance(ended, rec.OtherUserWaited)
+    assert isinstance(began, rec.OtherUserWaits)
+    assert (ended.job_id, began.job_id) == (5, 3)
+
+
+# ---------------------------------------------------------------- training jobs
+
+
+def training(state: JobState = JobState.RUNNING, **more: Any) -> Job:
+    return Job(50, "ada", "reserved", state, **{"gpus": 8, "n_nodes": 2, "start_time": T0 - 5, **more})
+
+
+def test_a_training_job_s_gpus_are_recorded_from_start_to_end() -> None:
+    one = TrainingGpus()
+    assert one.observe([(1, 0)], [training()], T0) == (), "a run of no Slurm job"
+    assert one.observe([(1, 50)], [training(JobState.PENDING, start_time=0.0)], T0) == ()
+    assert one.observe([(1, 50)], [training()], T0) == (rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 - 5),)
+    assert one.observe([], [training()], T0 + 10) == (), "its run has ended, and it holds its GPUs"
+    ended = training(JobState.COMPLETED, end_time=T0 + 12)
+    assert one.observe([], [ended], T0 + 20) == (rec.TrainingJobEnded(1, 50, T0 + 12),)
+    assert one.observe([], [ended], T0 + 30) == ()
+
+
+def test_a_requeued_training_job_has_two_spans_and_a_vanished_one_ends() -> None:
+    one = TrainingGpus()
+    one.observe([(1, 50)], [training()], T0)
+    back = training(start_time=T0 + 30, submit_time=T0 + 20)
+    assert one.observe([(1, 50)], [back], T0 + 40) == (
+        rec.TrainingJobEnded(1, 50, T0 + 20),
+        rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 + 30),
+    )
+    assert one.observe([(1, 50)], [], T0 + 60) == (rec.TrainingJobEnded(1, 50, T0 + 60),)
+
+
+def test_a_restarted_daemon_goes_on_with_the_same_span() -> None:
+    one = TrainingGpus()
+    (began,) = one.observe([(1, 50)], [training()], T0)
+    assert isinstance(began, rec.TrainingJobStarted)
+    successor = TrainingGpus()
+    successor.restore([began])
+    assert successor.observe([(1, 50)], [training()], T0 + 10) == ()
+    waits_again = training(JobState.PENDING, submit_time=T0 + 15, start_time=0.0)
+    assert successor.observe([(1, 50)], [waits_again], T0 + 20) == (rec.TrainingJobEnded(1, 50, T0 + 15),)
