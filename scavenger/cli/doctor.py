@@ -11,7 +11,7 @@ import getpass
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -56,10 +56,18 @@ def doctor(
             "--submit", help="also run a short test job: ports, state directory, Python and engines, requeue"
         ),
     ] = False,
+    harvest_one: Annotated[
+        bool,
+        typer.Option(
+            "--harvest-one",
+            help="instead: harvest one engine with a tiny model, as the daemon would, and end it",
+        ),
+    ] = False,
     engine: Annotated[
         str,
         typer.Option(
-            help="with --submit: the engine that runs will use, reference or vllm; default: any will do"
+            help="with --submit or --harvest-one: the engine that runs will use, reference or vllm; default: "
+            "any will do, and reference is harvested"
         ),
     ] = "",
     layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
@@ -73,6 +81,8 @@ def doctor(
     if engine not in ("", "reference", "vllm"):
         raise typer.BadParameter(f"{engine!r}: one of reference, vllm")
     settings = _settings(config_path, partition)
+    if harvest_one:
+        _harvest_one(settings, partition, qos, engine or "reference", layout)
     wanted = wanted_of(settings)
     wanted = dataclasses.replace(
         wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine
@@ -82,6 +92,27 @@ def doctor(
     )
     print(findings.as_json(found).decode() if layout == "json" else "\n".join(findings.lines(found)))
     raise typer.Exit(findings.exit_code(found))
+
+
+def _harvest_one(settings: DaemonConfig, partition: str, qos: str, engine: str, layout: str) -> NoReturn:
+    from scavenger.cluster import choose
+    from scavenger.doctor import canary, findings
+
+    named = {key: value for key, value in (("partition", partition), ("qos", qos)) if value}
+    asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=named)})
+    cluster = choose.backend(asked)
+
+    def say(found: Finding) -> None:
+        if layout == "text":
+            print(canary.line(found), flush=True)
+
+    try:
+        stages = canary.Canary(asked, cluster, say, engine).run()
+    finally:
+        cluster.close()
+    if layout == "json":
+        print(findings.as_json(stages).decode())
+    raise typer.Exit(findings.exit_code(stages))
 
 
 def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:

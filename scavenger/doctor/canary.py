@@ -1,0 +1,443 @@
+"""`scavenger doctor --harvest-one`: harvests one engine for a minute, as the daemon would, without a daemon and without a training run.
+
+    checked -> submitted -> started -> connected -> loaded -> generated -> drained -> cleaned up
+
+The job is the site's own: its template, partition, key, Python and container. The engine is real, its model tiny and of random weights.
+It connects to a socket of this process at the address that the daemon announces, and at its port unless a daemon has that.
+
+Owns the stages, a folder of its own below the state directory, and the job. Whatever happens, the job is cancelled and the folder removed.
+A daemon beside it goes on: the job carries another ledger's id. Nothing is written to a ledger.
+
+Boundary: a job, a socket and files; all that it says is in findings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from scavenger.cluster import choose, reach
+from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.doctor.findings import Finding, Level
+from scavenger.errors import ClusterError, ScavengerError, WireError
+from scavenger.harvest.decide.actions import Submit
+from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.track import observed_jobs, set_up
+from scavenger.protocol import keys, messages
+from scavenger.weights import manifest as manifests
+from scavenger.weights.spool import Spool
+
+RUN = "canary"
+TOKENS = 8
+START_S, CONNECT_S, LOAD_S, GENERATE_S, DRAIN_S = 180.0, 180.0, 300.0, 120.0, 60.0
+#: The job's time limit: nothing of it outlives a canary that was killed for long.
+MOST_S = 900.0
+POLL_S = 2.0
+HEARTBEAT_S = 5.0
+BUSY_REASONS = ("Resources", "Priority", "None", "")
+CHECK_LOG = "its log is above; `scavenger doctor --submit` tries the paths and the engines' Python one by one"
+#: A Llama of two layers that every engine can hold; its vocabulary has no text.
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+M = TypeVar("M", bound=messages.Message)
+
+
+class _Failed(Exception):
+    """A stage did not come. `busy`: nothing is wrong with the site."""
+
+    def __init__(self, why: str, remedy: str, *, busy: bool = False) -> None:
+        super().__init__(why)
+        self.why, self.remedy, self.busy = why, remedy, busy
+
+
+def weights(dtype: str = "float32") -> tuple[manifests.Manifest, memoryview]:
+    """The model's, random and small."""
+    hidden, inner, vocab = 128, 256, 64
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for n in range(2):
+        layer = f"model.layers.{n}"
+        shapes |= {f"{layer}.self_attn.{one}_proj.weight": (hidden, hidden) for one in "qkvo"}
+        shapes |= {f"{layer}.mlp.{one}_proj.weight": (inner, hidden) for one in ("gate", "up")}
+        shapes |= {
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+    random = np.random.default_rng(0)
+    tensors = {
+        name: (dtype, shape, (random.standard_normal(shape) * 0.02).astype(np.float32).data)
+        for name, shape in sorted(shapes.items())
+    }
+    return manifests.build(1, tensors)
+
+
+class _Allowed:
+    def __init__(self, public: str) -> None:
+        self._public = public
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key.decode() == self._public
+
+
+@dataclass
+class _Daemon:
+    """What the engine needs of a daemon: a socket under CURVE that one key may use, and answers to its heartbeats."""
+
+    router: zmq.Socket[bytes]
+    endpoint: str
+    inbox: list[messages.Message] = field(default_factory=list)
+    peer: bytes = b""
+
+    def receive(self, timeout_s: float) -> None:
+        if not self.router.poll(int(timeout_s * 1000)):
+            return
+        peer, frame = self.router.recv_multipart()[:2]
+        try:
+            message = messages.decode_to_daemon(frame)
+        except WireError:
+            return
+        self.peer = peer
+        if isinstance(message, messages.Heartbeat):
+            self.send(messages.HeartbeatAck(1))
+        else:
+            self.inbox.append(message)
+
+    def send(self, message: messages.Message) -> None:
+        self.router.send_multipart([self.peer, messages.encode(message)])
+
+    def take(self, kind: type[M]) -> M | None:
+        """The first message of this kind that has come; what came before it is dropped."""
+        for n, message in enumerate(self.inbox):
+            if isinstance(message, kind):
+                del self.inbox[: n + 1]
+                return message
+        return None
+
+
+@contextlib.contextmanager
+def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair) -> Iterator[_Daemon]:
+    d = config.daemon
+    host = reach.announced(d.listen, d.advertise, socket.gethostname())
+    pair, context = keys.generate(), zmq.Context()
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    router = context.socket(zmq.ROUTER)
+    try:
+        authenticator.configure_curve_callback("*", _Allowed(worker.public))
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+        router.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        router.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
+        router.setsockopt(zmq.LINGER, 0)
+        interface = socket.gethostbyname(d.listen)
+        try:
+            port = d.port
+            router.bind(f"tcp://{interface}:{port or '*'}")
+        except zmq.ZMQError:  # a daemon serves there
+            router.bind(f"tcp://{interface}:*")
+        bound = router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        port = int(bound.rstrip(b"\0").rpartition(b":")[2])
+        endpoint = f"tcp://{host}:{port}"
+        keys.write_rendezvous(
+            folder, keys.Rendezvous(endpoint, pair.public, 1, os.getpid(), socket.gethostname())
+        )
+        yield _Daemon(router, endpoint)
+    finally:
+        router.close(linger=0)
+        authenticator.stop()
+        context.destroy(linger=0)
+
+
+class Canary:
+    """One engine's life. `say` gets each finding as it comes."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        cluster: Cluster,
+        say: Callable[[Finding], None],
+        engine: str = "reference",
+    ) -> None:
+        self._cluster, self._say, self._engine = cluster, say, engine
+        self._config, self._found = config, list[Finding]()
+        self._intent = observed_jobs.intent_name(secrets.token_hex(8))
+        self._stage, self._began = "", time.monotonic()
+        self._job_id = 0
+        state_dir = config.daemon.state_dir.resolve()
+        self._folder, self._new = state_dir / f"canary-{secrets.token_hex(4)}", not state_dir.exists()
+        daemon = config.daemon.model_copy(update={"state_dir": self._folder})
+        self._own = config.model_copy(update={"daemon": daemon})
+
+    def run(self) -> list[Finding]:
+        """All stages, or those up to the one that failed. Nothing is raised for what a site may have wrong."""
+        try:
+            self._stages()
+        except _Failed as failed:
+            level = Level.UNKNOWN if failed.busy else Level.PROBLEM
+            self._tell(level, failed.why, failed.remedy)
+        except ScavengerError as error:
+            self._tell(
+                Level.PROBLEM, error.cause, error.remedy or "see the reason; try again when it is mended"
+            )
+        except OSError as error:
+            self._tell(
+                Level.PROBLEM, f"{error}", "the state directory must be writable, and its address this host's"
+            )
+        finally:
+            self._clean_up()
+        return self._found
+
+    # ---------------------------------------------------------------- stages
+
+    def _stages(self) -> None:
+        self._enter("checked")
+        choose.preflight(self._config, self._cluster)
+        worker = keys.generate(RUN, self._intent)
+        (self._folder / "logs").mkdir(mode=0o700, parents=True)
+        keys.write_keypair(keys.worker_key_path(self._folder, self._intent), worker)
+        manifest, blob = weights()
+        source = Spool(self._folder / "weights").write(manifest, blob)
+        with _serving(self._config, self._folder, worker) as daemon:
+            self._done(f"partition {self._config.harvest.partition}; engines connect to {daemon.endpoint}")
+            self._enter("submitted")
+            self._submit()
+            self._enter("started")
+            node = self._start(daemon)
+            self._enter("connected")
+            hello = self._expect(daemon, messages.WorkerHello, CONNECT_S, self._no_word(daemon, node))
+            self._done(f"release {hello.code_version} on {hello.node}, under its job's key")
+            self._enter("loaded")
+            spec = messages.EngineSpec(self._engine, json.dumps(MODEL), "float32", 1, 64)
+            daemon.send(messages.Welcome(1, 1, RUN, spec, HEARTBEAT_S, 50.0, 1))
+            daemon.send(messages.UseWeights(1, manifests.encode(manifest), (source,)))
+            loaded = self._expect(
+                daemon,
+                messages.WeightsLoaded,
+                LOAD_S,
+                (f"engine {self._engine} loaded no weights", CHECK_LOG),
+            )
+            if loaded.root != manifest.root:
+                raise _Failed("the engine loaded other weights than it was given", CHECK_LOG)
+            self._done(
+                f"engine {self._engine} built, and {manifest.total_nbytes / 2**20:.1f} MiB of weights loaded"
+            )
+            self._enter("generated")
+            self._generate(daemon)
+            self._enter("drained")
+            self._drain(daemon)
+
+    def _submit(self) -> None:
+        harvest, cluster = self._config.harvest, self._cluster
+        share = [
+            node.memory_mb // node.gpus
+            for node in cluster.view().nodes
+            if harvest.partition in node.partitions and node.gpus
+        ]
+        submit = Submit(
+            0,
+            RUN,
+            harvest.partition,
+            1,
+            "canary",
+            engine=self._engine,
+            memory_mb=harvest.memory_mb_per_engine
+            or (min(share, default=0) if min(share, default=0) >= 64 else 0),
+            most_s=MOST_S,
+        )
+        backend = "local" if choose.is_local(self._config) else "slurm"
+        template = job_script.read_template(harvest.job_template)
+        spec = job_script.job_spec(self._own, template, backend, secrets.token_hex(4), self._intent, submit)
+        self._job_id = cluster.submit(spec)
+        self._done(f"job {self._job_id} ({self._intent})")
+
+    def _start(self, daemon: _Daemon) -> str:
+        deadline = time.monotonic() + START_S
+        while True:
+            job = self._job()
+            if job is not None and job.has_gpus_allocated and job.nodes:
+                self._done(f"on {job.nodes[0]}")
+                return job.nodes[0]
+            if job is not None and not job.waits:
+                raise self._ended(job)
+            if time.monotonic() >= deadline:
+                reason = job.reason if job is not None else "not in the queue"
+                if job is not None and reason in BUSY_REASONS:
+                    why = f"job {self._job_id} found no idle GPU within {START_S:g} s ({reason or 'no reason given'})"
+                    raise _Failed(why, "ask again when one of the partition's GPUs is idle", busy=True)
+                raise _Failed(
+                    f"job {self._job_id} does not start: {reason}",
+                    "`scavenger doctor` explains the partition's limits; squeue tells more of the job",
+                )
+            daemon.receive(POLL_S)
+
+    def _generate(self, daemon: _Daemon) -> None:
+        key = messages.SampleKey("train", 0, 0, 0)
+        lease = messages.Lease(
+            1,
+            1,
+            1,
+            messages.pack_tokens([3, 4, 5]),
+            b"",
+            messages.Sampling(TOKENS, min_tokens=TOKENS),
+            1,
+            key,
+        )
+        daemon.send(messages.Assign((lease,)))
+        have, deadline = 0, time.monotonic() + GENERATE_S
+        while have < TOKENS:
+            left = deadline - time.monotonic()
+            chunks = self._expect(
+                daemon, messages.Chunks, max(0.0, left), (f"{have} of {TOKENS} tokens came", CHECK_LOG)
+            )
+            for chunk in chunks.chunks:
+                have = max(have, chunk.offset + len(messages.unpack_tokens(chunk.tokens)))
+        self._done(f"{have} tokens")
+
+    def _drain(self, daemon: _Daemon) -> None:
+        daemon.send(messages.Ack((messages.Held(1, 1, TOKENS),)))
+        daemon.send(messages.Drain("the canary is over"))
+        self._expect(
+            daemon, messages.Goodbye, DRAIN_S, ("the engine did not say goodbye", CHECK_LOG), ends=True
+        )
+        daemon.send(messages.GoodbyeAck())
+        deadline = time.monotonic() + DRAIN_S
+        while (job := self._job()) is not None and (job.has_gpus_allocated or job.waits):
+            if time.monotonic() >= deadline:
+                raise _Failed(
+                    f"job {self._job_id} still holds its GPU {DRAIN_S:g} s after its engine left",
+                    "see what keeps it: an epilog, or a job template that does not exit with its worker",
+                )
+            daemon.receive(POLL_S)
+        if job is not None and job.state is not JobState.COMPLETED:
+            raise self._ended(job)
+        self._done("the engine left when it was told to, and its job ended")
+
+    # ---------------------------------------------------------------- waiting
+
+    def _expect(
+        self, daemon: _Daemon, kind: type[M], within_s: float, silent: tuple[str, str], *, ends: bool = False
+    ) -> M:
+        """The next message of this kind. `silent`: what is wrong when none comes, and the remedy. `ends`: its job may be over by then."""
+        deadline, look_at = time.monotonic() + within_s, time.monotonic() + POLL_S
+        while (found := daemon.take(kind)) is None:
+            failed = next(
+                (
+                    one
+                    for one in daemon.inbox
+                    if isinstance(one, messages.WeightsFailed | messages.SampleFailed)
+                ),
+                None,
+            )
+            if failed is not None:
+                raise _Failed(failed.reason, CHECK_LOG)
+            now = time.monotonic()
+            if now >= deadline:
+                raise _Failed(f"{silent[0]} within {within_s:.0f} s{self._log()}", silent[1])
+            if now >= look_at:
+                job, look_at = self._job(), now + POLL_S
+                if job is not None and (job.restart_count or job.waits):
+                    why = f"job {self._job_id} was preempted: somebody needed its GPU"
+                    raise _Failed(why, "ask again when one of the partition's GPUs is idle", busy=True)
+                if not ends and (job is None or not (job.has_gpus_allocated or job.waits)):
+                    daemon.receive(0.0)
+                    if daemon.take(kind) is None:
+                        raise self._ended(job)
+            daemon.receive(min(0.5, max(0.0, deadline - now)))
+        return found
+
+    def _job(self) -> Job | None:
+        """As the queue shows it; a poll that fails is tried again at the next."""
+        with contextlib.suppress(ClusterError):
+            return next((job for job in self._cluster.jobs() if job.job_id == self._job_id), None)
+        return Job(self._job_id, "", "", JobState.RUNNING, frozenset())
+
+    def _ended(self, job: Job | None) -> _Failed:
+        code = job.exit_code if job is not None else None
+        how = f"{job.state}" if job is not None else "gone from the queue"
+        words = set_up.CANNOT_BEGIN.get(code, "") if code is not None else ""
+        why = f"job {self._job_id} is {how}" + (
+            f" (exit code {code}{': ' + words if words else ''})" if code else ""
+        )
+        remedy = set_up.REMEDIES.get(code, CHECK_LOG) if code is not None else CHECK_LOG
+        return _Failed(why + self._log(), remedy)
+
+    def _no_word(self, daemon: _Daemon, node: str) -> tuple[str, str]:
+        return (
+            f"job {self._job_id} runs on {node}, and its engine did not reach {daemon.endpoint}",
+            set_up.REMEDIES[set_up.NO_DAEMON],
+        )
+
+    def _log(self) -> str:
+        with contextlib.suppress(OSError):
+            if words := job_logs.last_words(job_script.log_path(self._folder, self._intent)):
+                return f"; its log ends: {words}"
+        return "; it wrote no log: its node may not see the state directory"
+
+    # ---------------------------------------------------------------- words, and the end
+
+    def _enter(self, stage: str) -> None:
+        self._stage, self._began = stage, time.monotonic()
+
+    def _done(self, what: str) -> None:
+        self._tell(Level.OK, what)
+
+    def _tell(self, level: Level, what: str, remedy: str = "") -> None:
+        took = f"{time.monotonic() - self._began:.1f} s: "
+        self._found.append(Finding(self._stage, level, took + what, remedy))
+        self._say(self._found[-1])
+
+    def _clean_up(self) -> None:
+        self._enter("cleaned up")
+        left = []
+        try:
+            if self._job_id and (job := self._job()) is not None and (job.has_gpus_allocated or job.waits):
+                self._cluster.cancel((self._job_id,))
+        except ClusterError as error:
+            left.append(
+                f"job {self._job_id}, which ends by itself within {MOST_S / 60:g} minutes ({error.cause})"
+            )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder.exists():
+            left.append(str(self._folder))
+        if self._new:
+            with contextlib.suppress(OSError):  # somebody put something there meanwhile: theirs now
+                self._folder.parent.rmdir()
+        if left:
+            self._tell(Level.WARNING, f"left: {', '.join(left)}", "remove it: scancel, rm -r")
+        else:
+            self._done("job and folder are gone")
+
+
+def line(finding: Finding) -> str:
+    """For a terminal, as each comes."""
+    text = f"{finding.level:<9}{finding.check:<12}{finding.observed}"
+    return f"{text}\n{'':21}-> {finding.remedy}" if finding.remedy else text

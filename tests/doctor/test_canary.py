@@ -1,0 +1,175 @@
+"""`scavenger doctor --harvest-one`: each stage of an engine's life, what it says where one fails, and that nothing stays."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from scavenger import toml
+from scavenger.cli.main import app
+from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.local.client import LocalCluster, LocalServer
+from scavenger.cluster.model import PreemptMode
+from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.doctor import canary
+from tests.clusters import unfinished, wait_for
+from tests.harvest.world import spec
+
+pytest.importorskip("torch", reason="the reference engine needs the [trainer] extra")
+STAGES = ["checked", "submitted", "started", "connected", "loaded", "generated", "drained", "cleaned up"]
+
+
+def harmless() -> Layout:
+    nodes = ("node1", "node2")
+    low = PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=PreemptMode.REQUEUE)
+    return Layout(
+        nodes=nodes,
+        gpus=1,
+        kill_wait_s=1.0,
+        partitions=(PartitionLayout(name="normal", nodes=nodes, priority_tier=10), low),
+    )
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[SlurmSandbox]:
+    with SlurmSandbox(harmless()) as made:
+        yield made
+
+
+def ask(
+    folder: Path,
+    *,
+    daemon: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **harvest: Any,
+) -> Result:
+    path, state = folder / "scavenger.toml", folder / "state"
+    state.mkdir(mode=0o700, exist_ok=True)
+    sections = {
+        "daemon": {"state_dir": state, **(daemon or {})},
+        "cluster": cluster or {},
+        "harvest": {"partition": "scavenge", **harvest},
+    }
+    path.write_text(toml.dumps({name: keys for name, keys in sections.items() if keys}))
+    done = CliRunner().invoke(app, ["doctor", "--config", str(path), "--harvest-one", "--format", "json"])
+    assert list(state.iterdir()) == [], "its folder is gone"
+    return done
+
+
+def told(done: Result) -> dict[str, dict[str, str]]:
+    text = done.output[done.output.index('{\n  "exit_code"') :]
+    return {one["check"]: one for one in json.loads(text)["findings"]}
+
+
+def test_without_slurm_an_engine_is_harvested_from_the_local_backend(tmp_path: Path) -> None:
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(tmp_path, cluster={"backend": "local", "local_dir": tmp_path / "local"})
+        assert done.exit_code == 0, done.output
+        found = told(done)
+        assert list(found) == STAGES
+        assert {one["level"] for one in found.values()} == {"ok"}
+        assert "8 tokens" in found["generated"]["observed"]
+        cluster = LocalCluster(tmp_path / "local")
+        assert not unfinished(cluster.view())
+        cluster.close()
+
+
+def test_a_job_template_that_ends_at_once_fails_at_the_stage_that_it_reached(tmp_path: Path) -> None:
+    template = tmp_path / "own.j2"
+    template.write_text("#!/bin/bash\necho 'rollout: no such module' >&2\nexit 72\n")
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path, cluster={"backend": "local", "local_dir": tmp_path / "local"}, job_template=template
+        )
+    assert done.exit_code == 2
+    stage, last = list(told(done).values())[-2:]
+    assert stage["check"] in ("started", "connected")
+    assert "exit code 72: what it needs is missing" in stage["observed"]
+    assert "its log ends: no such module" in stage["observed"]
+    assert "--submit" in stage["remedy"]
+    assert (last["check"], last["level"]) == ("cleaned up", "ok")
+
+
+def test_an_engine_that_finds_no_daemon_is_told_with_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "CONNECT_S", 4.0)
+    template = tmp_path / "own.j2"
+    template.write_text("#!/bin/bash\nexec sleep 60\n")
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            daemon={"listen": "0.0.0.0", "advertise": "nowhere.invalid"},
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            job_template=template,
+        )
+        assert done.exit_code == 2
+        connected = told(done)["connected"]
+        assert "its engine did not reach tcp://nowhere.invalid:" in connected["observed"]
+        assert "daemon.advertise" in connected["remedy"]
+        cluster = LocalCluster(tmp_path / "local")
+        wait_for("its job is cancelled", lambda: not unfinished(cluster.view()))
+        cluster.close()
+
+
+@pytest.mark.slurm
+def test_on_slurm_an_engine_is_harvested_beside_what_holds_the_daemon_s_port(
+    sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", sandbox.env["SLURM_CONF"])
+    monkeypatch.setenv("PATH", sandbox.env["PATH"])
+    with socket.create_server(("127.0.0.1", 0)) as daemon:
+        done = ask(tmp_path, daemon={"port": daemon.getsockname()[1]})
+    assert done.exit_code == 0, done.output
+    found = told(done)
+    assert list(found) == STAGES
+    assert "on node" in found["started"]["observed"]
+    wait_for("its job has ended", lambda: not unfinished(SlurmCluster(sandbox.env).view()))
+
+
+@pytest.mark.slurm
+def test_on_slurm_a_python_without_torch_fails_where_the_engine_is_built(
+    sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", sandbox.env["SLURM_CONF"])
+    monkeypatch.setenv("PATH", sandbox.env["PATH"])
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = ask(tmp_path, python=str(python))
+    assert done.exit_code == 2
+    loaded = told(done)["loaded"]
+    assert "its engine could not be built" in loaded["observed"]
+    assert "libtorch.so" in loaded["observed"]
+
+
+@pytest.mark.slurm
+def test_where_every_gpu_is_busy_nothing_is_said_against_the_site(
+    sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", sandbox.env["SLURM_CONF"])
+    monkeypatch.setenv("PATH", sandbox.env["PATH"])
+    monkeypatch.setattr(canary, "START_S", 6.0)
+    cluster = SlurmCluster(sandbox.env)
+    theirs = [
+        cluster.submit(spec("normal", gpus=1, nodelist=(name,), workdir="/tmp"))
+        for name in ("node1", "node2")
+    ]
+    wait_for(
+        "others have all",
+        lambda: len([job for job in cluster.jobs() if job.nodes and job.has_gpus_allocated]) == 2,
+    )
+    done = ask(tmp_path)
+    cluster.cancel(tuple(theirs))
+    assert done.exit_code == 1, done.output
+    assert "found no idle GPU within 6 s" in told(done)["started"]["observed"]
+    wait_for("all is over", lambda: not unfinished(cluster.view()))
