@@ -15,7 +15,7 @@ from scavenger.cluster import choose
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.doctor.facts import CommandOutput, Facts, Wanted
+from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, Facts, Wanted
 from scavenger.errors import ClusterError
 
 DEADLINE_S = 20.0
@@ -61,10 +61,13 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
     asked_at = (before + time.time()) / 2
     if answers["config"].error:
         silent = dataclasses.replace(answers["config"], remedy=NO_SLURM)
-        return Facts(dict.fromkeys(("config", *QUESTIONS), silent), asked_at, pyslurm=pyslurm_version())
+        return Facts(
+            dict.fromkeys(("config", *QUESTIONS, "queue"), silent), asked_at, pyslurm=pyslurm_version()
+        )
     answers |= {name: ask(argv, clean, deadline_s) for name, argv in QUESTIONS.items()}
     installed = pyslurm_version()
     unfit = pyslurm_unfit(clean, deadline_s) if installed else ""
+    answers["queue"] = ask(commands.squeue_argv(QUEUE_MARK), clean, deadline_s)
     facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), installed, unfit)
     if facts.accounting:
         answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from scavenger.cluster.model import Node, NodeHost, Partition, Qos
+from scavenger.cluster.model import Job, Node, NodeHost, Partition, Qos
 from scavenger.cluster.slurm import commands
 from scavenger.cluster.slurm import text as slurm_text
 from scavenger.errors import ClusterError
 
 T = TypeVar("T")
+#: The queue's fields are told apart by a mark; doctor's is no secret, and whoever forges it deceives a report.
+QUEUE_MARK = "scavengerdoctor0mark"
 
 
 class Missing(Exception):
@@ -140,6 +142,10 @@ class Facts:
     @property
     def nodes(self) -> tuple[Node, ...]:
         return _read(commands.parse_nodes, self.text("nodes"))
+
+    def queue(self) -> tuple[Job, ...]:
+        """Raises `ClusterError` where the answer is there and cannot be read, `Missing` where there is none."""
+        return commands.parse_jobs(self.text("queue"), QUEUE_MARK)
 
     @property
     def node_hosts(self) -> Mapping[str, NodeHost]:

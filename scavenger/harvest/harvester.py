@@ -245,6 +245,7 @@ class Harvester:
         self.error_kinds: Counter[str] = (
             Counter()
         )  # failed polls and commands by kind, for status and metrics
+        self.polls_fail = ""  # why the last poll failed, and since when; "" = it did not
         self._demand_decided_on: tuple[tuple[int, int, int], ...] = ()
         self._owners: dict[
             int, str
@@ -372,6 +373,7 @@ class Harvester:
         if failures := self._pace.failures:
             why = f"answers again after {failures} failures"
             self._write([rec.Event("cluster_back", 0, self._poller.name, why, "{}", self._clock())])
+        self.polls_fail = ""
         rpcs_after_poll = self.cluster.rpc.total
         self._pace.polled(poll, rpcs_after_poll - rpcs_before_poll, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
@@ -498,6 +500,12 @@ class Harvester:
         rpcs = self.cluster.rpc.total - rpcs_before
         retry_s = self._pace.failed(error_kind, rpcs, self._monotonic(), polling=polling)
         self.error_kinds[error_kind] += 1
+        if polling:
+            info, failed = self._poller.info, self._pace.failures
+            release = (
+                f"Slurm {info.version}" if info is not None and info.backend != "local" else self._poller.name
+            )
+            self.polls_fail = f"{failed} polls of {release} in a row failed, the last: {error.cause}"
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
         detail = {"error_kind": error_kind, "failures": failures, "retry_s": round(retry_s, 3)}

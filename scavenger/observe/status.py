@@ -56,6 +56,7 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         unread=stop_state.files.unread,
         set_up=harvester.tracker.health.set_up_fault(),
         polls_late=harvester.polls_late(),
+        polls_fail=harvester.polls_fail,
     )
 
 
@@ -94,6 +95,7 @@ class Harvest(msgspec.Struct, frozen=True):
     set_up: str = (
         ""  # why engines cannot start, whichever node they start on; "" = they can, as far as is known
     )
+    polls_fail: str = ""  # why nothing is known of the queue since `seen_at`; "" = the last poll did not fail
     unread: str = ""  # why a stop file cannot be read, "" = each can; what was last known holds for a while
     standby_jobs: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
     connected: int | None = None
@@ -279,6 +281,10 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         said.append("slurm     not seen yet")
     if h.polls_late and not gone:
         said.append(f"          BEHIND: {h.polls_late}")
+    if h.polls_fail:
+        said.append(
+            f"          POLLS FAIL: {h.polls_fail}; nothing is submitted or cancelled until one succeeds"
+        )
     if h.concluded:
         said.append(f"decided   {h.concluded}")
     return said

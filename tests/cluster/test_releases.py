@@ -275,10 +275,14 @@ def test_memory_that_cannot_be_read_is_left_to_slurm() -> None:
 # Nothing that makes one valid word of Slurm's out of another: no letter or digit, no separator of lists, no blank.
 JUNK = "?!;|{}[]()<>\"'`~$&^*@#\\%=\0é²\u0663"
 WORDS = ("?", "{'set': True, 'number': 3}", "[1, 2]", "<nil>", "1:2:3:4:5")
+#: Words that a later release may have: letters and digits, as this one's own.
+LATER = ("ASLEEP", "Warming2", "gpuset", "IDLE+FROZEN", "tenth", "x1y2")
 damage = st.one_of(
     st.tuples(st.text(JUNK, min_size=1, max_size=3), st.floats(0, 1)),  # inserted at this share of the text
     st.tuples(st.sampled_from(WORDS), st.none()),  # instead of the text
 )
+#: Where a word stands in the place of another, any is a value: a job's id, its user, its tasks and CPUs, and these texts.
+FREE = frozenset({"UserName", "Partition", "Reason", "Name", "Comment", "NodeList", "SchedNodes"})
 
 
 def damaged(value: str, how: tuple[str, float | None]) -> str:
@@ -405,3 +409,135 @@ def test_json_of_another_shape_is_the_named_error_or_invents_nothing(
             assert sum(now.values()) <= sum(free.values()), key
     except ClusterUnavailable:
         assert key not in json_output._INFORMS
+
+
+# ---------------------------------------------------------------- what a release that nobody has seen may print
+
+
+def gpus_of(jobs: Iterable[Job]) -> Counter[tuple[object, ...]]:
+    """`demand`, whatever the nodes are called."""
+    return Counter((job.job_id, job.gpus, job.cpus) for job in jobs if job.has_gpus_allocated or job.waits)
+
+
+@given(
+    st.sampled_from(RELEASES),
+    st.integers(0, 13),
+    st.sampled_from([field for field in commands._JOB_FIELDS if field != "JobID"]),
+    st.sampled_from(LATER),
+    st.booleans(),
+)
+@example("26.05", 0, "tres-per-node", "gpuset", False)
+@example("24.11", 11, "tres-alloc", "x1y2", False)
+@example("24.11", 12, "NumNodes", "tenth", True)
+@example("22.05", 13, "State", "ASLEEP", False)
+def test_a_word_of_a_later_release_is_the_named_error_or_loses_nobody_s_demand(
+    release: str, row: int, field: str, word: str, appended: bool
+) -> None:
+    whole = text(release, "jobs.txt")
+    fields = whole.split(MARK)
+    place = row * len(commands._JOB_FIELDS) + commands._JOB_FIELDS.index(field)
+    if field.startswith("tres-"):
+        appended = False  # gres/gpu:3g.20gb is one GPU of that type: so would a number with letters be
+    fields[place] = fields[place] + word if appended else word
+    before = commands.parse_jobs(whole, MARK)
+    try:
+        jobs = commands.parse_jobs(MARK.join(fields), MARK)
+    except ClusterUnavailable as error:
+        assert field not in commands._INFORMS, "what only informs must not blind us"
+        assert field not in FREE - {"NodeList", "SchedNodes"}, "any word is a value there"
+        assert word in f"{error}", "the value is named"  # noqa: PT017  other words are read
+        return
+    assert gpus_of(jobs) == gpus_of(before)
+    if field == "NodeList":
+        return  # any word may be a node's name: what its GPUs are is then what the node itself says
+    assert demand(jobs) == demand(before)
+    nodes = nodes_of(release, "fields")
+    now, free = idle(nodes, jobs), idle(nodes, before)
+    assert all(count <= free[name] for name, count in now.items())
+
+
+@given(st.sampled_from(RELEASES), st.integers(0, len(commands._JOB_FIELDS)), st.sampled_from(LATER))
+def test_a_new_column_of_the_queue_is_the_named_error(release: str, at: int, word: str) -> None:
+    """Also where as many fields come as whole records would have: 25 jobs with one more each."""
+    count = len(commands._JOB_FIELDS)
+    fields = text(release, "jobs.txt").split(MARK)[:-1]
+    rows = [fields[start : start + count] for start in range(0, len(fields), count)]
+    rows = [list(rows[n % len(rows)]) for n in range(count)]
+    for n, row in enumerate(rows):
+        row[0] = ("\n" if n else "") + row[0].strip()
+        row.insert(at, word)
+    with pytest.raises(ClusterUnavailable):
+        commands.parse_jobs(MARK.join([*(field for row in rows for field in row), "\n"]), MARK)
+
+
+@given(st.sampled_from(RELEASES), st.data())
+def test_a_word_or_a_column_of_a_later_release_frees_no_gpu_of_a_node(
+    release: str, data: st.DataObject
+) -> None:
+    tokens = re.split(r"(\s)", text(release, "nodes.txt"))
+    # a node of another name is another node
+    pairs = [n for n, token in enumerate(tokens) if "=" in token and not token.startswith("NodeName=")]
+    at, word = data.draw(st.sampled_from(pairs)), data.draw(st.sampled_from(LATER))
+    key, _, value = tokens[at].partition("=")
+    if data.draw(st.booleans()):
+        new = f"{word}={word}"
+        tokens[at] = f"{tokens[at]} {new}"
+        same = True
+    else:
+        tokens[at] = f"{key}={value if data.draw(st.booleans()) else ''}{word}"
+        same = False
+    before = idle(nodes_of(release, "fields"), ())
+    try:
+        now = idle(commands.parse_nodes("".join(tokens)), ())
+    except ClusterUnavailable:
+        assert not same, "a column more is none of our business"
+        return
+    assert now == before if same else all(n <= before.get(name, 0) for name, n in now.items()), tokens[at]
+
+
+@given(st.sampled_from(RELEASES), st.sampled_from(["jobs", "nodes"]), st.data())
+def test_a_missing_or_a_new_key_of_json_is_the_named_error_or_invents_nothing(
+    release: str, kind: str, data: st.DataObject
+) -> None:
+    document = json.loads(text(release, f"{kind}.json"))
+    row = data.draw(st.sampled_from(document[kind]))
+    key = data.draw(st.sampled_from(sorted(row)))
+    how = data.draw(st.sampled_from(["gone", "word", "words", "new"]))
+    if how == "gone":
+        del row[key]
+    elif how == "new":
+        row["of_tomorrow"] = {"set": True, "number": 3}
+    else:
+        word = data.draw(st.sampled_from(LATER))
+        row[key] = word if how == "word" else [word]
+    try:
+        if kind == "jobs":
+            jobs, before = json_output.parse_jobs(json.dumps(document)), jobs_of(release, "json")
+            assert gpus_of(jobs) == gpus_of(before) or (how == "word" and key == "job_id"), key
+        else:
+            now, free = (
+                idle(json_output.parse_nodes(json.dumps(document)), ()),
+                idle(nodes_of(release, "json"), ()),
+            )
+            assert sum(now.values()) <= sum(free.values()), key
+    except ClusterUnavailable:
+        assert how != "new", "a key more is none of our business"
+        assert key not in json_output._INFORMS
+
+
+@pytest.mark.parametrize("key", ["job_id", "job_state", "tres_alloc_str", "node_count", "cpus"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_key_of_json_that_safety_needs_and_that_is_gone_everywhere_stops_the_poll(
+    release: str, key: str
+) -> None:
+    document = json.loads(text(release, "jobs.json"))
+    assert any(key in row for row in document["jobs"])
+    for row in document["jobs"]:
+        row.pop(key, None)
+    before = jobs_of(release, "json")
+    try:
+        jobs = json_output.parse_jobs(json.dumps(document))
+    except ClusterUnavailable as error:
+        assert key in f"{error}"  # noqa: PT017  another key may say the same
+        return
+    assert gpus_of(jobs) == gpus_of(before), "or another key says the same"

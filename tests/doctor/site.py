@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scavenger.doctor.facts import CommandOutput, Facts, Wanted
+from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, Facts, Wanted
+from tests.cluster.record import MARK
 
+RELEASES = Path(__file__).resolve().parents[1] / "data/slurm"
 DATA = Path(__file__).resolve().parents[1] / "data/doctor"
 NAMES = ("config", "client", "partitions", "nodes", "mpi")
 WANTED = Wanted("scavenge", user="scavenger")
@@ -27,6 +29,7 @@ def site(
 ) -> Facts:
     """The recorded site with other settings (None: this Slurm has none of that name), and with text replaced in its answers."""
     found = {name: (DATA / f"{name}.txt").read_text() for name in NAMES}
+    found["queue"] = (RELEASES / "22.05/jobs.txt").read_text().replace(MARK, QUEUE_MARK)
     for key, value in (config or {}).items():
         line = "" if value is None else f"{key} = {value}\n"
         changed = re.sub(rf"^{key} *= .*\n", lambda _, line=line: line, found["config"], flags=re.M)  # type: ignore[misc]

@@ -64,6 +64,18 @@ CASES = [
         PROBLEM,
         "newer than the controller's",
     ),
+    # queue
+    ("queue", site(), WANTED, OK, "14 jobs and 4 nodes of Slurm 22.05.8 are read"),
+    (
+        "queue",
+        site(replace={"queue": ("RUNNING", "ASLEEP")}),
+        WANTED,
+        PROBLEM,
+        "Slurm 22.05.8 says of its queue",
+    ),
+    ("queue", site(replace={"queue": ("RUNNING", "ASLEEP")}), WANTED, PROBLEM, "ASLEEP"),
+    ("queue", site(answers={"queue": CommandOutput("half a record")}), WANTED, PROBLEM, "truncated"),
+    ("queue", site(answers={"queue": CommandOutput(error="squeue: it hangs")}), WANTED, UNKNOWN, "it hangs"),
     # pyslurm
     ("pyslurm", site(), WANTED, OK, "not installed"),
     ("pyslurm", site(pyslurm="22.5.3"), WANTED, OK, "matches"),

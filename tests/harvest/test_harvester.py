@@ -224,6 +224,23 @@ def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no
     assert (world.of(rec.JobEnded), world.of(JobGone), len(world.jobs())) == ([], [], 2)
 
 
+def test_status_says_that_polls_fail_and_why_until_one_does_not(world: World) -> None:
+    async def play() -> None:
+        harvester = world.harvester()
+        async with running(harvester):
+            await until("it has seen the site", lambda: world.of(rec.ClusterPolled))
+            world.cluster.fail_view = True
+            world.want(1)
+            await until("polls fail", lambda: harvester.polls_fail)
+            taken = status.take(harvester, time.time())
+            assert taken is not None
+            assert "in a row failed, the last: slurmctld does not answer" in taken.polls_fail
+            world.cluster.fail_view = False
+            await until("one does not", lambda: not harvester.polls_fail)
+
+    asyncio.run(play())
+
+
 def test_a_job_script_that_dies_at_once_on_every_node_backs_off_and_no_node_is_blamed(world: World) -> None:
     async def play() -> None:
         world.want(1)

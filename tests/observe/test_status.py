@@ -140,6 +140,14 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     assert "NOT KNOWN whether it is stopped: the stop file (/x) cannot be read" in "\n".join(
         status.lines(msgspec.structs.replace(SEEN, harvest=unread), 1001.0)
     )
+    unseen = msgspec.structs.replace(
+        HELD,
+        polls_fail="3 polls of Slurm 27.05.1 in a row failed, the last: squeue State: 'ASLEEP' is not known",
+    )
+    assert (
+        "          POLLS FAIL: 3 polls of Slurm 27.05.1 in a row failed, the last: squeue State: 'ASLEEP'"
+        in ("\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=unseen), 1001.0)))
+    )
     failing = msgspec.structs.replace(HELD, set_up="engines cannot start, 3 in a row")
     assert "          SET-UP AT FAULT: engines cannot start, 3 in a row" in status.lines(
         msgspec.structs.replace(SEEN, harvest=failing), 1001.0

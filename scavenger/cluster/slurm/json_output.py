@@ -171,6 +171,9 @@ def _node(row: Mapping[str, Any]) -> Node:
     ]
     states = frozenset(_NODE_WORDS.get(word, word) for word in words)
     unread = [] if states and states <= KNOWN_NODE_STATES else [Unread("state", "+".join(words))]
+    if isinstance(row.get("state"), str) and "state_flags" not in row:
+        # 22.05 has one word there, and what else is so (DRAIN) in the flags; later releases have one list
+        states, unread = states | {"unknown"}, [*unread, Unread("state_flags", "")]
     configured = _text(row, "tres") if "tres" in row else ""
     gpus = node_gpus(_text(row, "gres"), _text(row, "gres_used"), configured, _text(row, "tres_used"))
     memory = {}

@@ -16,6 +16,7 @@ Rule = Callable[[Facts, Wanted], Finding]
 #: The check's name, as its findings carry it, and the rule.
 RULES: tuple[tuple[str, Rule], ...] = (
     ("version", site.version),
+    ("queue", site.queue),
     ("pyslurm", site.pyslurm),
     ("clock", site.clock),
     ("preemption", preemption.preemption),

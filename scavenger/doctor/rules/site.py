@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 
 from scavenger.cluster import reach
+from scavenger.cluster.slurm import commands
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
+from scavenger.errors import ClusterError
 
 #: The oldest Slurm that this release was run with.
 OLDEST = (22, 5)
@@ -202,3 +204,24 @@ def address(facts: Facts, wanted: Wanted) -> Finding:
     return Finding(
         "daemon address", Level.OK, f"the daemon announces itself at {at}, to {where} of {wanted.partition}"
     )
+
+
+def queue(facts: Facts, wanted: Wanted) -> Finding:
+    """Whether what the daemon polls can be read: nodes and jobs, as this release of Slurm prints them."""
+    release = facts.version
+    remedy = "report it with the output of `squeue -O` and `scontrol show node`; until then the daemon harvests nothing here"
+    try:
+        jobs = facts.queue()
+        nodes = commands.parse_nodes(facts.text("nodes"))
+    except ClusterError as error:
+        observed = f"what Slurm {release} says of its queue cannot be read: {error.cause}"
+        return Finding("queue", Level.PROBLEM, observed, remedy)
+    unread = {one.field: one.value for job in jobs for one in job.unread}
+    unread |= {one.field: one.value for node in nodes if node.usable for one in node.unread}
+    if unread:
+        fields = ", ".join(f"{field} = {value!r}" for field, value in sorted(unread.items()))
+        observed = (
+            f"{len(jobs)} jobs are read; of Slurm {release} these are not, and count as unknown: {fields}"
+        )
+        return Finding("queue", Level.WARNING, observed, remedy.partition(";")[0])
+    return Finding("queue", Level.OK, f"{len(jobs)} jobs and {len(nodes)} nodes of Slurm {release} are read")
