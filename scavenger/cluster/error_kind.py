@@ -48,3 +48,28 @@ _WORDS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = (
 def error_kind_of(words: str) -> ErrorKind | None:
     """What Slurm's complaint means, or None: then it is a refusal, and trying again changes nothing."""
     return next((error_kind for error_kind, pattern in _WORDS if pattern.search(words)), None)
+
+
+#: munge refuses a credential that is older, or as much newer (its default).
+CLOCKS_S = 300
+CLOCK_REMEDY = (
+    "compare `date` on this host and on the controller's, and let NTP set both; if they agree, compare munge's key and restart munged "
+    "(`munge -n | unmunge`)"
+)
+
+
+def about_clocks(words: str) -> str:
+    """What Slurm's complaint says of clocks, where it may be about them; else "".
+
+    A client whose credential slurmctld refuses for its age is told nothing: the connection is closed, which it calls "Zero Bytes".
+    """
+    if re.search(r"Rewound credential", words, re.I):
+        return "the clock of the host that sent it is ahead of the other's"
+    if re.search(r"Expired credential", words, re.I):
+        return f"the two hosts' clocks are over {CLOCKS_S} s apart, or the request waited for as long"
+    if re.search(r"Zero Bytes", words, re.I):
+        return (
+            f"slurmctld closed the connection, as it does when this host's clock is over {CLOCKS_S} s off the controller's "
+            "(by how much it does not say), or munge's keys differ"
+        )
+    return ""

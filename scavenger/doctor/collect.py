@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from scavenger.cluster import choose
+from scavenger.cluster.error_kind import CLOCK_REMEDY, about_clocks
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
@@ -60,7 +61,7 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
     answers = {"config": ask(commands.config_argv(), clean, deadline_s)}
     asked_at = (before + time.time()) / 2
     if answers["config"].error:
-        silent = dataclasses.replace(answers["config"], remedy=NO_SLURM)
+        silent = dataclasses.replace(answers["config"], remedy=answers["config"].remedy or NO_SLURM)
         return Facts(
             dict.fromkeys(("config", *QUESTIONS, "queue"), silent), asked_at, pyslurm=pyslurm_version()
         )
@@ -81,7 +82,9 @@ def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> Comma
     except ClusterError as error:
         return CommandOutput(error=error.cause)
     if done.returncode != 0:
-        return CommandOutput(error=f"{' '.join(argv[:3])}: {runner.words(done)}")
+        said = runner.words(done)
+        remedy = CLOCK_REMEDY if about_clocks(said) else ""
+        return CommandOutput(error=f"{' '.join(argv[:3])}: {runner.explained(said)}", remedy=remedy)
     return CommandOutput(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
 
 

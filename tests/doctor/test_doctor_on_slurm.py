@@ -212,6 +212,36 @@ def test_a_daemon_that_its_nodes_could_not_reach_is_refused_at_start(
         assert checked("0.0.0.0").exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["check-config", "daemon"])
+def test_a_partition_whose_preemption_suspends_is_refused_at_the_command_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scontrol would show it; whether this Slurm can do it is another matter."""
+    path, state = tmp_path / "scavenger.toml", tmp_path / "state"
+    state.mkdir(mode=0o700)
+    keys.write_keypair(keys.server_key_path(state), keys.generate())
+    path.write_text(toml.dumps({"daemon": {"state_dir": state}, "harvest": {"partition": "scavenge"}}))
+    with SlurmSandbox(harmless()) as sandbox:
+        real = shutil.which("scontrol", path=sandbox.env["PATH"])
+        changed = "/^PartitionName=scavenge /s/PreemptMode=[A-Z]*/PreemptMode=SUSPEND/"
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\n{real} \"$@\" | sed '{changed}'\n")
+        (tmp_path / "bin/scontrol").chmod(0o755)
+        asked = [path] if command == "check-config" else ["--config", path]
+        done = subprocess.run(
+            [sys.executable, "-m", "scavenger", command, *map(str, asked)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **sandbox.env, "PATH": f"{tmp_path / 'bin'}:{sandbox.env['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "keeps its GPU memory" in done.stdout + done.stderr
+        assert SlurmCluster(sandbox.env).jobs() == (), "nothing was submitted"
+
+
 def test_a_host_without_slurm_is_told_so_in_every_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

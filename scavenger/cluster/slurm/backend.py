@@ -305,7 +305,7 @@ class SlurmCluster:
         if done.returncode != 0:
             said = runner.words(done)
             if done.returncode < 0 or _REPLY_LOST.search(said):  # killed, perhaps after it had asked
-                raise SubmitUnknown(f"sbatch: {said}")
+                raise SubmitUnknown(f"sbatch: {runner.explained(said)}")
             raise runner.failure("sbatch", said)
         try:
             return commands.parse_submitted(done.stdout)

@@ -10,7 +10,7 @@ import contextlib
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from scavenger.cluster.error_kind import ErrorKind, error_kind_of
+from scavenger.cluster.error_kind import CLOCK_REMEDY, ErrorKind, about_clocks, error_kind_of
 from scavenger.errors import ClusterError, ClusterUnavailable
 
 #: How long a command that was killed is waited for.
@@ -74,8 +74,17 @@ def words(done: Done) -> str:
 def failure(command: str, complaint: str) -> ClusterError:
     """Of a command that ended with a status: `ClusterUnavailable` where Slurm did not answer it, else it was refused."""
     error_kind = error_kind_of(complaint)
-    said = f"{command}: {complaint}"
-    return ClusterError(said) if error_kind is None else ClusterUnavailable(said, error_kind=error_kind)
+    said = f"{command}: {explained(complaint)}"
+    remedy = CLOCK_REMEDY if about_clocks(complaint) else ""
+    if error_kind is None:
+        return ClusterError(said, remedy)
+    return ClusterUnavailable(said, remedy, error_kind=error_kind)
+
+
+def explained(complaint: str) -> str:
+    """The complaint, with what it means where that is a clock."""
+    clocks = about_clocks(complaint)
+    return f"{complaint} ({clocks})" if clocks else complaint
 
 
 def _end(process: subprocess.Popen[str]) -> None:
