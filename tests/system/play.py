@@ -60,15 +60,17 @@ def wait_for(
     return value
 
 
-def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
+def run_document(
+    state_dir: Path, out_dir: Path, model: Path, **overrides: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """A small deterministic run: 4 prompts x 4 samples, up to 20 tokens each, two ranks."""
     document: dict[str, dict[str, Any]] = {
         "run": {
             "name": "small",
             "seed": 7,
             "steps": 4,
-            "state_dir": site.state_dir,
-            "out_dir": site.dir / "out",
+            "state_dir": state_dir,
+            "out_dir": out_dir,
             "deterministic": True,
             "max_engines": 8,
         },
@@ -84,8 +86,13 @@ def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
     }
     for section, keys in overrides.items():
         document.setdefault(section, {}).update(keys)
+    return document
+
+
+def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
+    """`run_document` in the site's folder."""
     path = site.dir / "run.toml"
-    path.write_text(toml.dumps(document))
+    path.write_text(toml.dumps(run_document(site.state_dir, site.dir / "out", model, **overrides)))
     return path
 
 
@@ -173,8 +180,12 @@ def logs(site: Site, lines: int = 40) -> str:
 
 
 def ask(site: Site, sql: str) -> list[tuple[Any, ...]]:
-    """Rows of a query on the ledger; none while the daemon has not made its tables."""
-    engine = store.open_readonly(site.ledger_url)
+    """Rows of a query on the site's ledger; none while the daemon has not made its tables."""
+    return ask_ledger(site.ledger_url, sql)
+
+
+def ask_ledger(url: str, sql: str) -> list[tuple[Any, ...]]:
+    engine = store.open_readonly(url)
     try:
         with engine.connect() as connection:
             return [tuple(row) for row in connection.execute(sa.text(sql))]
@@ -209,10 +220,15 @@ def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
 
 def result(site: Site) -> Result:
     """Tokens, rewards and losses of the steps that survived; and the audit: the ledger must be sound."""
-    assert reports.check(site.ledger_url) == []
+    return result_of(site.ledger_url)
+
+
+def result_of(url: str) -> Result:
+    """The same of a ledger that may be another host's. Nothing was consumed twice: neither a step nor a sample is there twice."""
+    assert reports.check(url) == []
     tokens: dict[tuple[int, int, int], bytes] = {}
-    rows = ask(
-        site,
+    rows = ask_ledger(
+        url,
         "SELECT g.step, g.prompt_index, s.sample_index, c.start_len, c.tokens FROM samples s JOIN groups g ON g.group_id = s.group_id "
         "JOIN chunks c ON c.sample_id = s.sample_id WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered') "
         "ORDER BY s.sample_id, c.start_len",
@@ -221,8 +237,8 @@ def result(site: Site) -> Result:
         key = (step, prompt, index)
         assert len(tokens.get(key, b"")) == 4 * start, f"sample {key} has a gap at {start}"
         tokens[key] = tokens.get(key, b"") + data
-    found = ask(
-        site, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
+    found = ask_ledger(
+        url, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step"
     )
     steps = {}
     for step, text in found:
