@@ -21,6 +21,7 @@ from scavenger.config import DaemonConfig
 from scavenger.doctor.facts import Wanted
 from scavenger.doctor.findings import Finding
 from scavenger.errors import ConfigError
+from scavenger.parsing import whole
 
 
 def wanted_of(settings: DaemonConfig) -> Wanted:
@@ -70,6 +71,12 @@ def doctor(
             "any will do, and reference is harvested"
         ),
     ] = "",
+    reach: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="HOST:PORT that the test job is to reach too, as the weights' ports of training nodes; may be repeated"
+        ),
+    ] = None,
     layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
 ) -> None:
     """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
@@ -80,6 +87,13 @@ def doctor(
         raise typer.BadParameter(f"{layout!r}: one of text, json")
     if engine not in ("", "reference", "vllm"):
         raise typer.BadParameter(f"{engine!r}: one of reference, vllm")
+    others = tuple(reach or ())
+    for word in others:
+        host, _, port = word.rpartition(":")
+        if not host or whole(port, most=65_535) is None:
+            raise typer.BadParameter(f"{word!r}: HOST:PORT, as train1:7800")
+    if others and not submit:
+        raise typer.BadParameter("--reach is what the test job tries: add --submit")
     settings = _settings(config_path, partition)
     if harvest_one:
         _harvest_one(settings, partition, qos, engine or "reference", layout)
@@ -88,7 +102,9 @@ def doctor(
         wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine
     )
     found = (
-        _local(settings, wanted, submit) if choose.is_local(settings) else _slurm(settings, wanted, submit)
+        _local(settings, wanted, submit)
+        if choose.is_local(settings)
+        else _slurm(settings, wanted, submit, others)
     )
     print(findings.as_json(found).decode() if layout == "json" else "\n".join(findings.lines(found)))
     raise typer.Exit(findings.exit_code(found))
@@ -115,7 +131,7 @@ def _harvest_one(settings: DaemonConfig, partition: str, qos: str, engine: str, 
     raise typer.Exit(findings.exit_code(stages))
 
 
-def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool, others: Sequence[str]) -> Sequence[Finding]:
     from scavenger.doctor import collect, probe
     from scavenger.doctor.rules import limits, run
 
@@ -128,7 +144,8 @@ def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Fin
         }
         asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=changed)})
         engines = (wanted.engine,) if wanted.engine else probe.ENGINES
-        said = probe.run(asked, say=functools.partial(typer.echo, err=True), engines=engines)
+        say = functools.partial(typer.echo, err=True)
+        said = probe.run(asked, say=say, engines=engines, controllers=facts.controllers, others=others)
         facts = dataclasses.replace(facts, probe=said)
     return run.judge(facts, wanted)
 

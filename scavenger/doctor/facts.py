@@ -119,6 +119,13 @@ class Facts:
             raise Missing(f"{key} = {found!r} is no time") from error
 
     @property
+    def controllers(self) -> tuple[str, ...]:
+        """HOST:PORT of slurmctld and of its backups, by address where slurm.conf has one."""
+        port = self.value("SlurmctldPort").partition("-")[0]
+        hosts = (value for key, value in self.config.items() if key.startswith("SlurmctldHost["))
+        return tuple(f"{re.sub(r'.*[(]|[)]', '', host)}:{port}" for host in hosts)
+
+    @property
     def version(self) -> str:
         return self.value("SLURM_VERSION")
 

@@ -67,20 +67,43 @@ if words=$(python -c '{seen}' "$dir" {release}); then say python=ok
         *) say "engine.$engine=$(last "$words")" ;; esac
     done
 else say "python=$(last "$words")"; fi
-if timeout 10 bash -c 'exec 3<>"/dev/tcp/$0/$1"' {host} {port} 2>/dev/null; then say port=ok
-else say "port="{host}":{port} cannot be reached from here"; fi
-if words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
+reach() {{ # HOST PORT: why not; a port that refuses is let through, and nobody listens there
+    local words
+    words=$(LC_ALL=C timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>&1) && return
+    case $words in *refused*) echo refused ;; *) echo "$1:$2 cannot be reached from here" ;; esac
+    return 1
+}}
+if words=$(reach {host} {port}); then say port=ok; else say "port="{host}":{port} cannot be reached from here"; fi
+for at in {controllers}; do
+    if words=$(reach "${{at%:*}}" "${{at##*:}}"); then said=ok; break; else said="$at: $words"; fi
+done
+say "slurmctld=${{said:-ok}}"
+for at in {others}; do
+    if words=$(reach "${{at%:*}}" "${{at##*:}}"); then words=ok; fi
+    say "reach $at=$words"
+done
+if words=$(timeout 20 srun --ntasks=1 --mpi=none --input=none true 2>&1); then say step=ok
+else say "step=${{words##*$'\\n'}}"; fi
+if words=$(timeout 20 scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
 say end=ok
 sleep {limit}
 """
 
 
 def script(
-    folder: Path, python: str, host: str, port: int, container: str = "", engines: Sequence[str] = ENGINES
+    folder: Path,
+    python: str,
+    host: str,
+    port: int,
+    container: str = "",
+    engines: Sequence[str] = ENGINES,
+    controllers: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> str:
     """Pure. The batch script of the test job. `container`: `harvest.container`, in which the engines' Python is looked for.
 
-    `engines`: what these need is imported there, each in a process of its own.
+    `engines`: what these need is imported there, each in a process of its own. `controllers`: HOST:PORT of slurmctld and of its backups,
+    of which one must be reached; `others`: of what else may be.
     """
     quote = shlex.quote
     # in a step, as the engine: the container may be options of srun
@@ -97,6 +120,8 @@ def script(
         release=quote(__version__),
         engines=" ".join(map(quote, engines)),
         import_s=int(IMPORT_S),
+        controllers=" ".join(map(quote, controllers)),
+        others=" ".join(map(quote, others)),
         limit=int(LIMIT_S),
     )
 
@@ -127,6 +152,8 @@ def run(
     wait_s: float = WAIT_S,
     say: Callable[[str], None] = lambda _text: None,
     engines: Sequence[str] = ENGINES,
+    controllers: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> CommandOutput:
     """Submit the job, wait for its result, and remove everything again. A refusal by the site is in the answer, not raised.
 
@@ -143,7 +170,8 @@ def run(
     try:
         with _listening(config) as (host, port):
             h = config.harvest
-            text = script(folder, h.python or sys.executable, host, port, h.container, engines)
+            python = h.python or sys.executable
+            text = script(folder, python, host, port, h.container, engines, controllers, others)
             job_id = cluster.submit(job(config, text))
             say(
                 f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -48,12 +49,12 @@ def config(state_dir: Path, **harvest: object) -> DaemonConfig:
     )
 
 
-def on_node(sandbox: SlurmSandbox, settings: DaemonConfig) -> Finding:
-    """What the test job's finding is."""
+def on_node(sandbox: SlurmSandbox, settings: DaemonConfig, *others: str) -> Finding:
+    """What the test job's finding is. `others`: ports that it is to reach too."""
     wanted = Wanted("scavenge")
-    facts = dataclasses.replace(
-        collect.gather(wanted, env=sandbox.env), probe=probe.run(settings, sandbox.env)
-    )
+    facts = collect.gather(wanted, env=sandbox.env)
+    said = probe.run(settings, sandbox.env, controllers=facts.controllers, others=others)
+    facts = dataclasses.replace(facts, probe=said)
     return next(one for one in run.judge(facts, wanted) if one.check == "compute node")
 
 
@@ -74,8 +75,12 @@ def test_a_healthy_site_has_no_unknown_but_what_only_a_job_can_tell(slurm_sandbo
 def test_the_test_job_tells_of_its_node_and_leaves_nothing(
     slurm_sandbox: SlurmSandbox, tmp_path: Path
 ) -> None:
-    one = on_node(slurm_sandbox, config(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as answers, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        ports = [f"127.0.0.1:{one.getsockname()[1]}" for one in (answers, silent)]
+        one = on_node(slurm_sandbox, config(tmp_path), *ports)
     assert one.level is Level.OK, one
+    assert f"1 of 2 further ports answered, {ports[1]} refused" in one.observed
     assert list(tmp_path.iterdir()) == [], "its folder is gone"
     wait_for("its job has ended", lambda: not unfinished(SlurmCluster(slurm_sandbox.env).view()))
 

@@ -19,10 +19,12 @@ from tests.doctor.site import AT, DATA, NAMES, WANTED, qos_lines, site
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN
 NO_MEMORY = {"nodes": ("RealMemory=1000000", "RealMemory=1")}
 ACCOUNTS = {"partitions": ("AllowAccounts=ALL", "AllowAccounts=ml,bio")}
-BARE = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nport=ok\nrequeue=ok\n"
+BARE = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nslurmctld=ok\nstep=ok\nport=ok\nrequeue=ok\n"
 NO_TORCH = "engine.reference=/opt/python cannot import torch: ModuleNotFoundError: No module named 'torch'\n"
 NO_VLLM = "engine.vllm=/opt/python cannot import vllm: OSError: libcudart.so.13\n"
-SEEN = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nengine.reference=ok\nengine.vllm=ok\n"
+SEEN = (
+    "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\nengine.reference=ok\nengine.vllm=ok\nslurmctld=ok\nstep=ok\n"
+)
 
 
 def elsewhere(nodes: str) -> str:
@@ -406,6 +408,29 @@ CASES = [
         PROBLEM,
         "cannot import vllm",
     ),
+    (
+        "compute node",
+        site(
+            probe=CommandOutput(SEEN.replace("ctld=ok", "ctld=ctl:6817: refused") + "port=ok\nrequeue=ok\n")
+        ),
+        WANTED,
+        PROBLEM,
+        "slurmctld: ctl:6817: refused",
+    ),
+    (
+        "compute node",
+        site(probe=CommandOutput(SEEN + "port=ok\nrequeue=ok\nreach t1:7=ok\nreach t2:7=t2:7 cannot\n")),
+        WANTED,
+        PROBLEM,
+        "on n1, t2:7 cannot be reached",
+    ),
+    (
+        "compute node",
+        site(probe=CommandOutput(SEEN + "port=ok\nrequeue=ok\nreach t1:7=ok\nreach t2:7=refused\n")),
+        WANTED,
+        OK,
+        "1 of 2 further ports answered, t2:7 refused",
+    ),
 ]
 
 
@@ -502,3 +527,10 @@ def test_operator_rights_are_named_last_where_jobs_are_hidden() -> None:
     assert told == sorted(told)
     assert "adminlevel=operator" not in one.remedy
     assert "cancel every job" in one.remedy
+
+
+def test_slurmctld_is_reached_by_the_address_of_slurm_conf() -> None:
+    assert site().controllers == ("127.0.0.1:28151",)
+    assert site(
+        {"SlurmctldHost[0]": "ctl", "SlurmctldHost[1]": "spare(10.0.0.2)", "SlurmctldPort": "6817-6818"}
+    ).controllers == ("ctl:6817", "10.0.0.2:6817")

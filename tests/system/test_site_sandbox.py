@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from scavenger.cluster.sandbox.hosts import SiteSandbox, wait_for
+from scavenger.cluster.sandbox.hosts import SITE, SiteSandbox, wait_for
 from tests.system.site_run import DAEMON, SCAVENGER, STEPS, as_scavenger, ask_one, start_training, unit
 
 pytestmark = [pytest.mark.site, pytest.mark.long, pytest.mark.timeout(1800)]
@@ -88,6 +88,7 @@ def test_a_run_survives_a_shared_folder_that_hangs_for_half_a_minute(site: SiteS
     assert unit(head, "MainPID") == pid
 
 
+GPU_HOSTS = [host.address for host in SITE if host.name.startswith("gpu")]
 #: docs/admin.md, Firewall: what reaches each host besides replies.
 DAEMON_PORT, WEIGHTS_PORT = 7700, 7800
 FIREWALLS = {
@@ -105,16 +106,30 @@ FIREWALLS = {
 
 @pytest.mark.needs("nft")
 def test_a_run_behind_firewalls_that_let_only_the_documented_ports_through(site: SiteSandbox) -> None:
-    """Slurm's own ports, the daemon's, the weights'; and between training hosts all. `doctor --submit` finds a port that is closed."""
+    """Slurm's own ports, the daemon's, the weights'; and between training hosts all. `doctor --submit` finds each port that is closed."""
     for name, rules in FIREWALLS.items():
         site.firewall(name, rules)
     config = DAEMON.replace("[cluster]", f"port = {DAEMON_PORT}\n[cluster]", 1)
     training = start_training(site, config, f"[weights]\nport = {WEIGHTS_PORT}\n")
     training.goes_on(2)
-    site.firewall("head", "tcp dport 1 accept")  # connections that are there stay
-    said = as_scavenger(training.head, SCAVENGER, "doctor", "--submit", check=False)
-    assert f"head:{DAEMON_PORT} cannot be reached" in said
-    site.firewall("head", FIREWALLS["head"])
-    said = as_scavenger(training.head, SCAVENGER, "doctor", "--submit", check=False)
+    weights = (f"train1:{WEIGHTS_PORT}", f"train2:{WEIGHTS_PORT}")
+    asked = ("doctor", "--submit", *(word for at in weights for word in ("--reach", at)))
+    slurm_alone = FIREWALLS["train1"].replace(f", {WEIGHTS_PORT}-{WEIGHTS_PORT + 1}", "")
+    # Connections that are there stay, so that the run goes on meanwhile.
+    for name, rules, found in (
+        ("head", "tcp dport 1 accept", f"head:{DAEMON_PORT} cannot be reached"),
+        ("train1", slurm_alone, f"{weights[0]} cannot be reached"),
+        (
+            "ctl",
+            f"ip saddr != {{ {', '.join(GPU_HOSTS)} }} tcp dport 6817 accept",
+            "slurmctld: 10.88.0.10:6817",
+        ),
+    ):
+        site.firewall(name, rules)
+        said = as_scavenger(training.head, SCAVENGER, *asked, check=False)
+        site.firewall(name, FIREWALLS[name])
+        assert found in said, f"closed on {name}"
+    said = as_scavenger(training.head, SCAVENGER, *asked, check=False)
     assert "cannot be reached" not in said
+    assert "2 of 2 further ports answered" in said
     training.finishes()

@@ -221,12 +221,21 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
     if told.get("python") == "ok" and (not fit or wanted.engine not in ("", *fit)):
         causes += unfit or ["engines: the job did not say whether any can be imported"]
         remedies.append(NO_ENGINE)
+    ports = {key.removeprefix("reach "): said for key, said in told.items() if key.startswith("reach ")}
+    if closed := [at for at, said in ports.items() if said not in ("ok", "refused")]:
+        causes.append(f"{', '.join(closed)} cannot be reached: a firewall, or no such host")
+        remedies.append(CLOSED)
     if causes:
         return Finding("compute node", Level.PROBLEM, f"{where}, {'; '.join(causes)}", "; ".join(remedies))
     did = (
         "was given a GPU, sees the state directory and our Python, imported what the engine "
-        f"{' and '.join(fit)} needs, reached this host's port and could requeue itself"
+        f"{' and '.join(fit)} needs, reached this host's port and slurmctld, started a step and could requeue itself"
     )
+    silent = [at for at, said in ports.items() if said == "refused"]
+    if ports:
+        did += f"; {len(ports) - len(silent)} of {len(ports)} further ports answered"
+    if silent:  # a firewall that rejects looks the same
+        did += f", {', '.join(silent)} refused: nobody listens there now, or a firewall rejects; ask again while a run trains"
     rest = f" (only runs that name another engine would fail: {'; '.join(unfit)})" if unfit else ""
     return Finding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
 
@@ -235,11 +244,14 @@ NO_ENGINE = (
     "install what is missing into that Python on every compute node: scavenger[trainer] for engine reference, scavenger[vllm] for vllm; "
     "or name the Python that has it in harvest.python (or its container in harvest.container)"
 )
+CLOSED = "let compute nodes reach the daemon's port and the weights' ports of training nodes (docs/admin.md, Firewall)"
 #: What a probe says "ok" of, with the remedy where it does not.
 PROBED = {
     "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user",
     "python": "install scavenger there at the same path, or set harvest.python",
     "port": "set daemon.listen, daemon.advertise and daemon.port to what the firewall lets compute nodes reach",
+    "slurmctld": "let compute nodes reach SlurmctldPort: without it no engine can put itself back into the queue",
+    "step": "let srun and slurmd of a node reach each other (SlurmdPort, SrunPortRange): engines run under srun",
     "gpu": "GRES: the job asked for a GPU and was given none",
     "requeue": "let users requeue their own jobs (JobRequeue, no job_submit plugin that forbids it)",
 }
