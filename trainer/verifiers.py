@@ -61,7 +61,8 @@ def _math_verify() -> tuple[Any, Any]:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigError(
-            f"{sys.executable} has no math-verify", 'pip install ".[math]" in a clone of Scavenger'
+            f"{sys.executable} has no math-verify",
+            'pip install ".[math]" in a clone of Scavenger, by whoever installed that Python; or trainer.verifiers:exact',
         ) from error
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

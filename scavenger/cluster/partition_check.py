@@ -23,7 +23,8 @@ def check(info: ClusterInfo, partitions: Sequence[Partition], name: str, qos: st
     if part is None:
         known = ", ".join(sorted(p.name for p in partitions)) or "none"
         raise ConfigError(
-            f"harvest.partition = {name!r}: cluster {info.name} has no such partition", f"it has: {known}"
+            f"harvest.partition = {name!r}: cluster {info.name} has no such partition",
+            f"it has: {known}; how to make one that all others may preempt: docs/admin.md",
         )
     if not part.nodes:
         raise ConfigError(
@@ -51,7 +52,10 @@ def _find_qos(info: ClusterInfo, name: str) -> Qos | None:
     found = next((qos for qos in info.qos if qos.name == name), None)
     if found is None:
         known = ", ".join(qos.name for qos in info.qos) or "none"
-        raise ConfigError(f"harvest.qos = {name!r}: cluster {info.name} has no such QOS", f"it has: {known}")
+        raise ConfigError(
+            f"harvest.qos = {name!r}: cluster {info.name} has no such QOS",
+            f"it has: {known}; how to make one that all others may preempt: docs/admin.md",
+        )
     return found
 
 

@@ -534,3 +534,11 @@ def test_slurmctld_is_reached_by_the_address_of_slurm_conf() -> None:
     assert site(
         {"SlurmctldHost[0]": "ctl", "SlurmctldHost[1]": "spare(10.0.0.2)", "SlurmctldPort": "6817-6818"}
     ).controllers == ("ctl:6817", "10.0.0.2:6817")
+
+
+def test_an_account_that_slurmctld_does_not_know_yet_has_a_remedy() -> None:
+    said = "the test job could not be run: sbatch: error: Invalid account or account/partition combination specified"
+    one = found("compute node", site(probe=CommandOutput(error=said)), replace(WANTED, user="scavenger"))
+    assert one.level is PROBLEM
+    assert "sacctmgr show assoc user=scavenger" in one.remedy
+    assert "scontrol reconfigure" in one.remedy

@@ -205,12 +205,11 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
     if probe.remedy:  # it has one of its own where nothing was found out
         return Finding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
     if probe.error:
-        return Finding(
-            "compute node",
-            Level.PROBLEM,
-            probe.error,
-            "see its own words; squeue and sacct tell more of the job",
-        )
+        remedy = "see its own words; squeue and sacct tell more of the job"
+        if "nvalid account" in probe.error:
+            user = wanted.user or "USER"
+            remedy = f"sacctmgr show assoc user={user}; if it is there, slurmctld read it before it knew {user}: scontrol reconfigure"
+        return Finding("compute node", Level.PROBLEM, probe.error, remedy)
     told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)
     where, wrong = f"on {told.get('node', 'its node')}", [name for name in PROBED if told.get(name) != "ok"]
     causes = [f"{name}: {told.get(name, 'the job did not say')}" for name in wrong]
