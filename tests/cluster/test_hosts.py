@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -35,3 +36,20 @@ def test_a_user_who_is_not_root_is_told_what_it_needs(
     with pytest.raises(ClusterUnavailable, match="needs root and systemd-nspawn"):
         hosts.SiteSandbox(tmp_path, tmp_path / "site").start()
     assert not (tmp_path / "site").exists(), "nothing was made"
+
+
+def test_the_small_site_keeps_its_accounting_on_the_controller_s_host() -> None:
+    text = hosts.slurm_conf(hosts.SMALL_SITE)
+    assert "AccountingStorageHost=10.88.0.10\n" in text
+    assert "PartitionName=scavenge Nodes=gpu1,gpu2 " in text
+
+
+def test_a_root_file_system_that_is_being_made_boots_no_site(tmp_path: Path) -> None:
+    site = hosts.SiteSandbox(tmp_path / "base", tmp_path / "site")
+    with (tmp_path / "base.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ClusterUnavailable, match="is being made"):
+            site._lock_base()
+    site.stop()
+    site._lock_base()
+    site.stop()

@@ -249,15 +249,31 @@ def start_training(site: SiteSandbox, config: str = DAEMON, run: str = "") -> Tr
     return training
 
 
-def start_deterministic(site: SiteSandbox, model: Path, steps: int, pace: float = 6.0) -> Training:
-    """The run of `play.undisturbed`, over the two training hosts. `pace`: so slow that engines join before its end."""
-    head, folder = site["head"], Path("/shared/runs")
-    shutil.copytree(model, site.shared / "runs/model")
-    head.run("chown", "-R", "scavenger:scavenger", f"{folder}/model")
+def others_wait(site: SiteSandbox, node: str) -> float:
+    """Seconds until a job of u2's for all GPUs of this host, of which an engine may have one, has run its `true`."""
+    began = time.monotonic()
+    argv = ("srun", "-p", "normal", "--account=research", "-w", node, "--gres=gpu:4", "-t", "5", "true")
+    site["ctl"].run(*argv, user="u2", timeout_s=300.0)
+    return time.monotonic() - began
+
+
+def start_deterministic(
+    site: SiteSandbox,
+    model: Path,
+    steps: int,
+    *,
+    user: str = "scavenger",
+    folder: str = "/shared/runs",
+    state_dir: str = STATE,
+) -> Training:
+    """The run of `play.undisturbed`, over the two training hosts, and so slow that engines join before its end."""
+    head, here = site["head"], Path(folder)
+    shutil.copytree(model, site.shared / here.name / "model")
+    head.run("chown", "-R", f"{user}:{user}", f"{folder}/model")
     document = play.run_document(
-        Path(STATE), folder / "out", folder / "model", run={"steps": steps}, engine={"pace": pace}
+        Path(state_dir), here / "out", here / "model", run={"steps": steps}, engine={"pace": 6.0}
     )
-    job = submit(head, "scavenger", str(folder), toml.dumps(document), env={"PYTHONPATH": CLONE})
+    job = submit(head, user, folder, toml.dumps(document), env={"PYTHONPATH": CLONE})
     return Training(head, job, steps)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import secrets
@@ -287,6 +288,7 @@ class SiteSandbox:
         self._owner: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None  # of the shared folder
         self._inside = 0  # pid of the namespaces' first process
+        self._lock = -1  # a shared one on the root file system, while hosts run over it
 
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
@@ -313,6 +315,7 @@ class SiteSandbox:
                 f"a site of containers needs root and {', '.join(needs)}",
                 f"apt-get install {' '.join(missing or needs.values())}, as root",
             )
+        self._lock_base()
         self._write_configuration()
         self._open_namespaces()
         if self.may_hang:
@@ -339,6 +342,19 @@ class SiteSandbox:
             self._server.kill()  # its child ended with the namespaces
             self._server.wait()
             self._server = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _lock_base(self) -> None:
+        """Keep scripts/site-sandbox from changing the root file system under the hosts. Raises `ClusterUnavailable`."""
+        self._lock = os.open(f"{self.base}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ClusterUnavailable(
+                f"the root file system {self.base} is being made by another process", "wait for it"
+            ) from None
 
     def boot_again(self, name: str) -> None:
         """Boot a host that crashed; what it wrote to its own disk is gone. Returns when Slurm's daemon runs there."""
