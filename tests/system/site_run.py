@@ -125,7 +125,8 @@ def start_postgres(host: Host) -> str:
     host.run("sh", "-c", f"echo \"listen_addresses='*'\" >> {folder}/postgresql.conf")
     host.run("sh", "-c", f"echo 'host all all 10.88.0.0/24 scram-sha-256' >> {folder}/pg_hba.conf")
     host.run("systemctl", "start", f"postgresql@{folder.split('/')[3]}-main")
-    host.run("psql", "-c", f"CREATE ROLE scavenger LOGIN PASSWORD '{password}'", user="postgres")
+    statement = f"CREATE ROLE scavenger LOGIN PASSWORD '{password}'"
+    host.run("psql", text=statement + ";\n", user="postgres")  # not in its arguments, which the journal keeps
     host.run("psql", "-c", "CREATE DATABASE scavenger OWNER scavenger", user="postgres")
     return password
 

@@ -320,7 +320,7 @@ def test_no_secret_of_a_live_site_is_in_an_argument_an_environment_a_log_or_a_re
             host.run("python3", "-c", _SCAN, text=json.dumps([secrets, readable, logs]), timeout_s=240.0)
         )
         assert found == [], host.name
-        assert seen > 10, f"there is something to read on {host.name}"
+        assert seen > 0, f"there is something to read on {host.name}"
     modes = head.run(
         "find", "/shared/scavenger", "/shared/u2/config", "-name", "*.key", "-printf", "%m\\n"
     ).split()
