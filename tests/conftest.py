@@ -97,7 +97,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs come first: they mostly wait, and are to have begun before what mostly computes is over."""
-    items.sort(key=lambda item: "/tests/system/" not in item.path.as_posix())
+    order = {"runs": 0, "last": 2}
+    items.sort(
+        key=lambda item: (order.get(_lane(item.nodeid), 1), item.get_closest_marker("matrix") is not None)
+    )
+
+
+def _lane(nodeid: str) -> str:
+    """Whole runs are one after another; all else is file by file. Of the two releases of the matrix one ends each of both lanes."""
+    path, _, name = nodeid.partition("::")
+    if path == "tests/system/test_matrix.py" and "26.05" in name:
+        return "last"
+    return "runs" if path.startswith("tests/system/") else path
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -110,7 +121,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist's schedulers are untyped
         def _split_scope(self, nodeid: str) -> str:
-            return "runs" if nodeid.startswith("tests/system/") else nodeid.partition("::")[0]
+            return _lane(nodeid)
 
     config.option.loadscopereorder = False  # by the number of tests, which says nothing of their time
     return Lanes(config, log)

@@ -93,7 +93,7 @@ def test_a_mirror_that_cannot_be_reached_is_no_failure_of_the_release(tmp_path: 
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "SCAVENGER_SLURM_CACHE": str(tmp_path / "cache"),
     }
-    argv = [ROOT / "scripts/slurm-matrix", "--gate", "24.11", "26.05"]
+    argv = [str(ROOT / "scripts/slurm-matrix"), "--gate", "24.11", "26.05"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 69
     assert re.findall(r"^Slurm (\S+) \(\w+\): NOT RUN", done.stdout, re.MULTILINE) == ["24.11", "26.05"]

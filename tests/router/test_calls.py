@@ -137,7 +137,7 @@ def test_a_commit_of_unfinished_samples_or_impossible_outcomes_is_refused() -> N
         ((GroupSpec(0, pack_tokens([1]), 1, Sampling(0)),), "of 0 tokens"),
         (
             (GroupSpec(0, pack_tokens([1]), 2, Sampling(8), meta="m" * 2**24),),
-            "answers may make a message of",
+            "completions may make a message of",
         ),
         (
             (GroupSpec(0, pack_tokens([1]), 4097, Sampling(1)),),

@@ -164,5 +164,7 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
         "trainer_gone_s": 601.0,
         "engine_stalled_s": 301.0,
     }
-    limits = RouterLimits.of(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **keys}}))
-    assert dataclasses.astuple(limits) == tuple(keys.values())
+    options = ("speculative_config",)
+    config = {"daemon": {"state_dir": tmp_path, **keys}, "harvest": {"vllm_options": options}}
+    limits = RouterLimits.of(DaemonConfig.model_validate(config))
+    assert dataclasses.astuple(limits) == (*keys.values(), options)
