@@ -29,14 +29,13 @@ def spoil() -> None:
     import msgspec
 
     from rollout.engines import decoder
-
-    draw = decoder.draw
+    from rollout.engines.sampling import draw
 
     def too_warm(logits: Any, sampling: Any, *more: Any) -> Any:
         warm = [msgspec.structs.replace(one, temperature=TEMPERATURE) for one in sampling]
         return draw(logits, warm, *more)
 
-    decoder.draw = too_warm
+    decoder.draw = too_warm  # type: ignore[assignment]
 
 
 def main() -> None:

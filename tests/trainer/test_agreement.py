@@ -14,11 +14,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.protocol import messages
-from tests.trainer import test_step
 from tests.trainer.test_step import RecordedRun, comparable, make_config, play
 from trainer.algorithms import agreement
 from trainer.algorithms.scoring import SET_ASIDE, Scoring
 from trainer.data.batching import Micro, TrainRow
+from trainer.loop.step import Stepper, StepResult
 
 WRONG = 7
 
@@ -94,18 +94,18 @@ def test_samples_of_steps_before_are_counted_and_what_comes_later_is_masked(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(Scoring, "say", lambda _self, line: lines.append(line))
-    steps: list[test_step.StepResult] = []
+    steps: list[StepResult] = []
     run = Reported(1, 10_000)
-    step = test_step.Stepper.step
+    step = Stepper.step
 
-    def three(self: Any, number: int, version: int, prompts: Any) -> test_step.StepResult:
+    def three(self: Any, number: int, version: int, prompts: Any) -> StepResult:
         steps.append(step(self, number, version, prompts))
         run._after = 0
         steps.append(step(self, 2, version, prompts))
         steps.append(step(self, 3, version, prompts))
         return steps[-1]
 
-    monkeypatch.setattr(test_step.Stepper, "step", three)
+    monkeypatch.setattr(Stepper, "step", three)
     play(make_config(model_folder), mesh, run)
     first, second, third = (one.metrics for one in steps)
     mine = {one.sample_id for one in run.reports if one.worker_id == WRONG}

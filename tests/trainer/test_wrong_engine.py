@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.engines import decoder
+from rollout.engines import sampling as sampling_module
 from rollout.engines.decoder import Decoder
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.policy.agreement import DEFAULT_RULES, Span, Verdict, Window
@@ -80,7 +81,7 @@ def flip(made: Decoder, name: str, at: tuple[int, int], bit: int) -> None:
 
 
 def samples(made: Decoder, first: int, count: int) -> Iterator[TrainRow]:
-    """What an engine answers to `count` prompts."""
+    """What an engine completes `count` prompts with."""
     rows: dict[int, tuple[list[int], list[float]]] = {i: ([], []) for i in range(first, first + count)}
     prompts = {i: tuple(1 + (i * 7 + k) % 10 for k in range(3 + i % 5)) for i in rows}
     joining = [Request(i, prompts[i], (), TOKENS, RANDOM, 7, SampleKey("train", 1, i, 0)) for i in rows]
@@ -163,7 +164,7 @@ def test_a_temperature_of_1_2_in_place_of_1_is_found(
     learner: Learner, sharp_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It draws from another distribution than the trainer's, and says so by the logprobs that it records."""
-    draw, spoilt = decoder.draw, []
+    draw, spoilt = sampling_module.draw, []
 
     def spoil(made: Decoder) -> None:
         step = made.step
