@@ -392,6 +392,20 @@ class Run:
         """Report progress with the next ping: `groups` whole groups of the step are trained, `tokens` in all, in `seconds`."""
         self._trained = messages.Trained(step, groups, tokens, seconds)
 
+    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
+        """Tell how engines agree with this trainer on samples that `step` trains (`DoneSample.spans` names them).
+
+        Returns every worker that the daemon has set aside: no sample that holds tokens of it is to be trained.
+        """
+        most = messages.MAX_SPAN_SUMS
+        suspects: tuple[messages.Suspect, ...] = ()
+        for first in range(0, len(spans), most) or (0,):
+            answer = self.call(messages.ReportAgreement(step, tuple(spans[first : first + most])))
+            if not isinstance(answer, messages.Suspects):
+                raise WireError(f"the daemon answered ReportAgreement with {type(answer).__name__}")
+            suspects = answer.suspects
+        return suspects
+
     def commit(
         self,
         step: int,

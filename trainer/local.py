@@ -188,6 +188,10 @@ class LocalRun:
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         """Nobody plans by it here."""
 
+    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
+        """There is one engine, and nothing to compare it with."""
+        return ()
+
     def commit(
         self,
         step: int,

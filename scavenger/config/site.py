@@ -137,6 +137,17 @@ class RouterSection(Section):
     asks for an engine while the engine is expected to save more than its start costs. 0: idle GPUs cost
     nothing, so the run asks for every engine that shortens the step, though most may be preempted before they
     generate."""
+    disagreement: Literal["set-aside", "report", "off"] = "set-aside"
+    """What becomes of an engine whose logprobs disagree with the trainer's more than its peers' do
+    ([recovery.md](recovery.md#a-gpu-that-computes-wrong)). `set-aside`: it gets no more samples and leaves, its
+    unfinished ones move, those that no step has taken are masked, and its node is quarantined for
+    `harvest.quarantine_s`. `report`: the ledger's decisions and events name it, nothing else is done."""
+    disagreement_ratio: Annotated[float, Field(gt=1)] = 3.0
+    """An engine disagrees when the absolute difference between its logprobs and the trainer's, a token on
+    average, is above this multiple of its peers' median, or its signed difference as far from theirs as a tenth of
+    that, and chance does not explain it. Raise it where engines of one run compute in different types."""
+    disagreement_samples: Annotated[int, Field(ge=4)] = 16
+    """Samples of an engine that must have been trained before it is judged."""
 
 
 class LedgerSection(Section):

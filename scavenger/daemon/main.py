@@ -524,6 +524,7 @@ class Daemon:
             register=self.keyring.allow,
             unregister=self.keyring.revoke,
             lives=lambda: workers.lives(router.core),
+            condemned=lambda: tuple(router.core.condemned),
         )
         return Harvester(
             self.config,

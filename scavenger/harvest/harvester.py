@@ -378,6 +378,7 @@ class Harvester:
         self._pace.polled(poll, rpcs_after_poll - rpcs_before_poll, self._monotonic())
         self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
         self.tracker.heard(self._router.lives())
+        self.tracker.condemned(self._router.condemned(), self._clock())
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
         await self._explain(output.failed_starts)

@@ -487,6 +487,7 @@ class SampleState(msgspec.Struct, frozen=True):
     ended_attempt: int = 0
     reason: str = ""  # why it ended
     reward_version: str = ""
+    spans: tuple[tuple[int, int], ...] = ()  # (worker, tokens) of those who generated it, in order
 
 
 class GroupState(msgspec.Struct, frozen=True):

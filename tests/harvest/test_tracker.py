@@ -16,7 +16,7 @@ from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.tracker import Output, Rules, Tracker
 from scavenger.ledger import records as rec
-from scavenger.router.core.events import WorkerLife
+from scavenger.router.core.events import CondemnedNode, WorkerLife
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
 A, B = "scv-000000000000000a", "scv-000000000000000b"
@@ -768,3 +768,32 @@ def test_a_quick_look_is_expected_after_submissions_and_preemptions_but_not_whil
     w.see(3, ours(A, 1, restart_count=1, reason="BeginTime"))
     assert w.tracker.expecting(4)
     assert not w.tracker.expecting(4000), "a job that waits for hours is no reason to look often"
+
+
+def test_a_node_where_an_engine_computes_wrong_gets_no_engines_and_is_named_with_the_reason() -> None:
+    tracker = Tracker(RULES)
+    wrong = [CondemnedNode(1, "n1", 4, "its logprobs disagree", 0.0)]
+    tracker.condemned(wrong, 100.0)
+    (quarantined,) = tracker.health.quarantined(100.0)
+    assert quarantined[0] == "n1"
+    assert "an engine on it was set aside: its logprobs disagree" in quarantined[1]
+    over = 101.0 + RULES.health.quarantine_s
+    tracker.condemned(wrong, over)
+    assert not tracker.health.quarantined(over), "each is heard once"
+    tracker.condemned([*wrong, CondemnedNode(2, "n1", 4, "again", over)], over)
+    assert tracker.health.quarantined(over + 1.5 * RULES.health.quarantine_s), "twice as long"
+
+
+def test_an_owner_whose_trainers_accuse_every_node_is_not_believed() -> None:
+    """A trainer's word costs others the node: it is good for two."""
+    health = Health(RULES.health)
+    health.owners = {4: "mallory", 5: "alice"}
+    health.condemned("n9", "disagrees", 99.0, 5)
+    assert health.condemned("n1", "disagrees", 100.0, 4)
+    assert health.condemned("n2", "disagrees", 101.0, 4)
+    assert not health.condemned("n3", "disagrees", 102.0, 4)
+    assert not health.condemned("n9", "disagrees", 103.0, 4)
+    assert [node for node, _ in health.quarantined(104.0)] == ["n9"], "alice's stands"
+    assert health.condemned("n1", "disagrees", 104.0 + RULES.health.quarantine_s, 4), (
+        "and after a while again"
+    )

@@ -42,6 +42,11 @@ ENDS = {"consumed", "filtered", "masked", "evaluated", "superseded", "poisoned",
 STANDING = ENDS - {"superseded", "poisoned", "surplus"} | {"open", "complete"}
 
 
+def is_wrong(session: str) -> bool:
+    """Whether an engine's numbers are wrong: of every sixth process, by its name."""
+    return int(session.removeprefix("s")) % 6 == 0
+
+
 class Truth:
     """What was committed, and whether it may have been."""
 
@@ -51,6 +56,8 @@ class Truth:
         self.roots: dict[tuple[int, int], bytes] = {}
         self.open: set[int] = set()
         self.joined: set[int] = set()
+        self.wrong: set[int] = set()  # workers whose numbers are wrong
+        self.set_aside: set[int] = set()
         self.left: set[int] = set()
         self.ended: dict[tuple[int, int], rec.LeaseEnded] = {}
         self.chunks: dict[int, int] = {}
@@ -85,6 +92,14 @@ class Truth:
                 self.runs[record.name] = record.run_id
             case rec.WorkerJoined():
                 self.joined.add(record.worker_id)
+                if is_wrong(record.session):
+                    self.wrong.add(record.worker_id)
+            case rec.Event(kind="engine_set_aside"):
+                worker_id = int(record.subject.removeprefix("worker "))
+                assert worker_id in self.wrong, (
+                    f"{record.subject} was set aside and is healthy: {record.reason}"
+                )
+                self.set_aside.add(worker_id)
             case rec.WorkerLeft():
                 assert record.reason, f"worker {record.worker_id} left without a reason (I12)"
                 self.left.add(record.worker_id)
@@ -144,6 +159,7 @@ class Watch:
                 f"sample {sample.id}: a restart lost committed tokens (I10)"
             )
             assert sample.epoch == row.epoch, f"sample {sample.id}: a restart forgot its epoch (I10)"
+            assert sample.spans == row.spans, f"sample {sample.id}: a restart forgot who generated it"
         self._all_known(core)
 
     def after(self, core: Core, event: RouterEvent) -> None:

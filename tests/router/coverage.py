@@ -247,7 +247,7 @@ class Coverage:
         self.trained_beside = self.ended_late = (
             0  # ops at which a trainer trained beside sleepers; engines ended for their silence
         )
-        self.handled = self.moments = 0
+        self.handled = self.moments = self.set_aside = 0  # `set_aside`: engines, for their numbers
 
     def add(self, other: Coverage) -> None:
         for mine, theirs in zip(self.tables(), other.tables(), strict=True):
@@ -255,6 +255,7 @@ class Coverage:
         self.schedules += other.schedules
         self.trained_beside += other.trained_beside
         self.ended_late += other.ended_late
+        self.set_aside += other.set_aside
         self.handled += other.handled
 
     def tables(self) -> tuple[Counter[tuple[str, str]], ...]:

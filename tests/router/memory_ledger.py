@@ -40,6 +40,7 @@ class Row:
     attempt: int = 0
     reason: str = ""
     ends: list[str] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 def plain(records: Iterable[rec.Record]) -> Iterator[rec.Record]:
@@ -160,6 +161,10 @@ class Ledger:
                 )
                 assert record.offset == len(row.tokens) // 4, f"sample {record.sample_id}: a gap"
                 row.tokens += record.tokens
+                tokens = len(record.tokens) // 4
+                if row.spans and row.spans[-1][0] == record.worker_id:
+                    tokens += row.spans.pop()[1]
+                row.spans.append((record.worker_id, tokens))
                 row.logprobs += record.logprobs
                 row.raw_logprobs += record.raw_logprobs
             case rec.SampleFinished():
@@ -206,6 +211,7 @@ class Ledger:
                     r.step,
                     r.attempt,
                     r.reason,
+                    spans=tuple(r.spans),
                 )
                 for i, r in rows
             ),

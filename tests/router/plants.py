@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
+from scavenger.policy import agreement as agreement_policy
 from scavenger.protocol.messages import Ack, Chunk, CommitStep, Held, Lease
-from scavenger.router.core import registration, restore, runs, samples, steps, worker_commands
+from scavenger.router.core import agreement, registration, restore, runs, samples, steps, worker_commands
 from scavenger.router.core import workers as wk
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.tables import Core
@@ -295,6 +296,21 @@ def woken_without_the_trainer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(restore, "_restore_run", sure)
 
 
+def set_aside_and_kept(patch: pytest.MonkeyPatch) -> None:
+    """An engine whose numbers are wrong is named, and goes on as before."""
+    patch.setattr(agreement, "_set_aside", lambda core, worker, reason: None)
+
+
+def blamed_on_another(patch: pytest.MonkeyPatch) -> None:
+    """Now and then a report counts against the worker that joined next."""
+    add = agreement_policy.Window.add
+
+    def shifted(self: Any, step: int, spans: Any) -> None:
+        add(self, step, [span._replace(worker_id=span.worker_id + step % 2) for span in spans])
+
+    patch.setattr(agreement_policy.Window, "add", shifted)
+
+
 @dataclass(frozen=True)
 class Planted:
     """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
@@ -346,6 +362,8 @@ PLANTS: dict[str, Planted] = {
         Planted(asleep_once_told, "trains beside an engine that is awake"),
         Planted(acknowledged_by_an_older_order, "trains beside an engine that is awake", (443, 588)),
         Planted(woken_without_the_trainer, "trains beside an engine that is awake", (148, 511)),
+        Planted(set_aside_and_kept, "was set aside and is"),
+        Planted(blamed_on_another, "was set aside and is healthy"),
         Planted(delivered_in_half, "delivered with other tokens than the ledger"),
     )
 }

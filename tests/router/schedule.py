@@ -39,6 +39,7 @@ def run(seed: int, ops: int = 200, cover: Coverage | None = None, ledger: Ledger
             raise Failed(seed, world.log, alone, error) from error
     cover.schedules += 1
     cover.handled += world.events
+    cover.set_aside += len(world.truth.set_aside)
     return world
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from scavenger.policy.agreement import AgreementRules
 from scavenger.protocol.messages import (
     Assign,
     Call,
@@ -45,7 +46,8 @@ from tests.router.memory_ledger import Ledger
 from tests.router.trainers import Campaign, SimTrainer
 
 Op = list[Any]
-LIMITS = RouterLimits(stalled_s=300.0)
+#: Steps are of a few samples, and what is wrong is wrong by far.
+LIMITS = RouterLimits(stalled_s=300.0, agreement=AgreementRules(samples=2, tokens=2, peers=2, z=4.0))
 ORDERS = (UseWeights, Sleep, Wake, Drain, Assign, Revoke)
 POISON = {"r": "stop", "q": "mask"}
 

@@ -28,11 +28,14 @@ from scavenger.protocol.messages import (
     PublishVersion,
     RecordCheckpoint,
     Reply,
+    ReportAgreement,
     RunOpened,
     RunStopped,
     SampleOutcome,
     SetReserved,
+    SpanSums,
     SubmitGroups,
+    Suspects,
 )
 from scavenger.protocol.reserved_memory import Memory, observe
 from scavenger.protocol.train_step import ReservedAsleep, ReservedHolds
@@ -83,6 +86,8 @@ class SimTrainer:
         self.waited = self.calls = self.idle = self.steps_done = 0
         self.evaluated: set[int] = set()
         self.dead = self.wants_checkpoint = False
+        self.reported = False  # how engines agree with it, of the present step
+        self.suspects: set[int] = set()
 
     def root(self) -> bytes:
         return b"%s-%d-%d" % (self.campaign.run.encode(), self.salt, self.step)
@@ -146,9 +151,27 @@ class SimTrainer:
                     self.purpose,
                     specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS),
                 )
+            case "commit" if not self.reported:
+                return ReportAgreement(self.step, self._agreement())
             case "commit":
                 return CommitStep(self.step, self.version, self.purpose, self._outcomes(), {})
         return None
+
+    def _agreement(self) -> tuple[SpanSums, ...]:
+        """What it computes of its groups: engines whose numbers are wrong are thirty times as far from it as others."""
+        found = []
+        for sample in [s for group in self.have.values() for s in group.samples if s.error is None]:
+            assert sum(tokens for _, tokens in sample.spans) == len(sample.tokens) // 4, (
+                f"sample {sample.sample_id}: nobody generated some of its tokens"
+            )
+            for worker_id, tokens in sample.spans:
+                off = (
+                    tokens
+                    * (0.3 if worker_id in self.truth.wrong else 0.01)
+                    * (1 + sample.sample_id % 3 / 10)
+                )
+                found.append(SpanSums(sample.sample_id, worker_id, tokens, -off / 4, off, 0.0))
+        return tuple(found)
 
     def _outcomes(self) -> tuple[SampleOutcome, ...]:
         found = []
@@ -160,7 +183,10 @@ class SimTrainer:
                 if group.group_id % 5 == 0
                 else "consumed"
             )
-            found += [SampleOutcome(s.sample_id, outcome, 1.0, 0.1) for s in group.samples if s.error is None]
+            for s in group.samples:
+                wrong = self.purpose == "train" and any(worker in self.suspects for worker, _ in s.spans)
+                if s.error is None:
+                    found.append(SampleOutcome(s.sample_id, "masked" if wrong else outcome, 1.0, 0.1))
         return tuple(found)
 
     def set_reserved(self, awake: bool) -> None:
@@ -267,6 +293,11 @@ class SimTrainer:
                 self.submitted, self.phase = reply.group_ids, "collect"
                 self.have = {i: g for i, g in self.have.items() if i in self.submitted}
                 self._collected()
+            case ReportAgreement():
+                assert isinstance(reply, Suspects)
+                self.suspects = {one.worker_id for one in reply.suspects}
+                assert self.suspects <= self.truth.wrong, "a healthy engine was set aside"
+                self.reported = True
             case CommitStep():
                 assert isinstance(reply, Ok)
                 self._committed()
@@ -282,7 +313,7 @@ class SimTrainer:
         assert self.truth.taken(self.campaign.run, self.purpose, self.step), (
             "a step was answered before its commit (I2)"
         )
-        self.have, self.submitted = {}, ()
+        self.have, self.submitted, self.reported = {}, (), False
         if self.purpose == "eval":
             self.evaluated.add(self.step)
             self.phase, self.purpose = "submit", "train"

@@ -133,6 +133,9 @@ class RecordedRun:
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
         self.progress.append((step, groups, tokens))
 
+    def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
+        return ()
+
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None: ...
     def commit(
         self,

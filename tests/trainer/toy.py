@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.algorithms.agreement import of_micro
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro
@@ -75,12 +76,17 @@ class ToyRanks:
                 terms.mismatch_max,
                 terms.truncated,
             )
+            agreement = of_micro(micro, proximal - batch.behaviour)
             for place, row in enumerate(micro.rows):
                 if row.sample_id >= 0:
                     values: list[Any] = [float(part[place]) for part in parts]
                     bins = tuple(terms.mismatch_bins[place].tolist())
                     one = RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values)
-                    found.append(msgspec.structs.replace(one, mismatch_bins=bins))
+                    found.append(
+                        msgspec.structs.replace(
+                            one, mismatch_bins=bins, agreement=agreement.get(row.sample_id, ())
+                        )
+                    )
         return found
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
@@ -96,6 +102,9 @@ class ToyRanks:
                 if row.sample_id >= 0
             }
         return found
+
+    def discard(self) -> None:
+        self._sums = [torch.zeros_like(self.weights) for _ in range(self.size)]
 
     def update(self, denominator: float, lr: float) -> float:
         self.gradients.append(torch.stack(self._sums).sum(0) / denominator)

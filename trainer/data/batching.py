@@ -17,7 +17,7 @@ import msgspec
 class TrainRow(msgspec.Struct, frozen=True):
     """One sample. Token fields are packed int32, `behaviour` packed float32, `proximal` packed float64 (empty: not computed).
 
-    `sample_id` -1 marks a filler.
+    `sample_id` -1 marks a filler. `cuts`: the completion's tokens by who generated them, in order; empty: not known.
     """
 
     sample_id: int
@@ -26,6 +26,7 @@ class TrainRow(msgspec.Struct, frozen=True):
     behaviour: bytes
     advantage: float
     proximal: bytes = b""
+    cuts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -41,6 +41,10 @@ class Update(msgspec.Struct, frozen=True, tag=True):
     lr: float
 
 
+class Discard(msgspec.Struct, frozen=True, tag=True):
+    """Forget the gradients that were summed since the last update."""
+
+
 class CopyShare(msgspec.Struct, frozen=True, tag=True):
     """Copy and hash your share of the present weights. `base`: of what adapters stand beside, not of the adapters."""
 
@@ -90,6 +94,7 @@ Command = (
     Train
     | Proximal
     | Update
+    | Discard
     | CopyShare
     | MergeAdapters
     | Offer
@@ -129,6 +134,8 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             return _encode(learner.proximal(micro))
         case Update(denominator, lr):
             return _encode(learner.update(denominator, lr))
+        case Discard():
+            learner.discard_gradients()
         case CopyShare(dtype, base):
             return publisher.make(learner, dtype, base=base)
         case MergeAdapters(dtype):
@@ -219,6 +226,10 @@ class Ranks:
     def update(self, denominator: float, lr: float) -> float:
         """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
         return float(msgspec.msgpack.decode(self._all([Update(denominator, lr)] * self.size)[0], type=float))
+
+    def discard(self) -> None:
+        """Forget the gradients that were summed since the last update."""
+        self._all([Discard()] * self.size)
 
     @property
     def trains_adapters(self) -> bool:

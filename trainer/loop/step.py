@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +22,7 @@ from scavenger.errors import EngineError, WireError
 from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
+from trainer.algorithms import agreement
 from trainer.algorithms.rows import Counted, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
 from trainer.data.batching import (
@@ -96,6 +97,9 @@ class Run(Protocol):
     def set_reserved(self, awake: bool, bytes_held: int = 0) -> None: ...
     def end_reserved(self, names: Sequence[str], reason: str) -> None: ...
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
+    def report_agreement(
+        self, step: int, spans: Sequence[messages.SpanSums]
+    ) -> tuple[messages.Suspect, ...]: ...
     def commit(
         self,
         step: int,
@@ -130,11 +134,22 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True)
+class _Aside:
+    """What a step did about engines that were found wrong: how many there were; rows that were trained again, because the gradients held
+    others of such engines; samples of earlier steps that were trained with tokens of them, and stay so."""
+
+    engines: int = 0
+    retrained: int = 0
+    before: int = 0
+
+
+@dataclass(slots=True)
 class _Work:
     """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs.
 
-    `mini_batch` is by prompt index, `scored` and `tokens` (prompts included) by group id, `stats` by sample id, `divisors` by mini-batch.
-    `rounds` are of micro-steps, over all groups that waited.
+    `mini_batch` is by prompt index, `scored` and `tokens` (prompts included) by group id, `stats` and `spans` by sample id, `divisors` by
+    mini-batch. `rounds` are of micro-steps, over all groups that waited. `trained`: ids of groups whose rows are in the gradients or in
+    the stash.
     """
 
     step: int
@@ -146,10 +161,13 @@ class _Work:
     capacity: Capacity
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
-    judged: list[Judged] = field(default_factory=list)
+    judged: dict[int, Judged] = field(default_factory=dict)  # by group id
     ready: list[ScoredGroup] = field(default_factory=list)
     stash: dict[int, list[list[TrainRow]]] = field(default_factory=dict)
     stats: dict[int, RowStats] = field(default_factory=dict)
+    spans: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # who generated it
+    trained: list[int] = field(default_factory=list)
+    aside: _Aside = field(default_factory=_Aside)
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)
@@ -187,6 +205,7 @@ class Stepper:
         self._sampling = sampling
         self._safe_point = safe_point
         self._has_reserved = config.reserved.workers > 0
+        self._trained_of: Counter[int] = Counter()  # worker -> samples of whole steps with tokens of it
         self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
         self._away = False  # engines were woken since training state was last asked back
@@ -414,8 +433,9 @@ class Stepper:
             messages.token_count(group.prompt) + messages.token_count(sample.tokens)
             for sample in group.samples
         )
+        work.judged[group.group_id] = judged
+        work.spans |= {sample.sample_id: sample.spans for sample in group.samples}
         if self._barrier:
-            work.judged.append(judged)
             return False
         (scored,) = self._scoring.settle([judged])
         work.scored[group.group_id] = scored
@@ -449,17 +469,87 @@ class Stepper:
         count = min(ready, self._ranks.size) if self._config.run.deterministic else ready
         taken, work.ready = work.ready[:count], work.ready[count:]
         work.rounds += 1
-        first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
-        later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
-        self._train(work, first, self._safe_point)
-        if later:
-            self._stash(work, later)
+        self._train_groups(work, taken)
+        self._compare(work, taken)
         work.seconds.train += time.monotonic() - started
         waiting = {group.group_id for group in work.ready}
         # Of groups that were trained, or have nothing to train.
         past = [tokens for group, tokens in work.tokens.items() if group not in waiting]
         self._run.trained(work.step, len(past), sum(past), work.seconds.train)
         return len(taken)
+
+    def _train_groups(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
+        """Add the gradients of those in the first mini-batch; keep the others for theirs."""
+        work.trained += [group.group_id for group in groups]
+        first = [group.rows for group in groups if work.mini_batch[group.prompt_index] == 0]
+        later = [group for group in groups if work.mini_batch[group.prompt_index] > 0]
+        self._train(work, first, self._safe_point)
+        if later:
+            self._stash(work, later)
+
+    def _compare(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
+        """Report how engines agree on what was just trained or stashed; mask what those generated that the daemon set aside.
+
+        All rows of a step are reported before its first update: until then its gradients can be given up.
+        """
+        rows = {row.sample_id for group in groups for row in group.rows}
+        found = {sample_id: work.stats[sample_id].agreement for sample_id in rows & work.stats.keys()}
+        stashed = [row for mini_batch in work.stash.values() for of_group in mini_batch for row in of_group]
+        found |= {row.sample_id: agreement.of_row(row) for row in stashed if row.sample_id in rows}
+        spans = agreement.report(found, work.spans)
+        if not spans:
+            return
+        new = [
+            one
+            for one in self._run.report_agreement(work.step, spans)
+            if one.worker_id not in self._scoring.suspects
+        ]
+        if new:
+            self._mask(work, new)
+
+    def _mask(self, work: _Work, suspects: Sequence[messages.Suspect]) -> None:
+        """Take the samples of these workers out of the step. Where its gradients hold any of them, all are given up and made anew without:
+        they are sums, and the advantages of a masked sample's group are others (I7)."""
+        self._scoring.suspects |= {one.worker_id for one in suspects}
+        changed = {}
+        for group_id, judged in work.judged.items():
+            masked = self._scoring.mask_suspects(judged)
+            if masked is not judged:
+                changed[group_id] = masked
+        work.judged |= changed
+        # With advantages over the whole batch one sample less changes all.
+        scope = [work.judged[group_id] for group_id in (work.judged if self._barrier else changed)]
+        scope.sort(key=lambda one: one.group.prompt_index)
+        settled = (
+            self._scoring.settle(scope)
+            if self._barrier
+            else [self._scoring.settle([one])[0] for one in scope]
+        )
+        anew = {group.group_id: group for group in settled}
+        work.scored |= anew
+        work.ready = [anew.get(group.group_id, group) for group in work.ready]
+        before = sum(self._trained_of.pop(one.worker_id, 0) for one in suspects)
+        work.aside.engines += len(suspects)
+        work.aside.before += before
+        tainted = not anew.keys().isdisjoint(work.trained)
+        for one in suspects:
+            anew_too = ", and the gradients of the step are made anew without them" if tainted else ""
+            self._scoring.say(
+                f"LOOK: worker {one.worker_id} on node {one.node or 'unknown'} was set aside: {one.reason}. Samples that it took part in "
+                f"are masked{anew_too}; of earlier steps {before} were trained"
+            )
+        if tainted:
+            self._train_anew(work)
+
+    def _train_anew(self, work: _Work) -> None:
+        """Give up the gradients of the step and train the groups that were trained, as they are now."""
+        self._ranks.discard()
+        groups = [work.scored[group_id] for group_id in work.trained]
+        work.aside.retrained += sum(len(group.rows) for group in groups)
+        work.trained.clear()
+        work.stats.clear()
+        work.stash.clear()
+        self._train_groups(work, groups)
 
     def _stash(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
         """Keep groups of later mini-batches, with logprobs under the step's first weights."""
@@ -473,7 +563,7 @@ class Stepper:
     def _train_whole_batch(self, work: _Work) -> None:
         """The last group has come: advantages over the whole batch, in the order of the prompts, then the training that waited."""
         started = time.monotonic()
-        judged = sorted(work.judged, key=lambda one: one.group.prompt_index)
+        judged = sorted(work.judged.values(), key=lambda one: one.group.prompt_index)
         scored = self._scoring.settle(judged)
         work.scored = {group.group_id: group for group in scored}
         work.ready = [group for group in scored if group.rows]
@@ -488,6 +578,8 @@ class Stepper:
         self._update_mini_batches(work, rate)
         ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
         metrics = self._metrics(work, ordered, rate, started)
+        for sample_id in work.stats:
+            self._trained_of.update({worker_id for worker_id, _ in work.spans[sample_id]})
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
     def _update_mini_batches(self, work: _Work, rate: float) -> None:
@@ -517,6 +609,10 @@ class Stepper:
             "micro_steps": float(work.micro_steps),
             "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),
+            "engines_set_aside": float(work.aside.engines),
+            "samples_set_aside": float(self._set_aside(work)),
+            "samples_retrained": float(work.aside.retrained),
+            "samples_trained_before": float(work.aside.before),
             "seconds": seconds,
             "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,
@@ -528,6 +624,13 @@ class Stepper:
         metrics |= toggles
         work.capacity.observe(self._run.fleet, time.monotonic())
         return metrics | work.sources.as_metrics(seconds) | work.capacity.as_metrics()
+
+    def _set_aside(self, work: _Work) -> int:
+        """Samples of the step that an engine took part in which was set aside, in this step or before."""
+        suspects = self._scoring.suspects
+        return sum(
+            not suspects.isdisjoint(worker_id for worker_id, _ in spans) for spans in work.spans.values()
+        )
 
     def _denominator(self, work: _Work, mini_batch: int) -> float:
         """The true denominator of a mini-batch, whose every row was trained.

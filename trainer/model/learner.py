@@ -38,6 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollout.engines.norms import wide_norms
 from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError, Diverged
+from trainer.algorithms.agreement import SpanAgreement, of_micro
 from trainer.algorithms.loss import Tokens, picked_logprobs, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
@@ -67,6 +68,8 @@ class RowStats(msgspec.Struct, frozen=True):
     entropy: float = 0.0
     #: Tokens by |proximal - behaviour| (`algorithms.mismatch.EDGES`).
     mismatch_bins: tuple[int, ...] = ()
+    #: Of each of the row's `cuts`: how trainer and engine agree on it.
+    agreement: tuple[SpanAgreement, ...] = ()
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
@@ -218,11 +221,13 @@ class Learner:
             terms.truncated,
             terms.entropy,
         )
+        agreement = of_micro(micro, proximal - batch.behaviour)
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(
             msgspec.structs.replace(
                 RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:]),
                 mismatch_bins=tuple(bins),
+                agreement=agreement[row.sample_id],
             )
             for row, values, bins in zip(micro.rows, table, terms.mismatch_bins.tolist(), strict=True)
             if row.sample_id >= 0

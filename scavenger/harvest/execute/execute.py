@@ -59,7 +59,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import Identity, IntentRevoked, RouterEvent, WorkerLife
+from scavenger.router.core.events import CondemnedNode, Identity, IntentRevoked, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
 
@@ -80,7 +80,8 @@ class RouterLink:
     """What the harvester asks of the router, and what it reports to it and to its key ring.
 
     `leases`: for each connected worker, by intent: how many samples it generates, and since when it has none (Unix s). `lives`: the
-    engines of our jobs that have registered. `register` lets in the worker with this public key, `unregister` no longer.
+    engines of our jobs that have registered. `condemned`: nodes where an engine was set aside, the newest last. `register` lets in the
+    worker with this public key, `unregister` no longer.
     """
 
     post: Callable[[RouterEvent], None]
@@ -89,6 +90,7 @@ class RouterLink:
     register: Callable[[str, Identity], None]
     unregister: Callable[[str], None]
     lives: Callable[[], Sequence[WorkerLife]] = tuple
+    condemned: Callable[[], Sequence[CondemnedNode]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,9 @@ the runs are at fault and no node is, until `quarantine_s` pass without such a d
 Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, everybody's where it
 concerns all runs, and then one engine of a run is tried at a time, until an engine has worked.
 
+A node where an engine's numbers are wrong is quarantined at once. This is its trainer's word: where the trainers of one owner's runs say
+so of more than two nodes within `quarantine_s`, they are at fault, and those nodes are free again.
+
 Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) never come here.
 """
 
@@ -47,6 +50,7 @@ class _Record:
     reason: str = ""
     runs: frozenset[int] = frozenset()
     clean_since: float = 0.0
+    accused_by: str = ""  # the owner on whose trainers' word alone the present one is
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ class Health:
         self._faults: dict[
             str, float
         ] = {}  # owners whose runs are at fault -> when one of their engines last died so
+        self._accusations: dict[str, dict[str, float]] = {}  # owner -> node -> when its engine was set aside
         self._proven: set[int] = set()  # runs of which an engine worked, or lived long
         self._set_ups = SetUps(MAX_SENTENCE * rules.quarantine_s)
 
@@ -100,13 +105,41 @@ class Health:
             return ""
         if len(record.deaths) < rules.quarantine_after or now < record.until:
             return ""
-        sentence_s = rules.quarantine_s * min(2**record.strikes, MAX_SENTENCE)
-        record.strikes += 1
-        record.until = record.clean_since = now + sentence_s
+        sentence_s = self._sentence(record, now)
+        record.accused_by = ""
         count, record.runs = len(record.deaths), frozenset(run for _, run in record.deaths)
         record.deaths = []
         record.reason = f"{count} engines died on it within {rules.quarantine_s:g} s, the last: {reason}; for {sentence_s:g} s"
         return record.reason
+
+    def condemned(self, node: str, reason: str, now: float, run_id: int) -> str:
+        """An engine of this run computed wrong numbers on `node`. Returns why the node is quarantined from now on, or ""."""
+        owner, record = self._owner(run_id), self._nodes.setdefault(node, _Record(clean_since=now))
+        self._forget(record, now)
+        said = self._accusations.setdefault(owner, {})
+        said[node] = now
+        for other, at in list(said.items()):
+            if now - at >= self._rules.quarantine_s:
+                del said[other]
+        if len(said) > NODES_OF_A_FAULT:
+            for accused in self._nodes.values():
+                if accused.accused_by == owner and now < accused.until:
+                    accused.until, accused.strikes, accused.clean_since = 0.0, accused.strikes - 1, now
+                    accused.accused_by = ""
+            return ""
+        if now < record.until:
+            return ""
+        sentence_s = self._sentence(record, now)
+        record.runs, record.accused_by = frozenset((run_id,)), owner
+        record.reason = f"an engine on it was set aside: {reason}; for {sentence_s:g} s"
+        return record.reason
+
+    def _sentence(self, record: _Record, now: float) -> float:
+        """Quarantine a node; returns for how many seconds."""
+        sentence_s: float = self._rules.quarantine_s * min(2**record.strikes, MAX_SENTENCE)
+        record.strikes += 1
+        record.until = record.clean_since = now + sentence_s
+        return sentence_s
 
     def _acquitted(self, node: str, run_id: int, now: float) -> bool:
         """Whether this death is the run's own doing. Then nothing is held against any node for runs of its owner that never worked."""

@@ -40,7 +40,7 @@ from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
-from scavenger.router.core.events import JobGone, WorkerLife
+from scavenger.router.core.events import CondemnedNode, JobGone, WorkerLife
 
 #: A job that has waited in the queue for longer than this may wait for hours: it is no reason to poll often.
 EXPECTED_S = 180.0
@@ -77,6 +77,7 @@ class Tracker:
         self.health = Health(rules.health)
         self.intents: dict[str, Tracked] = {}
         self._quarantined: dict[str, str] = {}
+        self._condemned = 0  # number of the last that was heard of
         self._allocations = Allocations(self.health)
         self.bounded: dict[
             tuple[str, int], Bounded
@@ -403,6 +404,13 @@ class Tracker:
                 one.workers[life.incarnation] = merged(one.workers, life)
                 if life.ready and one.allocation is not None and life.incarnation == one.last_allocation:
                     self._works(one, one.allocation)
+
+    def condemned(self, nodes: Iterable[CondemnedNode], now: float) -> None:
+        """What the router knows of nodes where an engine computed wrong numbers; each is heard once."""
+        for one in nodes:
+            if one.number > self._condemned:
+                self._condemned = one.number
+                self.health.condemned(one.node, one.reason, now, one.run_id)
 
     def to_account(self) -> tuple[int, ...]:
         """Jobs of which accounting may tell more than we saw."""

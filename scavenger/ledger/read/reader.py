@@ -345,6 +345,13 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Gr
     wanted = {"run_id": run_id, "final_step": final}
     members: dict[int, list[r.SampleState]] = defaultdict(list)
     state = r.SampleState
+    spans: dict[int, tuple[tuple[int, int], ...]] = {}
+    for sample_id, worker_id, tokens in _tuples(connection, "snapshot_spans", **wanted):
+        if tokens > 0:
+            before = spans.get(sample_id, ())
+            if before and before[-1][0] == worker_id:  # it had the sample twice in a row
+                tokens, before = tokens + before[-1][1], before[:-1]
+            spans[sample_id] = (*before, (worker_id, tokens))
     for group_id, epoch, held_by, held_version, sample_id, index, name, *rest in _tuples(
         connection, "snapshot_samples", **wanted
     ):
@@ -365,6 +372,7 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Gr
                 ended_attempt,
                 reason,
                 reward_version,
+                spans.get(sample_id, ()),
             )
         )
     for version, *made in _tuples(connection, "snapshot_groups", **wanted):

@@ -12,11 +12,14 @@ import msgspec
 from scavenger.protocol.engine_options import MAX_CHARS
 
 #: The one protocol: a peer of another number is refused, and told to run the daemon's release.
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 #: Samples of one group, and of one SubmitGroups. The daemon makes them in one go, and serves no other process meanwhile.
 MAX_GROUP_SAMPLES = 4096
 MAX_CALL_SAMPLES = 16384
+#: Workers in turn that generated one sample, as its trainer is told; and spans of one report on their agreement.
+MAX_SPANS = 64
+MAX_SPAN_SUMS = 16384
 #: Stop texts of one sample: they travel with each lease.
 MAX_STOPS = 64
 #: A model's config.json and a run.toml: the daemon keeps both for as long as it knows the run.

@@ -8,6 +8,8 @@ import msgspec
 
 from scavenger.protocol.messages.common import (
     MAX_CONFIG_CHARS,
+    MAX_SPAN_SUMS,
+    MAX_SPANS,
     BoundedText,
     Count,
     EngineSpec,
@@ -126,6 +128,28 @@ class SampleOutcome(Part, frozen=True):
     reward_version: BoundedText = ""  # of the function that gave the reward
 
 
+class SpanSums(Part, frozen=True):
+    """How the trainer's logprobs and an engine's agree on the tokens of one sample that one worker generated: sums over these tokens.
+
+    d is the trainer's logprob (proximal) less the engine's (behaviour), in nats. `signed`: of d; `absolute`: of |d|; `k3`: of
+    exp(d) - d - 1.
+    """
+
+    sample_id: int
+    worker_id: int
+    tokens: Positive
+    signed: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+    absolute: Rate
+    k3: Rate
+
+
+class ReportAgreement(Message, frozen=True):
+    """How engines agree with the trainer on samples that `step` trains. Answered by `Suspects`; a span that is said again counts once."""
+
+    step: int
+    spans: Annotated[tuple[SpanSums, ...], msgspec.Meta(max_length=MAX_SPAN_SUMS)]
+
+
 class CommitStep(Message, frozen=True):
     """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval")."""
 
@@ -183,6 +207,7 @@ CallBody = (
     | SubmitGroups
     | SetReserved
     | EndReserved
+    | ReportAgreement
     | CommitStep
     | RecordCheckpoint
     | CloseRun
@@ -241,7 +266,21 @@ class Accepted(Message, frozen=True):
     group_ids: tuple[int, ...]
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted
+class Suspect(Part, frozen=True):
+    """A worker that was set aside, since its logprobs disagree with the trainer's more than its peers' do."""
+
+    worker_id: int
+    node: BoundedText
+    reason: BoundedText
+
+
+class Suspects(Message, frozen=True):
+    """Answer to ReportAgreement: every worker of the run that this daemon set aside. What they generated is not to be trained."""
+
+    suspects: tuple[Suspect, ...]
+
+
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects
 
 
 class Reply(Message, frozen=True):
@@ -254,6 +293,7 @@ class DoneSample(Part, frozen=True):
 
     `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the
     present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
+    `spans`: (worker id, tokens) of those who generated it, in the order of its tokens; empty where there were more than `MAX_SPANS`.
     """
 
     sample_id: int
@@ -269,6 +309,7 @@ class DoneSample(Part, frozen=True):
     by_reserved: int = 0
     by_harvested: int = 0
     regenerated: int = 0
+    spans: Annotated[tuple[tuple[int, Positive], ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
 
 
 class GroupDone(Message, frozen=True):

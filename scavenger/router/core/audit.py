@@ -94,6 +94,12 @@ def _check_run(core: Core, run: Run) -> None:
     assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, (
         f"run {run.id}: the queue's order lacks samples"
     )
+    for worker_id in run.agreement.suspects.keys() & run.workers.keys():
+        wrong = run.workers[worker_id]
+        assert wrong.status is WorkerStatus.DRAINING, (
+            f"worker {worker_id} was set aside and is {wrong.status}"
+        )
+        assert not wrong.leases, f"worker {worker_id} was set aside and holds samples {sorted(wrong.leases)}"
     if run.ended:
         return
     memory = worker_counts.memory_of(run)

@@ -2,6 +2,7 @@
 
     place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
     window, engines    one row when the answer is another one than before
+    agreement          one row for each engine that is found to be wrong, with all numbers
 
 Rows of each kind are bounded (`row_budget.Budget`). What goes into a row is made only where the budget allows it; what was left out is
 counted in the next row's `inputs`. Owns the codes and the words.
@@ -43,6 +44,7 @@ class Code(StrEnum):
     ALL_DONE = "all_done"  # closed, since nothing is left to generate
     UNDECIDED = "undecided"  # the trainer's own rule decides
     FLEET = "fleet"
+    DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
 
 
 def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
@@ -143,6 +145,13 @@ def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | No
     return found | (
         {"sized": by} if isinstance(run.policy, Explains) and (by := run.policy.sized_by()) else {}
     )
+
+
+def set_aside(
+    core: Core, run: Run, action: str, subject: str, reason: str, numbers: Mapping[str, Any]
+) -> None:
+    """An engine's logprobs disagree with the trainer's. `action`: "set-aside", or "report" where nothing is done about it."""
+    _write(core, run, "agreement", action, Code.DISAGREES, subject, reason, lambda: dict(numbers))
 
 
 def _write(

@@ -18,6 +18,17 @@ from scavenger.protocol.messages import Assign, Call, GroupDone, Message, Worker
 
 
 @dataclass(frozen=True, slots=True)
+class CondemnedNode:
+    """A harvested engine of this run was set aside on the node: its numbers are wrong. `number`: grows by one; `at`: Unix seconds."""
+
+    number: int
+    node: str
+    run_id: int
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLife:
     """One engine of a harvested job, which shows that the job held GPUs. `seen_at`: when it was last heard, its goodbye too. Unix s.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import WorkerJoined
 from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
-from scavenger.router.core import refusals, samples, worker_commands, workers
+from scavenger.router.core import agreement, refusals, samples, worker_commands, workers
 from scavenger.router.core.events import Identity
 from scavenger.router.core.row_budget import OWNER_BURST
 from scavenger.router.core.state import Run, Worker, WorkerProcess
@@ -246,6 +246,7 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     worker.step(WorkerStep.JOIN)
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
+    agreement.joined(worker)
     run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
     core.record(
         rec.WorkerJoined(

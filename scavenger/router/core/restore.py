@@ -11,9 +11,19 @@ from __future__ import annotations
 import msgspec
 
 from scavenger.ledger import records as rec
+from scavenger.policy.agreement import Window
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
-from scavenger.router.core import samples
-from scavenger.router.core.state import Group, Run, RunSettings, Sample, Version, Worker, WorkerProcess
+from scavenger.router.core import agreement, samples
+from scavenger.router.core.state import (
+    Agreement,
+    Group,
+    Run,
+    RunSettings,
+    Sample,
+    Version,
+    Worker,
+    WorkerProcess,
+)
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStep, WorkerStep
 from scavenger.weights import manifest as manifests
@@ -150,6 +160,7 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
             accepted=row.length,
             durable=row.length,
             reported=row.length,
+            spans=list(row.spans),
         )
         core.samples[sample.id] = sample
         group.add(sample)
@@ -195,6 +206,7 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     policy, directory = core.new_policy(made.name), Directory(core.switches)
     run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy)
     run.weights.directory = directory
+    run.agreement = Agreement(Window(core.limits.agreement))
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
     run.reserved.awake_stated = False  # its trainer may be at work on the GPUs where they sleep
@@ -238,3 +250,4 @@ def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
     )
     worker.step(WorkerStep.RESTORE)
     core.workers[worker.id] = run.workers[worker.id] = worker
+    agreement.joined(worker)

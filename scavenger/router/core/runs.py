@@ -11,6 +11,7 @@ import msgspec
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.ledger import records as rec
+from scavenger.policy.agreement import Window
 from scavenger.policy.interface import WindowMoved
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
@@ -31,14 +32,23 @@ from scavenger.protocol.messages import (
     RecordCheckpoint,
     Reply,
     ReplyBody,
+    ReportAgreement,
     RunStopped,
     SetReserved,
     SubmitGroups,
 )
-from scavenger.router.core import registration, samples, steps, worker_commands, worker_counts, workers
+from scavenger.router.core import (
+    agreement,
+    registration,
+    samples,
+    steps,
+    worker_commands,
+    worker_counts,
+    workers,
+)
 from scavenger.router.core.events import Identity
 from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
-from scavenger.router.core.state import Run, RunSettings, TrainerLink, Version
+from scavenger.router.core.state import Agreement, Run, RunSettings, TrainerLink, Version
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
@@ -158,6 +168,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
             return _set_reserved(core, run, body)
         case EndReserved():
             return _end_reserved(core, run, body)
+        case ReportAgreement():
+            return agreement.reported(core, run, body)
         case CloseRun():
             return _close(core, run, body)
     return Denied("invalid", f"{type(body).__name__} is not a call")
@@ -189,6 +201,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             policy=core.new_policy(call.run),
         )
         run.weights.directory = Directory(core.switches)  # which may be learnt later
+        run.agreement = Agreement(Window(core.limits.agreement))
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(
@@ -217,7 +230,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.step.resumed_after, run.stopped, run.ended = body.resume_step, "", False
     run.trainer = TrainerLink(opening=(conn, call.id, body), seen_at=core.now, job_id=body.job_id)
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
-    run.reserved.order, run.reserved.unaccounted = 0, {}
+    run.reserved.order, run.reserved.unaccounted, run.reserved.set_aside = 0, {}, {}
     run.reserved.memory_changed = run.reserved.awake_stated = True
     for version in run.weights.versions.values():
         # Its bytes died with the trainer that served them; what lies on a disk does not.

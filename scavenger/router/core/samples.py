@@ -12,6 +12,7 @@ from typing import NamedTuple
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import SampleFinished
 from scavenger.protocol.messages import (
+    MAX_SPANS,
     Ack,
     Assign,
     Chunk,
@@ -150,6 +151,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
         sample.by_reserved += length
     else:
         sample.by_harvested += length
+    note_span(sample.spans, worker.id, length)
     sample.seen = None
     sample.chunk_at = core.now
     if length > sample.largest_flush:
@@ -169,6 +171,13 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     )
     core.length_accepted(sample)
     core.count("tokens_accepted", length)
+
+
+def note_span(spans: list[tuple[int, int]], worker_id: int, tokens: int) -> None:
+    """The sample has so many more tokens, and this worker generated them."""
+    if spans and spans[-1][0] == worker_id:
+        tokens += spans.pop()[1]
+    spans.append((worker_id, tokens))
 
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
@@ -419,6 +428,7 @@ def deliver_if_done(core: Core, group: Group) -> None:
             s.by_reserved,
             s.by_harvested,
             s.regenerated,
+            tuple(s.spans) if len(s.spans) <= MAX_SPANS else (),
         )
         for s in group.samples
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
+from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, Window
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
@@ -167,6 +168,8 @@ class Sample:
     largest_flush: int = 0  # tokens of the largest chunk of this lease
     by_reserved: int = 0  # accepted tokens by who generated them, since this daemon began
     by_harvested: int = 0
+    #: (worker, tokens) of those who generated it, in the order of its tokens.
+    spans: list[tuple[int, int]] = field(default_factory=list)
     regenerated: int = 0  # tokens that died with a worker, since then
     seen: SampleView | None = (
         None  # how policies see it (`policy_view`), until any of that changes; `audit` makes it anew and compares
@@ -385,6 +388,8 @@ class ReservedEngines:
     #: Name -> slot and session of an engine lost without a goodbye: it may hold memory still.
     unaccounted: dict[str, tuple[str, str]] = field(default_factory=dict)
     given_up: dict[str, GivenUp] = field(default_factory=dict)  # slot -> what its silent engine held
+    #: Slot -> how many engines in it were set aside for disagreeing, within this attempt.
+    set_aside: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -397,6 +402,28 @@ class PolicyDecisions:
     rebalanced_at: float = 0.0
     engines: int | None = None  # number of harvested engines, as written last
     budgets: dict[str, Budget] = field(default_factory=dict)  # kind of decision -> rows that may be written
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker is or was: the GPU of one that has left may be the wrong one."""
+
+    kind: str
+    node: str
+    slot: str
+    intent_id: str
+    job_id: int
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How the run's engines agree with its trainer. Both tables keep the newest workers."""
+
+    window: Window
+    places: OrderedDict[int, Place] = field(default_factory=OrderedDict)  # by worker id
+    suspects: OrderedDict[int, tuple[str, str]] = field(
+        default_factory=OrderedDict
+    )  # worker id -> node, reason
 
 
 @dataclass(slots=True)
@@ -444,6 +471,7 @@ class Run:
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved: ReservedEngines = field(default_factory=ReservedEngines)
     decisions: PolicyDecisions = field(default_factory=PolicyDecisions)
+    agreement: Agreement = field(default_factory=lambda: Agreement(Window(DEFAULT_RULES)))
     due: Due = field(default_factory=Due)
     cached: FleetCache = field(default_factory=FleetCache)
     stopped: str = ""  # why it cannot go on; empty: it can
@@ -586,11 +614,13 @@ class RouterLimits:
     trainer_gone_s: float = 600.0
     stalled_s: float = 300.0
     vllm_options: tuple[str, ...] = ()
+    disagreement: str = "set-aside"  # "set-aside" | "report" | "off"
+    agreement: AgreementRules = DEFAULT_RULES
 
     @classmethod
     def of(cls, config: DaemonConfig) -> RouterLimits:
         """The limits that the daemon's configuration names."""
-        daemon = config.daemon
+        daemon, router = config.daemon, config.router
         return cls(
             daemon.heartbeat_s,
             daemon.suspect_s,
@@ -602,4 +632,6 @@ class RouterLimits:
             daemon.trainer_gone_s,
             daemon.engine_stalled_s,
             config.harvest.vllm_options,
+            router.disagreement,
+            AgreementRules(samples=router.disagreement_samples, ratio=router.disagreement_ratio),
         )

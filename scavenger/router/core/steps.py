@@ -19,6 +19,7 @@ from scavenger.protocol.messages import (
     MAX_CALL_SAMPLES,
     MAX_GROUP_SAMPLES,
     MAX_MESSAGE_BYTES,
+    MAX_SPANS,
     Accepted,
     CommitStep,
     Denied,
@@ -60,7 +61,7 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
     whole = (
         length * 4
         + len(spec.meta) * 4
-        + spec.n * (12 * spec.sampling.max_tokens + 256 + 4 * samples.ERROR_CHARS)
+        + spec.n * (12 * spec.sampling.max_tokens + 256 + 16 * MAX_SPANS + 4 * samples.ERROR_CHARS)
     )
     if whole > MAX_MESSAGE_BYTES:
         return f"prompt {spec.prompt_index}: its {spec.n} completions may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"

@@ -14,7 +14,15 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.protocol.messages import Assign, GroupDone, Message
-from scavenger.router.core.events import Fill, ReadHistory, RouterAction, Send, WorkerLife, Write
+from scavenger.router.core.events import (
+    CondemnedNode,
+    Fill,
+    ReadHistory,
+    RouterAction,
+    Send,
+    WorkerLife,
+    Write,
+)
 from scavenger.router.core.payloads import Payloads
 from scavenger.router.core.row_budget import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_LOGGED, Budget
 from scavenger.router.core.state import Group, RouterLimits, Run, Sample, Worker
@@ -56,6 +64,8 @@ class Core:
         self.departed: OrderedDict[int, None] = OrderedDict()
         # Harvested engines that are gone, for whoever accounts for their GPUs.
         self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
+        # Nodes of harvested engines that were set aside, for whoever chooses nodes.
+        self.condemned: deque[CondemnedNode] = deque(maxlen=MAX_LIVED)
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
