@@ -70,7 +70,7 @@ def test_an_engine_that_never_acknowledges_is_ended_with_the_reason_and_the_run_
             small_model,
             run={"steps": 80},
             engine={"max_batch": 8, "pace": 4.0},
-            reserved={"window": 0.0, "sleep_timeout_s": 3.0, "wake_after_s": 1.0},
+            reserved={"window": 0.0, "sleep_timeout_s": 10.0, "wake_after_s": 1.0},
         )
         training = play.submit(site, run, env=faulty.environment(tmp_path, sleep="never,0.0"))
         play.wait_for("a step beside which it hung", lambda: play.steps_done(site) >= 1)
@@ -87,7 +87,7 @@ def test_an_engine_that_never_acknowledges_is_ended_with_the_reason_and_the_run_
         (ended,) = play.ask(site, "SELECT subject, reason FROM events WHERE kind = 'reserved_ended'")
         left = play.ask(site, "SELECT reason FROM workers WHERE kind = 'reserved' ORDER BY worker_id LIMIT 1")
     assert faulty.written(tmp_path)[0] == "life 0 of the engine is told to sleep"
-    assert re.fullmatch(r"no acknowledgement within 3 s of being told to sleep: 0\.[0-9a-f]{12}", ended[1]), (
+    assert re.fullmatch(r"no acknowledgement within 10 s of being told to sleep: 0\.[0-9a-f]{12}", ended[1]), (
         ended
     )
     assert left[0][0] == ended[1]
