@@ -55,10 +55,9 @@ def sleep_slowly() -> None:
 
 
 def train_at_once() -> None:
-    from scavenger.protocol import train_step
-    from trainer.loop import sleeping
+    from scavenger.protocol import reserved_memory, train_step
 
-    sleeping.observe = lambda *_args, **_how: sleeping.Found(train_step.ReservedAsleep(1, 0))
+    reserved_memory.observe = lambda *_args, **_how: reserved_memory.Memory(train_step.ReservedAsleep(1, 0))
 
 
 def main() -> None:

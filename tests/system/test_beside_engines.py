@@ -87,8 +87,8 @@ def test_an_engine_that_never_acknowledges_is_ended_with_the_reason_and_the_run_
         (ended,) = play.ask(site, "SELECT subject, reason FROM events WHERE kind = 'reserved_ended'")
         left = play.ask(site, "SELECT reason FROM workers WHERE kind = 'reserved' ORDER BY worker_id LIMIT 1")
     assert faulty.written(tmp_path)[0] == "life 0 of the engine is told to sleep"
-    assert re.fullmatch(r"no acknowledgement within 10 s of being told to sleep: 0\.[0-9a-f]{12}", ended[1]), (
-        ended
-    )
+    assert re.fullmatch(
+        r"no acknowledgement within 10 s of being told to sleep: 0\.[0-9a-f]{12}", ended[1]
+    ), ended
     assert left[0][0] == ended[1]
     assert found == play.as_long(undisturbed, found, small_model, tmp_path)
