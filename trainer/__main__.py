@@ -111,7 +111,7 @@ def gpu_of(config: RunConfig, rank: int, environ: Mapping[str, str]) -> Gpu:
     number = local_rank()
     shared = reserved.shares_gpu(config.reserved.workers, config.reserved.gpus_per_engine, number, environ)
     share = config.engine.gpu_memory_share if config.engine.name == "vllm" else 0.0
-    return Gpu(account.opened(environ, number, f"rank {rank}"), shared, share)
+    return Gpu(account.opened(environ, number, f"rank {rank}"), shared, share, rank)
 
 
 def make_learner(config: RunConfig, comm: Comm) -> Learner:

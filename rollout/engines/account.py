@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class Shared:
         self._path, self._gpu, self._who = path, gpu, who
         self._pid, self._start = os.getpid(), started_at(os.getpid()) or 0
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
         self._map = mmap.mmap(self._fd, _NBYTES)
         magic, self.capacity = _HEADER.unpack_from(self._map)
         if magic != _MAGIC:
@@ -188,10 +190,6 @@ class Shared:
             for at, row in reversed(list(self._rows())):
                 if self._is_mine(row):
                     self._clear(at)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
 
     # ---------------------------------------------------------------- the file
 

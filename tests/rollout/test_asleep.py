@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,12 @@ from scavenger.errors import EngineError, WeightsDiffer
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import published  # noqa: E402  needs torch, as all that follows
+from rollout.engines import account, published  # noqa: E402  needs torch, as all that follows
 from rollout.engines.base import Host  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.registry import builder  # noqa: E402
 from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
-from rollout.engines.vllm.worker import _encoded  # noqa: E402
+from rollout.engines.vllm.worker import Extension, _encoded  # noqa: E402
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 
 
@@ -71,10 +73,10 @@ class Llm:
         self.held = self.held | {name: _encoded(checksum(torch.ones(self.held[name][1])))}
 
 
-def engine_of(llm: Llm) -> VllmEngine:
+def engine_of(llm: Llm, host: Host = Host("run")) -> VllmEngine:  # noqa: B008  frozen
     kind = kinds.Reference()
     config = published.parse_config(kind.text())
-    return VllmEngine(kind.spec(), Host("run"), llm, published.layout(config), config, None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
+    return VllmEngine(kind.spec(), host, llm, published.layout(config), config, None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
 
 
 @pytest.mark.parametrize("damage", [False, True])
@@ -179,3 +181,44 @@ def test_a_reserved_reference_engine_finds_its_weights_again_or_ends(damage: boo
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_the_account_of_a_shared_gpu_has_what_it_takes_awake_and_nothing_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of a GPU. A wake that the trainer has left no room for is an error of the engine, with both parties' tables."""
+
+    class Sized(Llm):
+        engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[])))
+
+        async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+            if name == "scavenger_bytes_taken":
+                runner = SimpleNamespace(
+                    get_model=lambda: torch.nn.Linear(10, 4),
+                    kv_caches=[torch.zeros(50), [torch.zeros(5), torch.zeros(5)]],
+                )
+                return [Extension.scavenger_bytes_taken(SimpleNamespace(model_runner=runner))]  # type: ignore[arg-type]
+            return await super().collective_rpc(name, _timeout, args)
+
+    path = account.create(tmp_path / "gpu", 1000)
+    monkeypatch.setenv(account.VARIABLE, str(path))
+    monkeypatch.setenv("SCAVENGER_SLOT", "0")
+    trainer = account.Shared(path, 0, "rank 0")
+
+    async def main() -> None:
+        engine = engine_of(Sized(), Host("run", sleeps=True))
+        await engine.prepare()
+        held = {row.purpose: row.nbytes for row in trainer.table()}
+        assert held == {"weights": 4 * 44, "cache": 4 * 60}
+        assert await engine.bytes_held() == 4 * 104
+        await engine.sleep()
+        assert await engine.bytes_held() == 0
+        trainer.take("weights", 900)
+        with pytest.raises(EngineError, match=r"(?s)the GPU's memory is not free: .*rank 0 .*= weights 900"):
+            await engine.wake()
+        trainer.give("weights", 900)
+        await engine.wake()
+        assert await engine.bytes_held() == 4 * 104
+
+    asyncio.run(main())
+    assert account.Shared(path, 0, "rank 1").own() == 0

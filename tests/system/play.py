@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from rollout.engines import account
 from scavenger import toml
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
@@ -96,8 +98,25 @@ def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
     return path
 
 
+#: Bytes of a stand-in for the GPU that a rank of the small run shares with a reserved engine, by the number of ranks: more than either
+#: takes, and less than both (`account`). Other runs are counted, and have room.
+GPU_NBYTES = {1: 4_800_000, 2: 4_200_000}
+ROOMY = 10**12
+
+
 def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
-    return site.submit_training(run_toml, ranks=ranks, env={"PYTHONPATH": str(ROOT), **(env or {})})
+    """Each job gets an account of its GPUs' memory: whoever trains beside an engine that is awake fails the run (`result`)."""
+    run = tomllib.loads(run_toml.read_text())
+    small = run["run"].get("deterministic", False) and run["model"]["context_length"] <= 32
+    number = len(list(site.dir.glob("gpu-*.account")))
+    gpu = account.create(site.dir / f"gpu-{number}.account", GPU_NBYTES.get(ranks, ROOMY) if small else ROOMY)
+    environ = {"PYTHONPATH": str(ROOT), account.VARIABLE: str(gpu)} | dict(env or {})
+    return site.submit_training(run_toml, ranks=ranks, env=environ)
+
+
+def over_capacity(site: Site) -> str:
+    """Who wanted more of a GPU's memory than there was, and who had it; "" = nobody did."""
+    return "\n".join(path.read_text() for path in sorted(site.dir.glob("gpu-*.refused")))
 
 
 @contextlib.contextmanager
@@ -173,7 +192,9 @@ def as_long(undisturbed_run: Result, found: Result, model: Path, folder: Path) -
 def logs(site: Site, lines: int = 40) -> str:
     """The ends of the logs, for a failure's message."""
     parts = []
-    for path in sorted([*site.dir.glob("*.log"), *site.dir.glob("state/logs/*")])[-8:]:
+    for path in sorted(
+        [*site.dir.glob("*.log"), *site.dir.glob("*.refused"), *site.dir.glob("state/logs/*")]
+    )[-8:]:
         tail = path.read_text(errors="replace").splitlines()[-lines:]
         parts.append(f"---- {path.name}\n" + "\n".join(tail))
     return "\n".join(parts)
@@ -219,7 +240,8 @@ def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
 
 
 def result(site: Site) -> Result:
-    """Tokens, rewards and losses of the steps that survived; and the audit: the ledger must be sound."""
+    """Tokens, rewards and losses of the steps that survived; and the audits: the ledger must be sound, and GPUs were never overfull."""
+    assert over_capacity(site) == ""
     return result_of(site.ledger_url)
 
 

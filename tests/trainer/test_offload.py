@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,13 @@ from trainer.algorithms.rows import resolve
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.saving import Saver
 from trainer.data.batching import pack
+from trainer.launch import environment
 from trainer.model import offload
 from trainer.model.learner import Learner
 from trainer.model.memory import Gpu
 from trainer.model.offload import choose
 
+ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
 ROOMY = 10**9
 PLENTY = dict.fromkeys(("weights", "optimizer", "gradients", "step"), 0)
@@ -261,3 +266,18 @@ def test_auto_decides_by_what_engines_were_seen_to_take(
 def test_a_gpu_without_engines_keeps_its_state(model_folder: Path, mesh: DeviceMesh, gpu: Shared) -> None:
     learner = make_learner(model_folder, mesh, "auto", gpu=gpu, shared=False)
     assert learner.release() > 0
+
+
+@pytest.mark.mpi
+def test_two_ranks_whose_state_went_away_train_the_same_bit_by_bit(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    environ = environment(os.environ, root=os.geteuid() == 0) | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    program = [sys.executable, str(Path(__file__).with_name("offload_program.py"))]
+    argv = ["mpirun", "-n", "2", *program, str(model_folder), str(tmp_path)]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -202,6 +202,7 @@ def play(
         optimizer=config.optimizer,
         temperature=1.0,
         deterministic=config.run.deterministic,
+        trainer=config.trainer,
     )
     ranks = Ranks(Solo(), learner, Publisher(Kept()))
     scoring = Scoring(
@@ -264,6 +265,34 @@ def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_windo
     assert run.told == [True, False, True, False]
     assert any(line.startswith("train -> wake: no harvested engine") for line in result.phase_log)
     assert (root, result.outcomes, comparable(result)) == (calm_root, calm.outcomes, comparable(calm))
+
+
+def test_training_state_returns_once_engines_have_acknowledged_and_both_ways_of_the_toggle_are_told(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `policy.predictive.learned` reads them: the seconds from the order to sleep until it may train, and those of giving back."""
+    run, order = RecordedRun(random.Random(3), (2, 2, 2, 0)), list[str]()
+    run.memory = [HOLDS] * 5 + [ASLEEP]
+    for name in ("release", "note_engines", "take_back", "train"):
+        real = getattr(Ranks, name)
+
+        def noted(ranks: Ranks, *args: Any, name: str = name, real: Any = real) -> Any:
+            order.append(name)
+            if name == "take_back":
+                assert not run.fleet.holding, "an engine holds its memory"
+            return real(ranks, *args)
+
+        monkeypatch.setattr(Ranks, name, noted)
+    config = make_config(
+        model_folder, reserved={"window": 0.1, "wake_after_s": 0.01}, trainer={"offload": "always"}
+    )
+    result, _ = play(config, mesh, run)
+    assert run.told == [True, False, True, False]
+    toggles = [name for name in order if name != "train"]
+    assert toggles == ["release", "note_engines", "take_back"] * 2
+    assert "train" not in order[: order.index("take_back")]
+    assert 0 < result.metrics["seconds_to_generating"] < result.metrics["seconds"]
+    assert 0 < result.metrics["seconds_to_training"] < result.metrics["seconds"]
 
 
 def test_nothing_is_trained_until_the_daemon_says_that_every_reserved_engine_sleeps(

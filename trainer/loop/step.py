@@ -261,7 +261,8 @@ class Stepper:
         started, held = time.monotonic(), 0
         if awake:
             held, self._away = self._ranks.release(), True
-            self._toggles["seconds_to_generating"] = time.monotonic() - started
+            if not self.reserved_awake:
+                self._toggles["seconds_to_generating"] = time.monotonic() - started
         elif self.reserved_awake:
             self._ranks.note_engines()
             self._sleep_asked_at = started

@@ -37,6 +37,7 @@ class Gpu:
     account: Account = field(default_factory=Uncounted)
     shared: bool = True
     engine_share: float = 0.0
+    rank: int = 0
 
 
 class RankMemory:
@@ -128,7 +129,7 @@ class RankMemory:
         engine = 0 if not self._gpu.shared else max(known, default=None)
         choice = offload.choose(self._mode, resident=self._account.own(), engine=engine, capacity=capacity)
         if self.choice is None or choice.offload != self.choice.offload:
-            _log.info("trainer.offload", offload=choice.offload, reason=choice.reason)
+            _log.info("trainer.offload", rank=self._gpu.rank, offload=choice.offload, reason=choice.reason)
         self.choice = choice
 
     def _empty_cache(self) -> None:
