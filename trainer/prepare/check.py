@@ -311,6 +311,7 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
         config.run.gpus_per_engine,
         config.reserved.gpus_per_engine,
         longest * (config.data.samples_per_prompt if config.run.deterministic else 1),
+        0 if config.run.deterministic else trainer.head_chunk_tokens,
     )
     cause, remedy = memory.problem(shape, job)
     if not cause and config.engine.name == "vllm":
