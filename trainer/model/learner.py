@@ -43,7 +43,7 @@ from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
-from trainer.model import adapters, head
+from trainer.model import adapters, head, sharded_load
 from trainer.model.attention import PACKED
 from trainer.model.memory import Gpu, RankMemory
 from trainer.model.offload import Offload
@@ -73,7 +73,10 @@ class RowStats(msgspec.Struct, frozen=True):
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """A causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings."""
+    """A whole causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings.
+
+    Ranks read their shards alone (`sharded_load`).
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model"
@@ -160,12 +163,16 @@ class Learner:
         self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
+        model, plan = sharded_load.begin(folder, self.dtype, PACKED if self._packing else "sdpa")
+        if self.deterministic:
+            wide_norms(model)
         if self._lora.rank:
             adapters.inject(model, self._lora)
         if self._head_chunk:
             head.install(model, temperature=self._temperature, chunk=self._head_chunk)
+        plan.empty(model)
         shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
+        plan.fill(model, self.device)
         return model
 
     @torch.no_grad()
