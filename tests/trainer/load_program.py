@@ -26,7 +26,7 @@ from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
 from trainer.algorithms.rows import resolve
 from trainer.model import adapters, sharded_load
 from trainer.model.learner import Learner, load_model
-from trainer.model.sharding import shard
+from trainer.model.sharding import reshard, shard
 
 LORA = LoraSection(rank=4, targets=["q_proj", "v_proj"])
 
@@ -100,7 +100,12 @@ def rank(number: int, size: int, out: Path, jobs: list[str]) -> None:
             found = measured(Path(folder), mesh, kind)
             (out / f"{kind}-{number}.json").write_text(json.dumps(found))
             continue
-        held = contents(load(Path(folder), mesh, kind))
+        model = load(Path(folder), mesh, kind)
+        places = [adapters.own(value).data_ptr() for value in model.parameters()]
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+        reshard(model)
+        assert places == [adapters.own(value).data_ptr() for value in model.parameters()], "moved"
+        held = contents(model)
         if number == 0:
             save_file(held, out / f"{kind}.safetensors")
     dist.barrier()

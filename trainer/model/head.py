@@ -89,6 +89,7 @@ class _Chunked(torch.autograd.Function):
             entropy[piece] = total.log() - shares.mul_(scaled).sum(-1) / total
             totals[piece] = total.log() + top[:, 0]
             values[piece] = picked - total.log()
+            del scaled, shares  # not beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, targets, totals, entropy)
         ctx.rest = (tail, temperature, chunk)
         ctx.set_materialize_grads(False)
@@ -127,6 +128,7 @@ class _Chunked(torch.autograd.Function):
                 _add_product(to_weight, slope, hidden[piece])
             if to_bias is not None:
                 to_bias += slope.sum(0)
+            del slope, factor
         return (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),

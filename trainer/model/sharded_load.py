@@ -40,6 +40,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from scavenger.errors import ConfigError
+from trainer.model.sharding import settle
 
 #: Bytes of weight files that may be mapped and read at once.
 _MAPPED = 8 << 20
@@ -114,6 +115,7 @@ class Plan:
                     if id(value) not in made:
                         made[id(value)] = self._filled(names[id(value)], value, device)
                     module._parameters[key] = made[id(value)]
+            settle(model)
             for module, key, name in _buffers(model):
                 if name in self._origins:
                     whole = torch.empty_like(module._buffers[key], device=device)
