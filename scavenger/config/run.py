@@ -490,6 +490,10 @@ class TrainerSection(Section):
     generate, and return layer by layer as they are used. `auto`: on a GPU whose memory does not hold them
     beside what its engines take; the log says why (`trainer.offload`). Needs host memory for 12 bytes a
     trained parameter of each rank's share, and 4 more for gradients of a step under way."""
+    head_chunk_tokens: NonNegative = 1024
+    """Tokens whose logits are in memory at once, in the type of the layers and in float32; they are computed
+    again in the backward pass. `0`: logits of the whole micro-batch, for models whose output head cannot be cut.
+    Not used when `deterministic`."""
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
     """Milliseconds between two polls of a rank that waits for rank 0."""
     stuck_s: Seconds = 300.0

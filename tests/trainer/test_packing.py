@@ -22,7 +22,7 @@ from trainer.algorithms import loss as loss_module
 from trainer.algorithms.loss import picked_logprobs, token_logprobs
 from trainer.algorithms.rows import resolve
 from trainer.data.batching import Micro, TrainRow, filler
-from trainer.model import attention, learner
+from trainer.model import attention, head
 from trainer.model.learner import Learner
 
 SHAPE = {
@@ -165,7 +165,7 @@ def test_a_model_whose_packed_samples_see_one_another_is_refused(
     def none(borders: Tensor, longest: int) -> dict[str, Any]:
         return attention.borders_of(borders[[0, -1]], longest)
 
-    monkeypatch.setattr(learner, "borders_of", none)
+    monkeypatch.setattr(head, "borders_of", none)
     with pytest.raises(ConfigError, match="packed samples see one another"):
         learner_of(folder_of("llama"), mesh)
 

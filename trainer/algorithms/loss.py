@@ -39,7 +39,7 @@ PIECE = 1 << 26
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The completion tokens of B samples, flat: current, proximal, behaviour, reference [N]; advantages [B]. `sample` [N] int64: whose each
-    token is. `reference`: None without KL.
+    token is. `reference`: None without KL. `entropy` [N]: of the distribution that a token was drawn from; None = not computed.
     """
 
     current: Tensor
@@ -48,6 +48,7 @@ class Tokens:
     sample: Tensor
     advantages: Tensor
     reference: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         mismatch_max=largest.scatter_reduce(0, sample, difference.abs(), "amax"),
         mismatch_bins=mismatch.binned(difference, sample, samples),
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
-        entropy=summed(-tokens.current),  # E[-log p(token)] is the entropy, over tokens drawn from p
+        # E[-log p(token)] is the entropy, over tokens drawn from p: its estimate where it was not computed
+        entropy=summed(-tokens.current if tokens.entropy is None else tokens.entropy),
     )
 
 

@@ -39,12 +39,12 @@ from rollout.engines.norms import wide_norms
 from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError, Diverged
 from trainer.algorithms.agreement import SpanAgreement, of_micro
-from trainer.algorithms.loss import Tokens, picked_logprobs, policy_loss, token_logprobs
+from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
-from trainer.model import adapters
-from trainer.model.attention import PACKED, borders_of
+from trainer.model import adapters, head, sharded_load
+from trainer.model.attention import PACKED
 from trainer.model.memory import Gpu, RankMemory
 from trainer.model.offload import Offload
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
@@ -73,7 +73,10 @@ class RowStats(msgspec.Struct, frozen=True):
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """A causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings."""
+    """A whole causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings.
+
+    Ranks read their shards alone (`sharded_load`).
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model"
@@ -126,18 +129,23 @@ class Learner:
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
         self._packing = trainer.packing and not deterministic
+        self._head_chunk = 0 if deterministic else trainer.head_chunk_tokens
         self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
         self._recompute = trainer.activation_checkpointing
         self._lora = lora
         self.base_dtype = (
             adapters.stored_dtype(folder) if lora.rank else ""
         )  # in which the base is published, exactly
+        self._temperature = temperature
         self.model = self._load(folder, mesh)
         self._recipe = recipe
         self._settings = optimizer
-        self._temperature = temperature
         alone = recipe.needs_reference and not self._lora.rank
         self._reference = self._load(folder, mesh).requires_grad_(False) if alone else None
+        if self._head_chunk:
+            probe = self._batch(Micro((_short_row(),), 2))
+            for model in filter(None, (self.model, self._reference)):
+                head.check(model, probe)
         if self._packing:
             self._check_packing()
         self.optimizer = torch.optim.AdamW(
@@ -155,10 +163,16 @@ class Learner:
         self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
+        model, plan = sharded_load.begin(folder, self.dtype, PACKED if self._packing else "sdpa")
+        if self.deterministic:
+            wide_norms(model)
         if self._lora.rank:
             adapters.inject(model, self._lora)
+        if self._head_chunk:
+            head.install(model, temperature=self._temperature, chunk=self._head_chunk)
+        plan.empty(model)
         shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
+        plan.fill(model, self.device)
         return model
 
     @torch.no_grad()
@@ -167,8 +181,8 @@ class Learner:
         ids = torch.arange(12, dtype=torch.int32) % min(8, self.model.config.vocab_size)
         texts = [ids[start : start + 6].numpy().tobytes() for start in (0, 3, 6)]
         rows = tuple(TrainRow(-1, text[:8], text[8:], bytes(16), 0.0) for text in texts)
-        together = self._logprobs(self.model, self._batch(Micro(rows, 0)))
-        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))) for row in rows])
+        together = self._logprobs(self.model, self._batch(Micro(rows, 0))).values
+        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))).values for row in rows])
         reshard(self.model)
         gap = float((together - alone).abs().max())
         if gap > (0.25 if self._compute == torch.bfloat16 else 1e-3):
@@ -184,18 +198,9 @@ class Learner:
     def _batch(self, micro: Micro) -> Batch:
         return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
 
-    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+    def _logprobs(self, model: Any, batch: Batch) -> head.Logprobs:
         """Of the answer tokens, flat: [N]."""
-        if batch.borders is not None:  # the head's logits of answer tokens alone
-            more = {"position_ids": batch.positions, "logits_to_keep": batch.at} | borders_of(
-                batch.borders, batch.longest
-            )
-            logits = model(input_ids=batch.inputs, use_cache=False, **more).logits[0]
-        else:
-            logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
-        if self.deterministic:
-            return token_logprobs(logits, batch.targets, self._temperature)
-        return picked_logprobs(logits, batch.targets, self._temperature)
+        return head.logprobs(model, batch, self._temperature, deterministic=self.deterministic)
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
@@ -205,9 +210,9 @@ class Learner:
     def _train(self, micro: Micro) -> tuple[RowStats, ...]:
         batch = self._batch(micro)
         reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
-        current = self._logprobs(self.model, batch)
+        current, entropy = self._logprobs(self.model, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
-        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference)
+        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy)
         terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]
         columns = (
@@ -237,9 +242,9 @@ class Learner:
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         """Under the starting model: one of its own, or this one without its adapters."""
         if self._reference is not None:
-            return self._logprobs(self._reference, batch)
+            return self._logprobs(self._reference, batch).values
         with adapters.switched_off(self.model):
-            found = self._logprobs(self.model, batch)
+            found = self._logprobs(self.model, batch).values
         reshard(self.model)
         return found
 
@@ -248,7 +253,7 @@ class Learner:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
         with self._memory.working():
             batch = self._batch(micro)
-            logprobs = self._logprobs(self.model, batch).double().cpu()
+            logprobs = self._logprobs(self.model, batch).values.double().cpu()
             reshard(self.model)
         completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])
         return {
@@ -369,6 +374,11 @@ class Learner:
     def set_updates_taken(self, count: int) -> None:
         for state in self.optimizer.state.values():
             state["step"] = self._count(count)
+
+
+def _short_row() -> TrainRow:
+    """One token that asks for one."""
+    return TrainRow(-1, bytes(4), bytes(4), bytes(4), 0.0)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -91,6 +91,17 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def settle(model: nn.Module) -> None:
+    """After the parameters of a sharded model were replaced: FSDP takes them at once, not at the first forward pass, which would move
+    those that it pads to other memory under whoever keeps count of it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11
+            for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
+                parameter.reset_sharded_param()
+
+
 def layers(model: nn.Module) -> Iterator[nn.Module]:
     """The decoder layers: the first list of modules."""
     for module in model.modules():

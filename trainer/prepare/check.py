@@ -123,22 +123,11 @@ def _ask(what: str, function: Callable[[], str], needs: object = True) -> Findin
 
 def _model(config: RunConfig, seen: _Seen) -> str:
     facts = models.read_facts(config.model.path)
-    from trainer.prepare import engines  # seconds of imports: only where the folder is one
+    from trainer.model import sharded_load  # seconds of imports: only where the folder is one
+    from trainer.prepare import engines
 
-    wanted = engines.wanted_weights((config.model.path / "config.json").read_text())
-    missing = [name for name in wanted if name not in facts.shapes]
-    differing = [name for name in wanted if name in facts.shapes and facts.shapes[name] != wanted[name]]
-    if missing or differing:
-        first = (missing or differing)[0]
-        how = (
-            "is not in the weight files"
-            if missing
-            else f"has the shape {facts.shapes[first]} there, not {wanted[first]}"
-        )
-        raise ConfigError(
-            f"model.path: {facts.folder}: config.json and weights are of two models: {first} {how}",
-            "copy the model's whole folder again",
-        )
+    engines.check_buildable((config.model.path / "config.json").read_text())
+    sharded_load.check(config.model.path)
     if facts.context and config.model.context_length > facts.context:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}, the model was made for {facts.context} tokens",
@@ -311,6 +300,7 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
         config.run.gpus_per_engine,
         config.reserved.gpus_per_engine,
         longest * (config.data.samples_per_prompt if config.run.deterministic else 1),
+        0 if config.run.deterministic else trainer.head_chunk_tokens,
     )
     cause, remedy = memory.problem(shape, job)
     if not cause and config.engine.name == "vllm":

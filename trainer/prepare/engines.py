@@ -1,4 +1,4 @@
-"""Asks the engines' own code what it would refuse: the weights that a model must have, and what the reference engine computes.
+"""Asks the engines' own code what it would refuse: models that transformers cannot build, and what the reference engine computes.
 
 The one place of `prepare` that knows `rollout`; starts no engine. Importing it takes seconds (torch, transformers).
 """
@@ -19,10 +19,9 @@ from rollout.engines.published import layout, parse_config
 from scavenger.errors import ConfigError
 
 
-def wanted_weights(config_json: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's weights, tied ones once. Raises `EngineError` where transformers cannot build it."""
-    found = layout(parse_config(config_json))
-    return {names[0]: found.shapes[names[0]] for names in found.tied}
+def check_buildable(config_json: str) -> None:
+    """Raises `EngineError` where transformers cannot build the model."""
+    layout(parse_config(config_json))
 
 
 def empty_model(config_json: str) -> Any:

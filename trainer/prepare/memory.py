@@ -18,6 +18,8 @@ PROCESS_MB = {"reference": 512, "vllm": 1536}
 GPU_MB = {"reference": 2048, "vllm": 3072}
 #: bfloat16 values kept for the backward pass, per token and layer: of the hidden width, and of the feed-forward's.
 KEPT_HIDDEN, KEPT_INNER = 14, 4
+#: Bytes of a logit in the head's backward pass: in bfloat16 and its gradient; by chunks two in float32 more.
+WHOLE_LOGIT, CHUNK_LOGIT = 4, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class TrainJob:
     """`trained`: parameters that have gradients (all of them, or the adapters'). `reference`: a second copy of the model is kept.
 
     `longest`: tokens of the longest sample that can come; longer than `micro_tokens`, it is a micro-batch of its own. 0: not known.
+    `head_chunk`: tokens whose logits are there at once; 0: of the whole micro-batch.
     """
 
     ranks: int
@@ -60,6 +63,7 @@ class TrainJob:
     engine_gpus: int
     reserved_gpus: int = 1
     longest: int = 0
+    head_chunk: int = 0
 
     @property
     def computed_tokens(self) -> int:
@@ -107,9 +111,17 @@ def need(shape: Shape, job: TrainJob) -> Need:
         if job.checkpointing
         else shape.layers * inside
     )
-    logits = job.computed_tokens * shape.vocabulary * 2 * 2  # and their gradient
+    logits = _head_nbytes(shape, job)
     engine = 2 * shape.parameters / job.engine_gpus
     return Need(states / GB, (gathered + kept + logits) / GB, engine / GB, USABLE * job.gpu_gb)
+
+
+def _head_nbytes(shape: Shape, job: TrainJob) -> int:
+    """Logits and what their gradients need; by chunks the weight's gradient is added up in float32."""
+    if not job.head_chunk:
+        return WHOLE_LOGIT * job.computed_tokens * shape.vocabulary
+    together = min(job.head_chunk, job.computed_tokens)
+    return (CHUNK_LOGIT * together + 4 * shape.hidden) * shape.vocabulary
 
 
 def problem(shape: Shape, job: TrainJob) -> tuple[str, str]:

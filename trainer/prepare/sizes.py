@@ -5,8 +5,9 @@ Owns those choices and the reason of each, which becomes the comment beside the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from scavenger.config import TrainerSection
 from trainer.prepare import kv_cache, memory
 from trainer.prepare.memory import GB, PublishedSize, Shape, TrainJob
 
@@ -69,6 +70,7 @@ def choose(asked: Asked) -> Sizes:
         0.9,
         1,
         longest=asked.context,
+        head_chunk=TrainerSection().head_chunk_tokens,
     )
     job = _micro(shape, job)
     on_gpus = asked.engine == "vllm" and asked.gpus > 0
@@ -96,18 +98,7 @@ def _micro(shape: Shape, job: TrainJob) -> TrainJob:
         and memory.need(shape, job).step > memory.need(shape, job).usable - memory.need(shape, job).states
     ):
         tokens //= 2
-        job = TrainJob(
-            job.ranks,
-            job.gpu_gb,
-            tokens,
-            job.checkpointing,
-            job.trained,
-            job.reference,
-            job.reserved,
-            job.engine_share,
-            job.engine_gpus,
-            longest=job.longest,
-        )
+        job = replace(job, micro_tokens=tokens)
     return job
 
 
