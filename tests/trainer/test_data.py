@@ -84,7 +84,7 @@ def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(
     ("text", "why"),
     [
         ('{"prompt": "1"}\n', "data.jsonl:1: .*answer"),
-        ("\n", "holds no problem"),
+        ("\n", "holds no prompt"),
         ("\nnonsense\n", "data.jsonl:2"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_bad_file_is_refused_with_the_line(model_folder: Path, tmp_path: Path,
 def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path) -> None:
     config = make_config(model_folder)
     tight = config.model_copy(update={"model": config.model.model_copy(update={"context_length": 12})})
-    with pytest.raises(ConfigError, match=r"problem 0 has 7 prompt tokens, .* room for 1 to 4"):
+    with pytest.raises(ConfigError, match=r"prompt 0 has 7 prompt tokens, .* room for 1 to 4"):
         PromptSource(tight, open_tokenizer(model_folder)).of_step(1)
 
 
