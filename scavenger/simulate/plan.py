@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
@@ -51,6 +51,28 @@ class RunAssumptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What a run's training job does live: settings of `run.toml`, not of a published system. Seconds, tokens, shares of a GPU's memory.
+
+    `forwards`: passes of each sample without gradients, for the reference model and for later mini-batches.
+    """
+
+    offload: Literal["auto", "never", "always"] = "auto"
+    memory_share: float = 0.9
+    recompute: bool = False
+    forwards: int = 0
+    round_tokens: int = 8192
+    wake_after_s: float = 5.0
+    sleep_timeout_s: float = 60.0
+
+    def offloads(self, state_nbytes: float, gpu: Gpu) -> bool:
+        """Whether `state_nbytes` of training state leave a GPU while engines have it: the trainer's own rule (`trainer.model.offload`)."""
+        if self.offload != "auto":
+            return self.offload == "always"
+        return state_nbytes + self.memory_share * gpu.memory_bytes > gpu.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationPlan:
     """A run to play, in the simulator's terms."""
 
@@ -65,6 +87,7 @@ class SimulationPlan:
     prompt_tokens: int
     lengths: Lengths
     max_batch: int
+    training: TrainingSettings = TrainingSettings()
 
     def summary(self) -> str:
         """The setting in one line: what every figure assumes."""
@@ -94,6 +117,15 @@ def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: RunAssumptions) -
         prompt_tokens=assumed.prompt_tokens,
         lengths=assumed.lengths(config.sampling.max_tokens),
         max_batch=config.engine.max_batch,
+        training=TrainingSettings(
+            config.trainer.offload,
+            config.engine.gpu_memory_share,
+            config.trainer.activation_checkpointing,
+            int(config.algorithm.kl_coef > 0) + int(config.algorithm.updates_per_step > 1),
+            config.trainer.micro_batch_tokens,
+            config.reserved.wake_after_s,
+            config.reserved.sleep_timeout_s,
+        ),
     )
 
 

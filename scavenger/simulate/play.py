@@ -22,6 +22,7 @@ from scavenger.simulate.presets import COLD_CACHE, STACK, trainer_of
 from scavenger.simulate.report import Series
 from scavenger.simulate.scenario import ENGINE_BYTES_S, Scenario
 from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
+from scavenger.simulate.trainer_model import state_bytes_per_gpu
 
 
 def result_of(outcome: Outcome, fleet: Fleet, seed: int) -> SimulationResult:
@@ -95,12 +96,16 @@ def scenario_of(
             f"{plan.reserved_gpus} reserved GPUs are no whole engines of {plan.gpus_per_engine}",
             "give a multiple of run.gpus_per_engine",
         )
+    training = plan.training
+    efficiency = replace(efficiency, memory_share=training.memory_share)
     engine = EngineSpec(plan.model, plan.gpu, efficiency, plan.gpus_per_engine, max_sequences=plan.max_batch)
+    stack = replace(STACK, recompute=training.recompute, forwards=training.forwards)
+    trainer = trainer_of(plan.model, plan.gpu, plan.reserved_gpus, stack)
     return Scenario(
         reserved=engine,
         reserved_engines=engines,
         harvested=engine,
-        trainer=trainer_of(plan.model, plan.gpu, plan.reserved_gpus),
+        trainer=trainer,
         lengths=plan.lengths,
         fleet=fleet,
         prompts=plan.prompts,
@@ -111,6 +116,10 @@ def scenario_of(
         max_engines=plan.most_engines,
         max_batch=plan.max_batch,
         cold_start=COLD_CACHE,
+        offload=training.offloads(state_bytes_per_gpu(trainer), plan.gpu),
+        round_tokens=training.round_tokens,
+        wake_after_s=training.wake_after_s,
+        sleep_timeout_s=training.sleep_timeout_s,
         seed=seed,
     )
 

@@ -12,7 +12,15 @@ from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.plan import RunAssumptions, assumptions, of_run, parse_model, read_model
+from scavenger.simulate.plan import (
+    RunAssumptions,
+    TrainingSettings,
+    assumptions,
+    of_run,
+    parse_model,
+    read_model,
+)
+from trainer.model.offload import choose
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/site/run.toml"
 # huggingface.co/Qwen/Qwen3-8B config.json, the keys that matter
@@ -99,3 +107,35 @@ def test_a_model_that_is_not_here_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="is not JSON"):
         read_model(tmp_path)
+
+
+def test_the_training_job_is_played_with_the_settings_of_the_run(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    path = tmp_path / "run.toml"
+    assert text.count("\n[trainer]\n") == 1
+    path.write_text(text.replace("\n[trainer]\n", "\n[trainer]\nactivation_checkpointing = true\n"))
+    assumed = RunAssumptions(reserved_gpus=4)
+    found = of_run(read_run(path), presets.QWEN3_8B, presets.H100, assumed).training
+    assert found == TrainingSettings("auto", 0.85, True, 0, 16384, 30.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("offload", "state_gb", "share", "expected"),
+    [
+        ("auto", 30.0, 0.85, True),
+        ("auto", 10.0, 0.85, False),
+        ("always", 1.0, 0.1, True),
+        ("never", 79.0, 0.9, False),
+    ],
+)
+def test_training_state_leaves_where_it_would_live(
+    offload: Any, state_gb: float, share: float, expected: bool
+) -> None:
+    """H100 of 80 GB: as `trainer.model.offload.choose` decides."""
+    settings = TrainingSettings(offload, share)
+    assert settings.offloads(state_gb * 1e9, presets.H100) is expected
+    engine = int(share * presets.H100.memory_bytes)
+    live = choose(
+        offload, resident=int(state_gb * 1e9), engine=engine, capacity=int(presets.H100.memory_bytes)
+    )
+    assert live.offload is expected

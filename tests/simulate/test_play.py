@@ -15,7 +15,7 @@ from scavenger.errors import ConfigError
 from scavenger.simulate import play, presets
 from scavenger.simulate.fleet import Fleet, from_deltas
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.plan import SimulationPlan
+from scavenger.simulate.plan import SimulationPlan, TrainingSettings
 from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
 
 PLAN = SimulationPlan(
@@ -223,3 +223,13 @@ def test_a_run_needs_something_to_be_played_over(run_toml: Path) -> None:
     done = simulate(run_toml, "--reserved-gpus", "2", "--model", "Qwen3-8B")
     assert done.exit_code == 2
     assert "give one of --sacct and --trace" in done.output
+
+
+def test_a_scenario_has_the_run_s_own_settings() -> None:
+    """Not a published system's: training state stays on the GPU where it fits beside the engine."""
+    small = replace(PLAN, reserved_gpus=8, training=TrainingSettings(memory_share=0.5, round_tokens=1234))
+    scenario = play.scenario_of(small, fleet(), presets.UNCALIBRATED, 1, 0)
+    assert (scenario.offload, scenario.round_tokens) == (False, 1234)
+    assert scenario.reserved.efficiency.memory_share == 0.5
+    assert (scenario.trainer.recompute, scenario.trainer.forwards) == (False, 0)
+    assert play.scenario_of(replace(small, reserved_gpus=2), fleet(), presets.UNCALIBRATED, 1, 0).offload
