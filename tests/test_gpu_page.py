@@ -1,0 +1,97 @@
+"""docs/gpu.md: its table of what fits is what `scavenger init` and its `--check` work out.
+
+python -m tests.test_gpu_page      # prints the table, to be put into the page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.prepare import memory, sizes
+from trainer.prepare.memory import Shape, TrainJob
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT, COMPLETION = 1024, 8192
+VOCABULARY = 151_936
+
+
+def qwen3(
+    name: str, layers: int, hidden: int, heads: int, inner: int, *, tied: bool = False
+) -> tuple[str, Shape]:
+    """Qwen3's dense models, by their config.json: 8 KV heads of 128."""
+    layer = hidden * 128 * 2 * (heads + 8) + 3 * hidden * inner + 2 * hidden + 2 * 128
+    parameters = layers * layer + (1 if tied else 2) * VOCABULARY * hidden + hidden
+    return name, Shape(parameters, layers, hidden, inner, VOCABULARY, heads, 8, 128)
+
+
+MODELS = dict(
+    (
+        qwen3("0.6B", 28, 1024, 16, 3072, tied=True),
+        qwen3("1.7B", 28, 2048, 16, 6144, tied=True),
+        qwen3("4B", 36, 2560, 32, 9728, tied=True),
+        qwen3("8B", 36, 4096, 32, 12288),
+        qwen3("14B", 40, 5120, 40, 17408),
+        qwen3("32B", 64, 5120, 64, 25600),
+    )
+)
+GPUS = {"H100, A100 of 80 GB": 80.0, "H200 of 141 GB": 141.0}
+#: Of one node, then whole nodes.
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def row(name: str, shape: Shape, gpu: str, gpu_gb: float) -> str:
+    """With the fewest GPUs that fit, all trained, a reserved engine on each."""
+    for count in COUNTS:
+        asked = sizes.Asked(
+            shape,
+            "vllm",
+            min(count, 8),
+            max(1, count // 8),
+            gpu_gb,
+            PROMPT,
+            COMPLETION,
+            PROMPT + COMPLETION,
+            512,
+        )
+        found = sizes.choose(asked)
+        job = TrainJob(
+            ranks=count,
+            gpu_gb=gpu_gb,
+            micro_tokens=found.micro_tokens,
+            checkpointing=found.checkpointing,
+            trained=shape.parameters,
+            reference=False,
+            reserved=True,
+            engine_share=found.share,
+            engine_gpus=found.engine_gpus,
+            reserved_gpus=found.engine_gpus,
+            longest=PROMPT + COMPLETION,
+            head_chunk=1024,
+        )
+        if memory.problem(shape, job)[0]:
+            continue
+        asks = memory.need(shape, job)
+        cells = [
+            name,
+            gpu,
+            f"{count}",
+            f"{asks.states:.1f}",
+            f"{asks.step:.1f}, {found.micro_tokens:,} tokens{', recomputed' * found.checkpointing}",
+            f"{found.engine_gpus} x {found.share:.2f}",
+            f"{found.max_batch}",
+            f"{found.memory_mb / 1024:.0f} GiB, {found.cpus}",
+        ]
+        return f"| {' | '.join(cells)} |"
+    return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | |"
+
+
+def table() -> str:
+    return "\n".join(row(name, shape, gpu, gb) for name, shape in MODELS.items() for gpu, gb in GPUS.items())
+
+
+def test_the_table_is_what_init_works_out() -> None:
+    assert table() in (ROOT / "docs/gpu.md").read_text(encoding="utf-8"), "put in what this file prints"
+
+
+if __name__ == "__main__":
+    print(table())
