@@ -61,11 +61,11 @@ def _part(name: str, what: str, deadline_s: float, *packages: str) -> tuple[str,
 
 PARTS: dict[str, Part] = dict(
     (
-        _part("mfu", "model FLOP utilisation of a training step, 0.6B to 4B, 8k tokens", 165, *LEARNER),
+        _part("mfu", "model FLOP utilisation of a training step, 0.6B to 4B, 8k tokens", 150, *LEARNER),
         _part("step", "peak memory of a step against what `scavenger init --check` predicts", 75, *LEARNER),
         _part("head", "memory and time of the output head by chunks against the plain one", 50, *LEARNER),
         _part("offload", "training state to pinned host memory and back", 50, *LEARNER),
-        _part("toggle", "from training to generating and back, engine beside learner", 55, *LEARNER, *ENGINE),
+        _part("toggle", "from training to generating and back, engine beside learner", 75, *LEARNER, *ENGINE),
         _part("delta", "encode and apply a version's delta", 40, "msgspec", "blake3", "xxhash", "zstandard"),
         _part("merge", "LoRA adapters merged into their base", 30, *ENGINE),
         _part("reference", "greedy tokens of the reference engine against the CPU's, float32", 50, *ENGINE),

@@ -414,7 +414,8 @@ def _peaks(bench: Bench, what: str, model: Dense, recompute: bool, sizes: list[i
 
 
 def head(bench: Bench) -> None:
-    model, tokens = (TINY, 256) if bench.tiny else (B06, 16384)
+    wide = dataclasses.replace(TINY, name="tiny-wide", vocabulary=8192)
+    model, tokens = (wide, 256) if bench.tiny else (B06, 16384)
     chunked = (64 if bench.tiny else head_chunk() or 1024) if has_chunked_head() else 0
     if not chunked:
         bench.note(model.name, "this release has no trainer.head_chunk_tokens: the plain head alone")
@@ -788,7 +789,7 @@ def reference(bench: Bench) -> None:
 
 def mismatch(bench: Bench) -> None:
     """|trainer's logprob - engine's| of drawn tokens, the same weights in both; float32 is the floor that rounding of sums leaves."""
-    model, count, new = (TINY, 4, 16) if bench.tiny else (B06, 16, 256)
+    model, count, new = (TINY, 4, 16) if bench.tiny else (B06, 16, 128)
     folder = made(bench, model)
     medians: dict[str, float] = {}
     for dtype in ("bfloat16", "float32"):

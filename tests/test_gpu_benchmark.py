@@ -74,6 +74,8 @@ def test_without_a_gpu_every_part_gives_finite_figures(played: Any) -> None:
         assert values, name
         assert all(math.isfinite(value) for value in values), name
     assert not list(scratch.iterdir())  # models made in place are gone
+    saved = [line["values"][0] for line in lines if line.get("name") == "memory, plain over chunks"]
+    assert saved[0] > 1.5
 
 
 def test_a_part_that_fails_or_runs_late_leaves_the_others_figures_and_its_own(played: Any) -> None:
