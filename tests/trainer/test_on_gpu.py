@@ -37,9 +37,9 @@ def test_packed_samples_do_not_see_one_another_in_the_gpu_s_kernel() -> None:
         for count in (4, 2, 2)
     ]
     borders = torch.tensor([0, 5, 69, 86], dtype=torch.int32, device="cuda")
-    module = torch.nn.Identity()
-    together, _ = attention.packed_attention(
-        module, *heads, None, scaling=0.125, **attention.borders_of(borders, max(lengths))
+    attend: Any = attention.packed_attention
+    together, _ = attend(
+        torch.nn.Identity(), *heads, None, scaling=0.125, **attention.borders_of(borders, max(lengths))
     )
     for start, stop in zip(borders.tolist(), borders.tolist()[1:], strict=False):
         query, key, value = (part[:, :, start:stop].float().cpu() for part in heads)
