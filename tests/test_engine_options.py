@@ -15,9 +15,10 @@ from rollout.engines.vllm import setup
 from scavenger.config import RunConfig
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
-from scavenger.protocol.messages import Denied, EngineSpec
+from scavenger.protocol.messages import Denied, Drain, EngineSpec, Welcome
 from scavenger.router.core.state import RouterLimits
 from tests.router.harness import SPEC, Bench, open_body
+from tests.router.moves import W1
 from trainer.prepare import engines
 
 
@@ -116,3 +117,47 @@ def test_every_name_of_ours_and_every_plain_one_is_an_argument_of_vllm() -> None
 
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert names >= engine_options.PLAIN | set(engine_options.OWNED)
+
+
+def test_a_later_attempt_gives_harvested_engines_no_options_that_its_first_could_not() -> None:
+    """Opened with harvesting and none, then without harvesting and with such: engines that were under way get nothing of it."""
+    bench = Bench()
+    bench.open()
+    bench.publish()
+    evil = replace(SPEC, options=json.dumps({"scheduler_cls": "evil.Scheduler"}))
+    bench.call(replace(open_body(harvest=False), engine=evil))
+    assert "r" in bench.router.core.runs
+    bench.hello(W1)
+    assert bench.take(W1, Welcome) == []
+    (left,) = bench.take(W1, Drain)
+    assert "engine.vllm.scheduler_cls" in left.reason
+
+
+def test_a_restarted_daemon_asks_for_no_engine_that_would_get_such_options() -> None:
+    """The ledger has the configuration's text of `run.harvest`, which is the trainer's word."""
+    bench = Bench()
+    evil = replace(SPEC, options=json.dumps({"scheduler_cls": "evil.Scheduler"}))
+    body = open_body()
+    bench.call(replace(body, harvest=False, engine=evil))
+    bench.attempt += 1
+    bench.publish()
+    bench.restart()
+    assert bench.router.core.runs["r"].settings.harvest
+    (wanted,) = bench.router.demand(bench.now)
+    assert wanted.engines == 0
+    assert "engine.vllm.scheduler_cls" in wanted.reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpu_offload_gb": 1},
+        {"kv_offloading_size": 1.0},
+        {"kv_cache_memory_bytes": -1},
+        {"watermark": float("nan")},
+        {"max_num_batched_tokens": float("inf")},
+        {"cudagraph_capture_sizes": [-1]},
+    ],
+)
+def test_numbers_that_could_harm_a_node_are_not_plain(options: dict[str, Any]) -> None:
+    assert engine_options.fault(options, harvested=True) is not None

@@ -62,7 +62,6 @@ PLAIN = frozenset(
         "async_scheduling",
         "attention_backend",
         "block_size",
-        "cpu_offload_gb",
         "cudagraph_capture_sizes",
         "decode_context_parallel_size",
         "disable_cascade_attn",
@@ -78,7 +77,6 @@ PLAIN = frozenset(
         "expert_placement_strategy",
         "kv_cache_dtype",
         "kv_cache_memory_bytes",
-        "kv_offloading_size",
         "language_model_only",
         "linear_backend",
         "long_prefill_token_threshold",
@@ -97,6 +95,7 @@ PLAIN = frozenset(
     }
 )
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_LARGE = 2**53
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -118,10 +117,21 @@ def fault(
     return None
 
 
+def fault_of_text(text: str, *, harvested: bool, allowed: Collection[str] = ()) -> tuple[str, str] | None:
+    """The same of options as an `EngineSpec` carries them."""
+    try:
+        options = decode(text)
+    except ValueError as error:
+        return f"engine.vllm: {error}", "run trainer, engines and daemon of one release"
+    return fault(options, harvested=harvested, allowed=allowed)
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
-        return len(value) <= 256 and all(type(one) is int for one in value)
-    return isinstance(value, (bool, int, float)) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
+        return len(value) <= 256 and all(type(one) is int and 0 <= one < _LARGE for one in value)
+    if isinstance(value, (int, float)):
+        return 0 <= value < _LARGE  # no NaN, which is in no order
+    return isinstance(value, str) and bool(_WORD.fullmatch(value))
 
 
 def encode(options: Mapping[str, Any]) -> str:

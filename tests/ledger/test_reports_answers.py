@@ -526,7 +526,9 @@ def test_what_a_run_cost_is_told_with_its_reserved_gpus(url: str) -> None:
         assert row["harvested_gpu_hours"] == said["gpu_hours"]
         assert row["wasted_gpu_hours"] == said["wasted_gpu_hours"]
         assert row["harvested_tokens"] == said["tokens"]
-    assert rows[0]["gpu_hours_per_step"] == round((2 + rows[0]["harvested_gpu_hours"]) / 2, 4)
+    harvested = rows[0]["harvested_gpu_hours"]
+    assert isinstance(harvested, float)
+    assert rows[0]["gpu_hours_per_step"] == round((2 + harvested) / 2, 4)
 
 
 def test_bad_nodes_are_one_report(url: str) -> None:

@@ -164,8 +164,8 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
     died = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0, False))
     assert "2 engines held 4 GPUs" in died
     assert "scancel -u $USER -p scavenge" in died
-    unseen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, seen_at=0.0))
-    assert "slurm     not seen yet" in status.lines(unseen, 1001.0)
+    not_polled = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, seen_at=0.0))
+    assert "slurm     not seen yet" in status.lines(not_polled, 1001.0)
     assert "scavenge" not in "\n".join(status.lines(SEEN, 1001.0)), (
         "one that does not harvest says nothing of it"
     )

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
@@ -28,7 +27,7 @@ from trainer.model import adapters, sharded_load
 from trainer.model.learner import Learner, load_model
 from trainer.model.sharding import reshard, shard
 
-LORA = LoraSection(rank=4, targets=["q_proj", "v_proj"])
+LORA = LoraSection(rank=4, targets=("q_proj", "v_proj"))
 
 
 def learner_of(folder: Path, mesh: DeviceMesh, kind: str) -> Learner:
@@ -91,7 +90,7 @@ def measured(folder: Path, mesh: DeviceMesh, kind: str) -> dict[str, float]:
 
 
 def rank(number: int, size: int, out: Path, jobs: list[str]) -> None:
-    store = FileStore(str(out / "store"), size)
+    store = dist.FileStore(str(out / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=number, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
     for job in jobs:

@@ -74,9 +74,14 @@ def test_values_and_gradients_are_those_of_the_plain_head(
 
 def test_gradients_are_what_finite_differences_say() -> None:
     hidden, weight, bias, targets = drawn(torch.float64, bias=True)
+    assert bias is not None
 
-    def values(*parts: Tensor) -> tuple[Tensor, Tensor | None]:
-        return tuple(chunked_logprobs(*parts, targets, tail=Tail(0.5, 2.0), temperature=0.7, chunk=10))  # type: ignore[return-value]
+    def values(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        found = chunked_logprobs(
+            hidden, weight, bias, targets, tail=Tail(0.5, 2.0), temperature=0.7, chunk=10
+        )
+        assert found.entropy is not None
+        return found.values, found.entropy
 
     assert torch.autograd.gradcheck(values, (hidden, weight, bias), check_undefined_grad=False)
 
@@ -189,7 +194,7 @@ def stepped(
         temperature=0.8,
         deterministic=False,
         trainer=TrainerSection(head_chunk_tokens=chunk, packing=packing, **more),
-        lora=LoraSection(rank=4, targets=["q_proj", "v_proj"]) if lora else LoraSection(),
+        lora=LoraSection(rank=4, targets=("q_proj", "v_proj")) if lora else LoraSection(),
     )
     rows = tuple(row for number in range(4) for row in make_group(number))
     micro = Micro(rows, 0 if packing else max(row.tokens for row in rows))

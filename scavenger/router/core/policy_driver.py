@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, Move, Placement, Weighs
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log, samples
 from scavenger.router.core.policy_view import LiveView
@@ -192,6 +193,10 @@ def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int
         return 0, "the run is over"
     if not run.settings.harvest:
         return 0, "run.harvest = false"
+    if refused := engine_options.fault_of_text(
+        run.engine.options, harvested=True, allowed=limits.vllm_options
+    ):
+        return 0, refused[0]
     if not run.weights.versions:
         return 0, "no weights are published yet"
     silent = now - run.trainer.seen_at

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import WorkerJoined
+from scavenger.protocol import engine_options
 from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
 from scavenger.router.core import agreement, refusals, samples, worker_commands, workers
 from scavenger.router.core.events import Identity
@@ -103,8 +104,11 @@ def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refus
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
         else:
             core.count("hello_refused")
-    # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
-    drained = hello.kind == "harvested" and hello.protocol != PROTOCOL
+    # Refused, its job would fail: counted against its node. What is no fault of the node's is asked to leave instead.
+    run = core.runs.get(hello.run)
+    drained = hello.kind == "harvested" and (
+        hello.protocol != PROTOCOL or (run is not None and _fault_of_options(core, run) is not None)
+    )
     core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
 
 
@@ -172,6 +176,11 @@ def evict(run: Run, session: str) -> None:
         run.reserved.evicted.popitem(last=False)
 
 
+def _fault_of_options(core: Core, run: Run) -> tuple[str, str] | None:
+    """What a harvested engine must not be given of this run's options, which another attempt of its trainer may have changed."""
+    return engine_options.fault_of_text(run.engine.options, harvested=True, allowed=core.limits.vllm_options)
+
+
 def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
     if hello.protocol != PROTOCOL:
         why = f"protocol {hello.protocol}: this daemon speaks {PROTOCOL}"
@@ -201,6 +210,8 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
         return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
     if run.ended:
         return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    if hello.kind == "harvested" and (found := _fault_of_options(core, run)) is not None:
+        return Rejected(*found)
     if hello.kind == "reserved" and hello.session in run.reserved.evicted:
         return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
     if any(w.process.incarnation > hello.incarnation for w in _siblings(run, identity)):

@@ -261,11 +261,9 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
 
 def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:
     """Harvested engines are processes of the daemon's user: what they are given of a run is checked before anything is submitted."""
-    try:
-        options = engine_options.decode(body.engine.options)
-    except ValueError as error:
-        return Denied("invalid", f"engine.vllm: {error}", "run trainer and daemon of one release")
-    found = engine_options.fault(options, harvested=body.harvest, allowed=core.limits.vllm_options)
+    found = engine_options.fault_of_text(
+        body.engine.options, harvested=body.harvest, allowed=core.limits.vllm_options
+    )
     return Denied("invalid", *found) if found else None
 
 
