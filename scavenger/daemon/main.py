@@ -314,12 +314,19 @@ class Daemon:
         self._report_new_timeline(server, writer.granted)
 
     async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
-        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
+        """Commit once to prove that this generation still owns the ledger. Then publish the rendezvous file, unless the daemon was
+        stopped or the file names a newer generation.
+
+        Raises `Fenced` or `LedgerError` where the writer has ended: its own report of that may still be on its way to this thread.
+        """
         ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in (ours, stopped):
             task.cancel()
+        error = ours.exception() if ours.done() else None
+        if error is not None and not self.stop.is_set():
+            raise error
         if self.stop.is_set() or self._announcement.newest() > generation:
             return
         endpoint = self._announcement.publish(public, port, generation)
@@ -344,15 +351,23 @@ class Daemon:
             await server.commit([Heartbeat(self.clock())])
 
     async def _watch_files(self) -> None:
-        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
         while True:
             await asyncio.sleep(2.0)
+            self._check_files()
+
+    def _check_files(self) -> None:
+        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous; the lock is touched as a sign
+        of life. A fault of one of the three is logged under its own name, and keeps back neither the others nor the daemon.
+        """
+        for check, fault in (
+            (self._enrolment.read, "owners not read again; those known stay"),
+            (self._defend_rendezvous, "the rendezvous file was not checked for another daemon; tried again"),
+            (self._ownership.claim, "daemon.lock was not touched: this daemon may look silent; tried again"),
+        ):
             try:
-                self._enrolment.read()
-                self._defend_rendezvous()
-                self._ownership.claim()
+                check()
             except (OSError, AuthError) as error:
-                log.warning("owners not read again; those known stay", reason=str(error))
+                log.warning(fault, reason=str(error))
 
     def _obey(self, config: DaemonConfig) -> None:
         """Take over what may change live. Raises `ConfigError`, and then nothing changed."""
