@@ -576,7 +576,7 @@ class Harvester:
             rests = all(one.standby for one in self.tracker.intents.values()) and not any(
                 d.engines for d in self._router.demand()
             )
-            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of polls.
+            # A new stop forces a poll now. Lifting it waits for the RPC budget, or a file toggled repeatedly would cause a poll each time.
             by = now if changed and self.stop_state.stop_read is not None else self._drains_due_at
             due_at, poll = self._pace.next(
                 now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by

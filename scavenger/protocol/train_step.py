@@ -14,8 +14,8 @@ An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`End
 the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
 
 Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
-share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates. A step may begin with
-what was decided at the last one's end, that the window be closed: a decision to open it therefore counts at any time.
+share of samples `Plan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
+`wake_after_s`. A step inherits the last decision, so 'open' also counts in SLEEP and TRAIN.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` says what fires (the first rule of
 the current phase whose condition holds), `_apply` what that changes; `react` repeats both until none does.

@@ -288,7 +288,7 @@ class Stepper:
         )
 
     def _tell_gone(self) -> reserved_memory.Memory | None:
-        """What is known of the memory of engines that are to sleep. That a process is gone is told to the daemon, which counts with it."""
+        """Memory of reserved engines that are to sleep; None otherwise. Engines whose process exited are reported to the daemon."""
         if not self._has_reserved or self.reserved_awake:
             return None
         memory = self._memory()

@@ -168,7 +168,7 @@ def run_jointly(
 ) -> list[int]:
     """Run all shapes with every row (in the order of `joint_names`), where `apart` allows it; how many rows each of them changed.
 
-    Of several updates where not all of them find all their rows, the last may be left undone and all count as what it changed.
+    On PostgreSQL every update counts what the last one changed: 0 where an earlier one missed a row (`_postgres_joint`).
     """
     if connection.dialect.name != "sqlite":
         types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
@@ -251,9 +251,9 @@ def _postgres_joint(
 ) -> tuple[str, int]:
     """One statement: `v`, each shape as a part of it, the last update at its end; and how many guards it has.
 
-    A value that all rows share travels once. Only the end's count comes for nothing: to have each part return its rows and to count them
-    costs a fifth of the whole. So inserts, which take all rows or fail, return nothing, and each update but the last is guarded: where
-    it did not change as many rows as the guard says, the last changes none.
+    A value that all rows share travels once. Inserts take all rows or fail, so nothing counts theirs. PostgreSQL reports only the last
+    update's count. If an earlier update misses a row, its guard makes the last change nothing; all updates are then reported as 0.
+    (To count the rows of each part instead would cost a fifth of the whole.)
     """
     names = joint_names(shapes)
     dialect = _DIALECTS["postgresql"].dialect()

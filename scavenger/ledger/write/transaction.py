@@ -250,13 +250,14 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
 
 #: Fewer moves than these are written in place: a fold costs a transaction.
 FEWEST_MOVES = 4
-#: Logged moves are folded by the first transaction that logs no moves after this time (s),
+# Logged moves are folded when any of these holds, or when a record needs one of them.
+#: They are older than this (s), and the transaction at hand logs no further moves.
 MOST_AGE_S = 1.0
-#: when no record has come for this time (s),
+#: No record has come for this time (s).
 QUIET_S = 0.05
-#: and in any case after this time (s), because engines may be lost for a long time,
+#: They are older than this (s), whatever the transaction does: engines may go on being lost for a long time.
 MOST_LAG_S = 5.0
-#: or when there are more than this.
+#: There are more of them than this.
 MOST_MOVES = 100_000
 
 Moves = tuple[LeaseMoved, ...]

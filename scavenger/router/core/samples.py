@@ -181,9 +181,8 @@ def note_span(spans: list[tuple[int, int]], worker_id: int, tokens: int) -> None
 
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
-    """Count and record a refusal, unless it only repeats what is complete, which is acknowledged again.
-
-    What the worker may not hold is revoked; a sample whose engine sends what cannot be is given to another.
+    """Record why, revoke the sample and, if this worker holds its lease, queue it again. A completed sample's last worker only gets its
+    ack again.
     """
     done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
     if sample is not None and done and sample.last_worker_id == worker.id:
