@@ -187,6 +187,7 @@ class Plan:
 class StepState:
     """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
 
+    `passed_groups`: those that were trained, or have nothing to train before FINISH.
     `window_closed`: what was decided of the window, None = nothing; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
     None = not all have; `holding`: who has not; `sleep_asked_at`: since when they are to sleep, or were last ended; `end_attempts`: how
     often they were.
@@ -197,7 +198,7 @@ class StepState:
     reserved_awake: bool = False
     done_samples: int = 0
     done_groups: int = 0
-    trained_groups: int = 0
+    passed_groups: int = 0
     scoring_groups: int = 0  # came, and wait for their rewards
     harvested: int = 0
     gone_at: float | None = None
@@ -216,7 +217,7 @@ class StepState:
 
     @property
     def ready_groups(self) -> int:
-        return self.done_groups - self.trained_groups - self.scoring_groups
+        return self.done_groups - self.passed_groups - self.scoring_groups
 
 
 def begin(
@@ -261,18 +262,23 @@ def _nobody_seeds(step: StepState, now: float) -> str | None:
     return None if step.plan.reserved else "there are no reserved engines to seed with"
 
 
+def _window_says_close(step: StepState) -> str | None:
+    """A decision closes the window only while harvested engines live."""
+    return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
+
+
 def _seed_over(step: StepState, now: float) -> str | None:
     plan = step.plan
     if step.outstanding == 0:
         return "every sample has come"
     if step.window_closed is not None:
-        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
+        return _window_says_close(step)
     if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
         return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
     return None
 
 
-def _awake(step: StepState, now: float) -> str | None:
+def _not_told_to_sleep(step: StepState, now: float) -> str | None:
     return "reserved engines and training share GPUs" if step.reserved_awake else None
 
 
@@ -319,11 +325,11 @@ def _decided_open(step: StepState, now: float) -> str | None:
     return None
 
 
-def _harvested_back(step: StepState, now: float) -> str | None:
+def _reserved_no_longer_needed(step: StepState, now: float) -> str | None:
     if step.outstanding == 0:
         return "every sample has come"
     if step.window_closed is not None:
-        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
+        return _window_says_close(step)
     if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
         return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
     return None
@@ -339,7 +345,7 @@ def _round_ready(step: StepState, now: float) -> str | None:
 
 
 def _all_trained(step: StepState, now: float) -> str | None:
-    if step.outstanding == 0 and step.trained_groups == step.plan.groups:
+    if step.outstanding == 0 and step.passed_groups == step.plan.groups:
         return f"{step.plan.groups} groups trained"
     return None
 
@@ -362,13 +368,14 @@ class Rule:
     )
 
 
+# SEED -> SLEEP sends nothing. The SLEEP rule that follows sends SleepReserved, so engines that sleep already get no second order.
 RULES: tuple[Rule, ...] = (
     Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
     Rule(Phase.SEED, _nobody_seeds, Phase.TRAIN, None),
     Rule(Phase.SEED, _seed_over, Phase.SLEEP, None),
     Rule(Phase.SLEEP, _harvested_gone, Phase.WAKE, WakeReserved),
     Rule(Phase.SLEEP, _decided_open, Phase.WAKE, WakeReserved),
-    Rule(Phase.SLEEP, _awake, Phase.SLEEP, SleepReserved),
+    Rule(Phase.SLEEP, _not_told_to_sleep, Phase.SLEEP, SleepReserved),
     Rule(Phase.SLEEP, _memory_free, Phase.TRAIN, None),
     Rule(Phase.SLEEP, _overdue, Phase.SLEEP, EndReserved),
     Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
@@ -376,7 +383,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.TRAIN, _memory_taken, Phase.SLEEP, None),
     Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
     Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
-    Rule(Phase.WAKE, _harvested_back, Phase.SLEEP, None),
+    Rule(Phase.WAKE, _reserved_no_longer_needed, Phase.SLEEP, None),
 )
 
 
@@ -457,7 +464,7 @@ def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[A
                 step,
                 done_samples=step.done_samples + samples,
                 done_groups=step.done_groups + groups,
-                trained_groups=step.trained_groups + untrained,
+                passed_groups=step.passed_groups + untrained,
                 scoring_groups=step.scoring_groups + scoring,
             )
         case GroupsScored(groups, untrained):
@@ -465,7 +472,7 @@ def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[A
                 raise ValueError(f"{event}: only {step.scoring_groups} groups wait for rewards")
             step = replace(
                 step,
-                trained_groups=step.trained_groups + untrained,
+                passed_groups=step.passed_groups + untrained,
                 scoring_groups=step.scoring_groups - groups,
             )
         case GroupsAdded(groups, samples):
@@ -480,7 +487,7 @@ def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[A
         case Trained(groups):
             if groups > step.ready_groups:
                 raise ValueError(f"{event}: only {step.ready_groups} groups wait")
-            step = replace(step, trained_groups=step.trained_groups + groups)
+            step = replace(step, passed_groups=step.passed_groups + groups)
         case Tick():
             pass
     return _fire_rules(step, now)

@@ -1,5 +1,9 @@
 """The run on rank 0, from its first version to its last step. Reads top-down.
 
+    prompts --take--> ask(step, version) --> daemon --> groups --> score --> train --> publish --> commit --> [evaluate] --> [checkpoint]
+                      ahead by up to                    |----- Stepper.step -----|                            where due      where due
+                      `max_off_policy_steps`
+
 A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
 restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
 which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
