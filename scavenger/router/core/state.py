@@ -428,14 +428,27 @@ class Agreement:
 
 @dataclass(slots=True)
 class Due:
-    """What may be due since the run was settled last (`machine.Router`)."""
+    """What may be due since the run was settled last: `Router._do_what_is_due` reads it after an event, and clears it.
 
-    fleet: bool = True  # something changed that may let a worker load, or a sample be placed
-    samples: bool = True  # the same, but only samples changed, and no worker
-    recount: bool = True  # the fleet's sizes may have changed
-    ask: bool = True  # the step or the window changed: the policy is to be asked
-    changed_workers: list[Worker] = field(default_factory=list)  # that took another status one by one
-    idle_workers: list[Worker] = field(default_factory=list)  # whose last lease ended
+    flag             set when                                              by                              triggers
+    fleet            a worker came, left, or fell silent, or its order     registration, workers,          orders to all idle workers,
+                     changed; a version can be pulled, or no more          worker_commands, runs           placement, a new count
+    samples          a sample took another status, a worker has loaded     Sample.step, worker_commands    orders to `idle_workers`,
+                                                                                                           placement
+    recount          a worker has loaded                                   worker_commands                 sizes corrected
+    ask              a step was submitted, reserved engines were           steps, runs                     rebalancing and the window asked
+                     told to sleep or to wake                                                              of the policy
+    changed_workers  a worker was given an order or has loaded it          worker_commands                 sizes corrected for these alone,
+                                                                                                           serving workers found again
+    idle_workers     a worker's last lease ended                           samples                         orders to these alone
+    """
+
+    fleet: bool = True
+    samples: bool = True
+    recount: bool = True
+    ask: bool = True
+    changed_workers: list[Worker] = field(default_factory=list)
+    idle_workers: list[Worker] = field(default_factory=list)
 
 
 @dataclass(slots=True)
