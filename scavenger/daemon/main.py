@@ -581,7 +581,7 @@ class Daemon:
                 past = history.read(
                     writer.engine,
                     run.name,
-                    max(0, run.step.last_committed - warm_start.STEPS),
+                    max(0, run.progress.last_committed - warm_start.STEPS),
                     warm_start.CHUNKS,
                 )
                 facts = warm_start.facts(past)

@@ -235,7 +235,7 @@ def begin(
     `sleep_ack`: what they acknowledged of an earlier step's order to sleep, where that still holds.
     """
     here = harvested > 0 and plan.harvest
-    step = StepState(
+    state = StepState(
         plan,
         reserved_awake=reserved_awake,
         harvested=harvested if plan.harvest else 0,
@@ -246,107 +246,110 @@ def begin(
         sleep_ack=None if reserved_awake else sleep_ack,
         sleep_asked_at=now,
     )
-    return _fire_rules(step, now)
+    return _fire_rules(state, now)
 
 
-# ---------------------------------------------------------------- conditions: (step, now) -> a reason, or None
+# ---------------------------------------------------------------- conditions: (state, now) -> a reason, or None
 
 
-def _asleep_in_seed(step: StepState, now: float) -> str | None:
-    if step.plan.reserved and not step.reserved_awake and not _seed_over(step, now):
+def _asleep_in_seed(state: StepState, now: float) -> str | None:
+    if state.plan.reserved and not state.reserved_awake and not _seed_over(state, now):
         return "the seed window opens"
     return None
 
 
-def _nobody_seeds(step: StepState, now: float) -> str | None:
-    return None if step.plan.reserved else "there are no reserved engines to seed with"
+def _nobody_seeds(state: StepState, now: float) -> str | None:
+    return None if state.plan.reserved else "there are no reserved engines to seed with"
 
 
-def _window_says_close(step: StepState) -> str | None:
+def _window_says_close(state: StepState) -> str | None:
     """A decision closes the window only while harvested engines live."""
-    return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
+    return f"decided: {state.window_reason}" if state.window_closed and state.harvested > 0 else None
 
 
-def _seed_over(step: StepState, now: float) -> str | None:
-    plan = step.plan
-    if step.outstanding == 0:
+def _seed_over(state: StepState, now: float) -> str | None:
+    plan = state.plan
+    if state.outstanding == 0:
         return "every sample has come"
-    if step.window_closed is not None:
-        return _window_says_close(step)
-    if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
-        return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
+    if state.window_closed is not None:
+        return _window_says_close(state)
+    if state.harvested > 0 and state.done_samples >= plan.window * plan.samples:
+        done = f"{state.done_samples}/{plan.samples}"
+        return (
+            f"the window of {plan.window:g} is reached ({done}) and {state.harvested} harvested engines live"
+        )
     return None
 
 
-def _not_told_to_sleep(step: StepState, now: float) -> str | None:
-    return "reserved engines and training share GPUs" if step.reserved_awake else None
+def _not_told_to_sleep(state: StepState, now: float) -> str | None:
+    return "reserved engines and training share GPUs" if state.reserved_awake else None
 
 
-def _memory_free(step: StepState, now: float) -> str | None:
-    if step.sleep_ack is None:
+def _memory_free(state: StepState, now: float) -> str | None:
+    if state.sleep_ack is None:
         return None
-    return f"{step.sleep_ack.engines} reserved engines sleep and hold {step.sleep_ack.bytes_held} bytes"
+    return f"{state.sleep_ack.engines} reserved engines sleep and hold {state.sleep_ack.bytes_held} bytes"
 
 
-def _memory_taken(step: StepState, now: float) -> str | None:
-    if not step.plan.reserved or step.sleep_ack is not None:
+def _memory_taken(state: StepState, now: float) -> str | None:
+    if not state.plan.reserved or state.sleep_ack is not None:
         return None
-    return f"reserved engines hold memory: {_names(step)}"
+    return f"reserved engines hold memory: {_names(state)}"
 
 
-def _names(step: StepState) -> str:
-    return ", ".join(step.holding) or "of none is it known that it sleeps"
+def _names(state: StepState) -> str:
+    return ", ".join(state.holding) or "of none is it known that it sleeps"
 
 
-def _overdue(step: StepState, now: float) -> str | None:
-    limit = END_TIMEOUT_S if step.end_attempts else step.plan.sleep_timeout_s
-    if now - step.sleep_asked_at < limit:
+def _overdue(state: StepState, now: float) -> str | None:
+    limit = END_TIMEOUT_S if state.end_attempts else state.plan.sleep_timeout_s
+    if now - state.sleep_asked_at < limit:
         return None
-    if step.end_attempts:
-        return f"still there {limit:g} s after they were to be ended: {_names(step)}"
-    return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(step)}"
+    if state.end_attempts:
+        return f"still there {limit:g} s after they were to be ended: {_names(state)}"
+    return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(state)}"
 
 
-def _harvested_gone(step: StepState, now: float) -> str | None:
-    plan = step.plan
+def _harvested_gone(state: StepState, now: float) -> str | None:
+    plan = state.plan
     if (
         not plan.reserved
-        or step.outstanding == 0
-        or step.gone_at is None
-        or now - step.gone_at < plan.wake_after_s
+        or state.outstanding == 0
+        or state.gone_at is None
+        or now - state.gone_at < plan.wake_after_s
     ):
         return None
-    return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
+    return f"no harvested engine for {now - state.gone_at:.1f} s with {state.outstanding} samples outstanding"
 
 
-def _decided_open(step: StepState, now: float) -> str | None:
-    if step.plan.reserved and step.outstanding > 0 and step.window_closed is False:
-        return f"decided: {step.window_reason}"
+def _decided_open(state: StepState, now: float) -> str | None:
+    if state.plan.reserved and state.outstanding > 0 and state.window_closed is False:
+        return f"decided: {state.window_reason}"
     return None
 
 
-def _reserved_no_longer_needed(step: StepState, now: float) -> str | None:
-    if step.outstanding == 0:
+def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
+    if state.outstanding == 0:
         return "every sample has come"
-    if step.window_closed is not None:
-        return _window_says_close(step)
-    if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
-        return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
+    if state.window_closed is not None:
+        return _window_says_close(state)
+    if state.back_at is not None and now - state.back_at >= state.plan.wake_after_s:
+        return f"{state.harvested} harvested engines have lived for {now - state.back_at:.1f} s"
     return None
 
 
-def _round_ready(step: StepState, now: float) -> str | None:
-    if step.ready_groups >= step.plan.round_groups:
-        return f"{step.ready_groups} groups wait"
-    if step.ready_groups > 0 and step.outstanding == 0:
-        last = f"the last {step.ready_groups} groups wait"
-        return f"{last}, but for {step.scoring_groups} without rewards" if step.scoring_groups else last
+def _round_ready(state: StepState, now: float) -> str | None:
+    if state.ready_groups >= state.plan.round_groups:
+        return f"{state.ready_groups} groups wait"
+    if state.ready_groups > 0 and state.outstanding == 0:
+        last = f"the last {state.ready_groups} groups wait"
+        return f"{last}, but for {state.scoring_groups} without rewards" if state.scoring_groups else last
     return None
 
 
-def _all_trained(step: StepState, now: float) -> str | None:
-    if step.outstanding == 0 and step.passed_groups == step.plan.groups:
-        return f"{step.plan.groups} groups trained"
+def _all_trained(state: StepState, now: float) -> str | None:
+    if state.outstanding == 0 and state.passed_groups == state.plan.groups:
+        return f"{state.plan.groups} groups trained"
     return None
 
 
@@ -387,107 +390,114 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _fire_rules(step: StepState, now: float) -> tuple[StepState, tuple[Action, ...]]:
+def _fire_rules(state: StepState, now: float) -> tuple[StepState, tuple[Action, ...]]:
     """Let rules fire until none does, or the driver is to train or to finish first."""
     actions: list[Action] = []
     while True:
         fired = next(
-            ((rule, why) for rule in RULES if rule.phase is step.phase and (why := rule.when(step, now))),
+            ((rule, why) for rule in RULES if rule.phase is state.phase and (why := rule.when(state, now))),
             None,
         )
         if fired is None:
-            return step, tuple(actions)
+            return state, tuple(actions)
         rule, why = fired
         if rule.action is EndReserved:
-            actions.append(EndReserved(why, again=step.end_attempts > 0))
+            actions.append(EndReserved(why, again=state.end_attempts > 0))
         elif rule.action is not None:
             actions.append(rule.action(why))
-        step = _apply(step, rule, why, now)
+        state = _apply(state, rule, why, now)
         if rule.action in (TrainReady, FinishStep):
-            return step, tuple(actions)
+            return state, tuple(actions)
 
 
-def _apply(step: StepState, rule: Rule, why: str, now: float) -> StepState:
+def _apply(state: StepState, rule: Rule, why: str, now: float) -> StepState:
     """What a rule that fired changes."""
     if rule.action in (WakeReserved, SleepReserved):
         awake = rule.action is WakeReserved
-        step = replace(
-            step, reserved_awake=awake, sleep_ack=None, holding=(), sleep_asked_at=now, end_attempts=0
+        state = replace(
+            state, reserved_awake=awake, sleep_ack=None, holding=(), sleep_asked_at=now, end_attempts=0
         )
-    if rule.then is not step.phase:
-        change = f"{step.phase.value} -> {rule.then.value}: {why}"
-        step = replace(step, phase=rule.then, log=(*step.log, change))
+    if rule.then is not state.phase:
+        change = f"{state.phase.value} -> {rule.then.value}: {why}"
+        state = replace(state, phase=rule.then, log=(*state.log, change))
     if rule.action is EndReserved:
-        ended = f"{step.phase.value}: ended: {why}"
-        attempts = step.end_attempts + 1
-        step = replace(step, sleep_asked_at=now, end_attempts=attempts, log=(*step.log, ended))
-    return step
+        ended = f"{state.phase.value}: ended: {why}"
+        attempts = state.end_attempts + 1
+        state = replace(state, sleep_asked_at=now, end_attempts=attempts, log=(*state.log, ended))
+    return state
 
 
-def _observe_fleet(step: StepState, event: FleetChanged, now: float) -> StepState:
-    harvested = event.harvested if step.plan.harvest else 0
+def _observe_fleet(state: StepState, event: FleetChanged, now: float) -> StepState:
+    harvested = event.harvested if state.plan.harvest else 0
     if harvested > 0:
         return replace(
-            step, harvested=harvested, gone_at=None, back_at=step.back_at if step.back_at is not None else now
+            state,
+            harvested=harvested,
+            gone_at=None,
+            back_at=state.back_at if state.back_at is not None else now,
         )
-    return replace(step, harvested=0, back_at=None, gone_at=step.gone_at if step.gone_at is not None else now)
+    return replace(
+        state, harvested=0, back_at=None, gone_at=state.gone_at if state.gone_at is not None else now
+    )
 
 
-def _observe_memory(step: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
+def _observe_memory(state: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
     """What reserved engines hold. While they are to be awake, that they sleep is an older order's acknowledgement."""
-    if step.reserved_awake:
-        return step
+    if state.reserved_awake:
+        return state
     if isinstance(event, ReservedAsleep):
-        return replace(step, sleep_ack=event, holding=(), end_attempts=0)
-    began = now if step.sleep_ack is not None else step.sleep_asked_at
-    return replace(step, sleep_ack=None, holding=event.names, sleep_asked_at=began)
+        return replace(state, sleep_ack=event, holding=(), end_attempts=0)
+    began = now if state.sleep_ack is not None else state.sleep_asked_at
+    return replace(state, sleep_ack=None, holding=event.names, sleep_asked_at=began)
 
 
-def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[Action, ...]]:
+def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[Action, ...]]:
     """Take in one event at time `now` (seconds, any monotonic origin); return the new state and what to do, in order.
 
     Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
     given is unchanged.
     """
-    if step.phase is Phase.FINISH:
+    if state.phase is Phase.FINISH:
         raise ValueError(f"{event} after the step was finished")
     match event:
         case GroupsCompleted(groups, samples, untrained, scoring):
             if (
-                step.done_samples + samples > step.plan.samples
-                or step.done_groups + groups > step.plan.groups
+                state.done_samples + samples > state.plan.samples
+                or state.done_groups + groups > state.plan.groups
             ):
                 raise ValueError(
-                    f"{event}: more than the {step.plan.samples} samples that the step asked for"
+                    f"{event}: more than the {state.plan.samples} samples that the step asked for"
                 )
-            step = replace(
-                step,
-                done_samples=step.done_samples + samples,
-                done_groups=step.done_groups + groups,
-                passed_groups=step.passed_groups + untrained,
-                scoring_groups=step.scoring_groups + scoring,
+            state = replace(
+                state,
+                done_samples=state.done_samples + samples,
+                done_groups=state.done_groups + groups,
+                passed_groups=state.passed_groups + untrained,
+                scoring_groups=state.scoring_groups + scoring,
             )
         case GroupsScored(groups, untrained):
-            if groups > step.scoring_groups:
-                raise ValueError(f"{event}: only {step.scoring_groups} groups wait for rewards")
-            step = replace(
-                step,
-                passed_groups=step.passed_groups + untrained,
-                scoring_groups=step.scoring_groups - groups,
+            if groups > state.scoring_groups:
+                raise ValueError(f"{event}: only {state.scoring_groups} groups wait for rewards")
+            state = replace(
+                state,
+                passed_groups=state.passed_groups + untrained,
+                scoring_groups=state.scoring_groups - groups,
             )
         case GroupsAdded(groups, samples):
-            plan = replace(step.plan, samples=step.plan.samples + samples, groups=step.plan.groups + groups)
-            step = replace(step, plan=plan)
+            plan = replace(
+                state.plan, samples=state.plan.samples + samples, groups=state.plan.groups + groups
+            )
+            state = replace(state, plan=plan)
         case FleetChanged():
-            step = _observe_fleet(step, event, now)
+            state = _observe_fleet(state, event, now)
         case WindowDecided(close, reason):
-            step = replace(step, window_closed=close, window_reason=reason)
+            state = replace(state, window_closed=close, window_reason=reason)
         case ReservedAsleep() | ReservedHolds():
-            step = _observe_memory(step, event, now)
+            state = _observe_memory(state, event, now)
         case Trained(groups):
-            if groups > step.ready_groups:
-                raise ValueError(f"{event}: only {step.ready_groups} groups wait")
-            step = replace(step, passed_groups=step.passed_groups + groups)
+            if groups > state.ready_groups:
+                raise ValueError(f"{event}: only {state.ready_groups} groups wait")
+            state = replace(state, passed_groups=state.passed_groups + groups)
         case Tick():
             pass
-    return _fire_rules(step, now)
+    return _fire_rules(state, now)

@@ -469,11 +469,11 @@ def test_an_illegal_step_of_a_worker_raises_and_changes_nothing(
     worker = bench.router.core.workers[1]
     worker.status = status
     if (status, step) in WORKER_TRANSITIONS:
-        worker.step(step)
+        worker.transition(step)
         assert worker.status is WORKER_TRANSITIONS[status, step]
         return
     with pytest.raises(IllegalTransition, match=rf"worker 1 is {status} and cannot {step}"):
-        worker.step(step)
+        worker.transition(step)
     assert worker.status is status
 
 
@@ -497,4 +497,4 @@ def test_nothing_but_a_legal_step_sets_a_status_or_a_memory() -> None:
                     and isinstance(node.ctx, ast.Store)
                     and node.attr in ("status", "memory", "state")
                 }
-    assert setters == {("state", "step"), ("state", "step_memory")}
+    assert setters == {("state", "transition"), ("state", "transition_memory")}

@@ -49,7 +49,7 @@ class LiveView:
     @cached_property
     def step(self) -> StepView:
         run = self._run
-        purpose, step = run.step.newest
+        purpose, step = run.progress.newest
         version = -1
         groups = finished = delivered = 0
         for group in run.by_key.values():
@@ -64,8 +64,8 @@ class LiveView:
             step=step,
             purpose=purpose,
             version=version,
-            submitted_at=run.step.submitted_at,
-            samples=run.step.samples,
+            submitted_at=run.progress.submitted_at,
+            samples=run.progress.samples,
             finished=finished,
             groups=groups,
             delivered=delivered,

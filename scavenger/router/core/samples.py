@@ -206,7 +206,7 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
 
 def finish(core: Core, sample: Sample, reason: str) -> None:
     """The sample has its last token."""
-    sample.step(SampleStep.FINISH)
+    sample.transition(SampleStep.FINISH)
     sample.finish = reason
     core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
     _notify_finished(core, sample)
@@ -277,7 +277,7 @@ def lost_tokens(core: Core, sample: Sample) -> int:
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
     """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead."""
     worker = core.workers.get(sample.worker_id)
-    sample.step(SampleStep.RELEASE)
+    sample.transition(SampleStep.RELEASE)
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
     run = sample.group.run
@@ -322,7 +322,7 @@ def stop_run(sample: Sample, cause: str) -> None:
 
 def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
     """End a sample that nobody will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
-    sample.step(SampleStep.ABANDON)
+    sample.transition(SampleStep.ABANDON)
     worker = core.workers.get(sample.worker_id)
     if worker is not None:
         core.send_durable(
@@ -479,7 +479,7 @@ def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, 
 
 def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     """The lease, and how many accepted tokens go with it."""
-    sample.step(SampleStep.LEASE)
+    sample.transition(SampleStep.LEASE)
     group, accepted, now = sample.group, sample.accepted, core.now
     run, version = group.run, group.version
     sample.epoch = epoch = sample.epoch + 1

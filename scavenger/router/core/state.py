@@ -175,7 +175,7 @@ class Sample:
         None  # how policies see it (`policy_view`), until any of that changes; `audit` makes it anew and compares
     )
 
-    def step(self, step: SampleStep) -> None:
+    def transition(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
         target = SAMPLE_TRANSITIONS.get((self.status, step))
         if target is None:
@@ -433,7 +433,7 @@ class Due:
     flag             set when                                              by                              triggers
     fleet            a worker came, left, or fell silent, or its order     registration, workers,          orders to all idle workers,
                      changed; a version can be pulled, or no more          worker_commands, runs           placement, a new count
-    samples          a sample took another status, a worker has loaded     Sample.step, worker_commands    orders to `idle_workers`,
+    samples          a sample took another status, a worker has loaded     Sample, worker_commands         orders to `idle_workers`,
                                                                                                            placement
     recount          a worker has loaded                                   worker_commands                 sizes corrected
     ask              a step was submitted, reserved engines were           steps, runs                     rebalancing and the window asked
@@ -474,7 +474,7 @@ class Run:
     policy: RouterPolicy = field(default_factory=Standard)
     trainer: TrainerLink = field(default_factory=TrainerLink)
     weights: PublishedWeights = field(default_factory=PublishedWeights)
-    step: StepProgress = field(default_factory=StepProgress)
+    progress: StepProgress = field(default_factory=StepProgress)
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
     #: The same key -> the next retry's number, where a group was superseded.
@@ -523,7 +523,7 @@ class WorkerWeights:
 class WorkerMemory:
     """What a worker does with its GPUs' memory: the orders it was sent, and what it acknowledged."""
 
-    state: Memory = Memory.AWAKE  # changed by `Worker.step_memory` only
+    state: Memory = Memory.AWAKE  # changed by `Worker.transition_memory` only
     order: int = 0  # number of the last order to sleep or wake
     sleep_ordered_at: float = 0.0  # Unix seconds
     bytes_held: int = 0  # as it last said
@@ -597,14 +597,14 @@ class Worker:
     slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
 
-    def step(self, step: WorkerStep) -> None:
+    def transition(self, step: WorkerStep) -> None:
         """Take one legal step, or raise and change nothing."""
         target = WORKER_TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"worker {self.id} is {self.status} and cannot {step}")
         self.status = target
 
-    def step_memory(self, step: MemoryStep) -> None:
+    def transition_memory(self, step: MemoryStep) -> None:
         """Take one legal step, or raise and change nothing."""
         target = MEMORY_TRANSITIONS.get((self.memory.state, step))
         if target is None:

@@ -9,8 +9,8 @@ All three state machines of the router are here, and nothing else:
 A worker's status and its memory move together: FALLING_ASLEEP with FALLING_ASLEEP, ASLEEP with ASLEEP, LOADING and READY with AWAKE or
 WAKING; DRAINING and AWAY with any. `audit` checks it after every event of a test.
 
-`Sample.step`, `Worker.step` and `Worker.step_memory` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
-table has none. Pure.
+`Sample.transition`, `Worker.transition` and `Worker.transition_memory` (`state`) look a step up and raise `IllegalTransition`, changing
+nothing, where the table has none. Pure.
 """
 
 from __future__ import annotations

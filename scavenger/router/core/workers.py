@@ -229,7 +229,7 @@ def gone(
                 worker.slot,
                 worker.process.session,
             )
-    worker.step(WorkerStep.LEAVE)
+    worker.transition(WorkerStep.LEAVE)
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
     worker.run.due.fleet = True
