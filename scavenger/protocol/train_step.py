@@ -39,6 +39,14 @@ class Phase(Enum):
     FINISH = "finish"
 
 
+class Window(Enum):
+    """What was decided of the seed window: whether reserved engines shall generate. UNDECIDED: nobody decides, and the share does."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    UNDECIDED = "undecided"
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -82,9 +90,9 @@ class FleetChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindowDecided:
-    """Reserved engines shall stop generating (`close`), or go on, or begin again. None: nobody decides any more."""
+    """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: nobody decides any more."""
 
-    close: bool | None
+    window: Window
     reason: str
 
 
@@ -188,7 +196,7 @@ class StepState:
     """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
 
     `passed_groups`: those that were trained, or have nothing to train before FINISH.
-    `window_closed`: what was decided of the window, None = nothing; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
+    `decided`: what was decided of the window; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
     None = not all have; `holding`: who has not; `sleep_asked_at`: since when they are to sleep, or were last ended; `end_attempts`: how
     often they were.
     """
@@ -203,7 +211,7 @@ class StepState:
     harvested: int = 0
     gone_at: float | None = None
     back_at: float | None = None
-    window_closed: bool | None = None
+    decided: Window = Window.UNDECIDED
     window_reason: str = ""
     sleep_ack: ReservedAsleep | None = None
     holding: tuple[str, ...] = ()
@@ -226,7 +234,7 @@ def begin(
     harvested: int,
     reserved_awake: bool,
     now: float,
-    window_closed: bool | None = None,
+    decided: Window = Window.UNDECIDED,
     window_reason: str = "",
     sleep_ack: ReservedAsleep | None = None,
 ) -> tuple[StepState, tuple[Action, ...]]:
@@ -241,7 +249,7 @@ def begin(
         harvested=harvested if plan.harvest else 0,
         gone_at=None if here else now,
         back_at=now if here else None,
-        window_closed=window_closed,
+        decided=decided,
         window_reason=window_reason,
         sleep_ack=None if reserved_awake else sleep_ack,
         sleep_asked_at=now,
@@ -264,14 +272,15 @@ def _nobody_seeds(state: StepState, now: float) -> str | None:
 
 def _window_says_close(state: StepState) -> str | None:
     """A decision closes the window only while harvested engines live."""
-    return f"decided: {state.window_reason}" if state.window_closed and state.harvested > 0 else None
+    closes = state.decided is Window.CLOSED and state.harvested > 0
+    return f"decided: {state.window_reason}" if closes else None
 
 
 def _seed_over(state: StepState, now: float) -> str | None:
     plan = state.plan
     if state.outstanding == 0:
         return "every sample has come"
-    if state.window_closed is not None:
+    if state.decided is not Window.UNDECIDED:
         return _window_says_close(state)
     if state.harvested > 0 and state.done_samples >= plan.window * plan.samples:
         done = f"{state.done_samples}/{plan.samples}"
@@ -323,7 +332,7 @@ def _harvested_gone(state: StepState, now: float) -> str | None:
 
 
 def _decided_open(state: StepState, now: float) -> str | None:
-    if state.plan.reserved and state.outstanding > 0 and state.window_closed is False:
+    if state.plan.reserved and state.outstanding > 0 and state.decided is Window.OPEN:
         return f"decided: {state.window_reason}"
     return None
 
@@ -331,7 +340,7 @@ def _decided_open(state: StepState, now: float) -> str | None:
 def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
     if state.outstanding == 0:
         return "every sample has come"
-    if state.window_closed is not None:
+    if state.decided is not Window.UNDECIDED:
         return _window_says_close(state)
     if state.back_at is not None and now - state.back_at >= state.plan.wake_after_s:
         return f"{state.harvested} harvested engines have lived for {now - state.back_at:.1f} s"
@@ -490,8 +499,8 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
             state = replace(state, plan=plan)
         case FleetChanged():
             state = _observe_fleet(state, event, now)
-        case WindowDecided(close, reason):
-            state = replace(state, window_closed=close, window_reason=reason)
+        case WindowDecided(window, reason):
+            state = replace(state, decided=window, window_reason=reason)
         case ReservedAsleep() | ReservedHolds():
             state = _observe_memory(state, event, now)
         case Trained(groups):
