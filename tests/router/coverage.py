@@ -204,8 +204,8 @@ def excused() -> dict[str, tuple[str, ...]]:
 def tables() -> dict[str, set[tuple[str, str]]]:
     """What is legal."""
     return {
-        "samples": {(status.value, step.value) for status, step in SAMPLE_TRANSITIONS},
-        "workers": {(status.value, step.value) for status, step in WORKER_TRANSITIONS},
+        "samples": {(status.value, step.value) for status, to in SAMPLE_TRANSITIONS.items() for step in to},
+        "workers": {(status.value, step.value) for status, to in WORKER_TRANSITIONS.items() for step in to},
         "events": {(a, b) for a, after in WITHIN_ONE_EVENT.items() for b in after},
         "phases": {(a.value, b.value) for a, after in PHASE_TRANSITIONS.items() for b in after},
     }

@@ -177,7 +177,7 @@ class Sample:
 
     def transition(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = SAMPLE_TRANSITIONS.get((self.status, step))
+        target = SAMPLE_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
         self.seen = None
@@ -599,14 +599,14 @@ class Worker:
 
     def transition(self, step: WorkerStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = WORKER_TRANSITIONS.get((self.status, step))
+        target = WORKER_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"worker {self.id} is {self.status} and cannot {step}")
         self.status = target
 
     def transition_memory(self, step: MemoryStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = MEMORY_TRANSITIONS.get((self.memory.state, step))
+        target = MEMORY_TRANSITIONS[self.memory.state].get(step)
         if target is None:
             raise IllegalTransition(f"worker {self.id}'s memory is {self.memory.state} and cannot {step}")
         self.memory.state = target
