@@ -44,14 +44,14 @@ def _check_sample(core: Core, sample: Sample) -> None:
         f"sample {sample.id}: lengths out of order"
     )
     assert core.groups.get(sample.group.id) is sample.group, f"sample {sample.id}: its group is forgotten"
-    known = sample.seen
+    known = sample.cached_view
     assert known is None or known == policy_view.fresh_view(sample), (
         f"sample {sample.id} changed since policies saw it: {known}"
     )
 
 
 def _check_worker(core: Core, worker: Worker) -> None:
-    seen = worker.slots
+    seen = worker.cached_slots
     assert seen is None or seen.leases == len(worker.leases), (
         f"worker {worker.id}: its leases changed since policies saw it: {seen}"
     )

@@ -1,7 +1,7 @@
 """What happens to samples: leases granted and ended, chunks accepted or refused, groups completed. Pure.
 
 Holds I1 (accepted tokens only grow, and only under the current lease), I2 (delivered after the commit), I5 (one budget over all leases) and
-I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has).
+I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has). In the order of a sample's life.
 """
 
 from __future__ import annotations
@@ -30,6 +30,79 @@ from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerSt
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
 ERROR_CHARS = 400
+
+
+# ---------------------------------------------------------------- leased
+
+
+def servable(worker: Worker, version: int) -> bool:
+    """Whether a worker may take leases of this version now."""
+    return (
+        worker.status is WorkerStatus.READY
+        and worker.conn is not None
+        and not worker.suspect
+        and worker.weights.loaded == version
+        and worker.weights.asked == version
+    )
+
+
+def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
+    """Lease samples, taken out of the queue before, to a worker. It is sent once it is durable."""
+    leases = [_grant(core, sample, worker) for sample in samples]
+    for part in _in_messages(leases):
+        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
+
+
+def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
+    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
+    part: list[tuple[Lease, int]] = []
+    nbytes = 0
+    for lease, accepted in leases:
+        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
+        if part and nbytes + size > ASSIGN_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append((lease, accepted))
+        nbytes += size
+    if part:
+        yield part
+
+
+def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
+    """The lease, and how many accepted tokens go with it."""
+    sample.transition(SampleStep.LEASE)
+    group, accepted, now = sample.group, sample.accepted, core.now
+    run, version = group.run, group.version
+    sample.epoch = epoch = sample.epoch + 1
+    sample.moves += accepted > 0
+    sample.worker_id = sample.last_worker_id = worker.id
+    sample.lease_version, sample.lease_offset = version, accepted
+    sample.leased_at = sample.chunk_at = now
+    sample.largest_flush = 0
+    sample.reported = accepted
+    worker.leases[sample.id] = sample
+    worker.leases_altered()
+    sample.view_changed()
+    run.leased[version] = run.leased.get(version, 0) + 1
+    sample.assigned_at = None
+    core.lease_granted(sample)
+    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
+
+
+def target_version(run: Run) -> int:
+    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
+
+    With steps in advance, who has nothing left to do for one step begins with the next.
+    """
+    for wanted in (run.queue.versions(), run.leased):
+        held = [version for version in wanted if run.weights.available(version)]
+        if held:
+            return min(held)
+    return max(run.weights.versions, default=-1)
+
+
+# ---------------------------------------------------------------- chunks
 
 
 class Fault(NamedTuple):
@@ -152,7 +225,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     else:
         sample.by_harvested += length
     note_span(sample.spans, worker.id, length)
-    sample.seen = None
+    sample.view_changed()
     sample.chunk_at = core.now
     if length > sample.largest_flush:
         sample.largest_flush = length
@@ -204,6 +277,9 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
         release(core, sample, f"chunk refused: {fault.reason}", crashed=fault.engine)
 
 
+# ---------------------------------------------------------------- finished
+
+
 def finish(core: Core, sample: Sample, reason: str) -> None:
     """The sample has its last token."""
     sample.transition(SampleStep.FINISH)
@@ -234,6 +310,9 @@ def _notify_finished(core: Core, sample: Sample) -> None:
     )
 
 
+# ---------------------------------------------------------------- its lease ends
+
+
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
     worker, leased, version = (
         core.workers.get(sample.worker_id),
@@ -248,13 +327,14 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)
-        worker.heartbeat.leases_changed, worker.slots = True, None
+        worker.leases_altered()
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.due.idle_workers.append(worker)
     sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
-    sample.worker_id, sample.seen = 0, None
+    sample.worker_id = 0
+    sample.view_changed()
 
 
 def lost_tokens(core: Core, sample: Sample) -> int:
@@ -291,10 +371,80 @@ def charge(core: Core, sample: Sample, node: str) -> bool:
     """Count an engine's death on `node` against the sample that it held; True when these were too many."""
     sample.failures += 1
     sample.failed_nodes |= {node}
-    sample.seen = None
+    sample.view_changed()
     enough = sample.group.run.settings.poison_after
     # A site of one node could never reach `poison_after` different ones.
     return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
+
+
+# ---------------------------------------------------------------- durable, delivered
+
+
+def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
+    """A commit made these lengths durable: acknowledge them to the holders, deliver groups that are whole now."""
+    acks: dict[int, dict[int, Held]] = {}
+    groups: dict[int, Group] = {}
+    for sample, length in lengths:
+        if length > sample.durable:
+            sample.durable = length
+            core.payloads.durable(sample.id, length)
+        groups[sample.group.id] = sample.group
+        worker = core.workers.get(sample.last_worker_id)
+        if worker is not None and worker.conn is not None:
+            acks.setdefault(worker.conn, {})[sample.id] = Held(sample.id, sample.epoch, sample.durable)
+    for conn, held in acks.items():
+        core.send(conn, Ack(tuple(held.values())))
+    for group in groups.values():
+        deliver_if_done(core, group)
+
+
+def deliver_if_done(core: Core, group: Group) -> None:
+    """Send a whole, durable group to the trainer (I2); once to each attempt and connection."""
+    run = group.run
+    if (
+        group.orphaned
+        or group.delivered_to == run.attempt
+        or run.trainer.conn is None
+        or not (group.done and group.durable)
+    ):
+        return
+    if core.groups.get(group.id) is not group:
+        return
+    group.delivered_to = run.attempt
+    core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
+    samples = tuple(
+        DoneSample(
+            s.id,
+            s.index,
+            b"",
+            b"",
+            b"",
+            s.finish,
+            s.moves,
+            s.reward,
+            s.error and s.error[:ERROR_CHARS],
+            s.reward_version,
+            s.by_reserved,
+            s.by_harvested,
+            s.regenerated,
+            tuple(s.spans) if len(s.spans) <= MAX_SPANS else (),
+        )
+        for s in group.samples
+    )
+    done = GroupDone(
+        group.id,
+        group.step,
+        group.version,
+        group.purpose,
+        group.prompt_index,
+        group.prompt,
+        group.meta,
+        samples,
+    )
+    core.send_filled(run.trainer.conn, done, tuple(s.accepted for s in group.samples))
+
+
+# ---------------------------------------------------------------- given up
 
 
 def poison(core: Core, sample: Sample, reason: str) -> None:
@@ -378,133 +528,3 @@ def forget(core: Core, group: Group) -> None:
     core.groups.pop(group.id, None)
     if group.run.by_key.get(group.key) is group:
         del group.run.by_key[group.key]
-
-
-def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
-    """A commit made these lengths durable: acknowledge them to the holders, deliver groups that are whole now."""
-    acks: dict[int, dict[int, Held]] = {}
-    groups: dict[int, Group] = {}
-    for sample, length in lengths:
-        if length > sample.durable:
-            sample.durable = length
-            core.payloads.durable(sample.id, length)
-        groups[sample.group.id] = sample.group
-        worker = core.workers.get(sample.last_worker_id)
-        if worker is not None and worker.conn is not None:
-            acks.setdefault(worker.conn, {})[sample.id] = Held(sample.id, sample.epoch, sample.durable)
-    for conn, held in acks.items():
-        core.send(conn, Ack(tuple(held.values())))
-    for group in groups.values():
-        deliver_if_done(core, group)
-
-
-def deliver_if_done(core: Core, group: Group) -> None:
-    """Send a whole, durable group to the trainer (I2); once to each attempt and connection."""
-    run = group.run
-    if (
-        group.orphaned
-        or group.delivered_to == run.attempt
-        or run.trainer.conn is None
-        or not (group.done and group.durable)
-    ):
-        return
-    if core.groups.get(group.id) is not group:
-        return
-    group.delivered_to = run.attempt
-    core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
-    samples = tuple(
-        DoneSample(
-            s.id,
-            s.index,
-            b"",
-            b"",
-            b"",
-            s.finish,
-            s.moves,
-            s.reward,
-            s.error and s.error[:ERROR_CHARS],
-            s.reward_version,
-            s.by_reserved,
-            s.by_harvested,
-            s.regenerated,
-            tuple(s.spans) if len(s.spans) <= MAX_SPANS else (),
-        )
-        for s in group.samples
-    )
-    done = GroupDone(
-        group.id,
-        group.step,
-        group.version,
-        group.purpose,
-        group.prompt_index,
-        group.prompt,
-        group.meta,
-        samples,
-    )
-    core.send_filled(run.trainer.conn, done, tuple(s.accepted for s in group.samples))
-
-
-def servable(worker: Worker, version: int) -> bool:
-    """Whether a worker may take leases of this version now."""
-    return (
-        worker.status is WorkerStatus.READY
-        and worker.conn is not None
-        and not worker.suspect
-        and worker.weights.loaded == version
-        and worker.weights.asked == version
-    )
-
-
-def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
-    """Lease samples, taken out of the queue before, to a worker. It is sent once it is durable."""
-    leases = [_grant(core, sample, worker) for sample in samples]
-    for part in _in_messages(leases):
-        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
-
-
-def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
-    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
-    part: list[tuple[Lease, int]] = []
-    nbytes = 0
-    for lease, accepted in leases:
-        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
-        if part and nbytes + size > ASSIGN_BYTES:
-            yield part
-            part, nbytes = [], 0
-        part.append((lease, accepted))
-        nbytes += size
-    if part:
-        yield part
-
-
-def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
-    """The lease, and how many accepted tokens go with it."""
-    sample.transition(SampleStep.LEASE)
-    group, accepted, now = sample.group, sample.accepted, core.now
-    run, version = group.run, group.version
-    sample.epoch = epoch = sample.epoch + 1
-    sample.moves += accepted > 0
-    sample.worker_id = sample.last_worker_id = worker.id
-    sample.lease_version, sample.lease_offset = version, accepted
-    sample.leased_at = sample.chunk_at = now
-    sample.largest_flush = 0
-    sample.reported = accepted
-    worker.leases[sample.id] = sample
-    worker.heartbeat.leases_changed, worker.slots, sample.seen = True, None, None
-    run.leased[version] = run.leased.get(version, 0) + 1
-    sample.assigned_at = None
-    core.lease_granted(sample)
-    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
-    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
-
-
-def target_version(run: Run) -> int:
-    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
-
-    With steps in advance, who has nothing left to do for one step begins with the next.
-    """
-    for wanted in (run.queue.versions(), run.leased):
-        held = [version for version in wanted if run.weights.available(version)]
-        if held:
-            return min(held)
-    return max(run.weights.versions, default=-1)

@@ -171,16 +171,19 @@ class Sample:
     #: (worker, tokens) of those who generated it, in the order of its tokens.
     spans: list[tuple[int, int]] = field(default_factory=list)
     regenerated: int = 0  # tokens that died with a worker, since then
-    seen: SampleView | None = (
-        None  # how policies see it (`policy_view`), until any of that changes; `audit` makes it anew and compares
-    )
+    #: How policies see it (`policy_view`), until any of that changes. `audit` makes it anew and compares.
+    cached_view: SampleView | None = None
+
+    def view_changed(self) -> None:
+        """Something changed that policies see of it."""
+        self.cached_view = None
 
     def transition(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
         target = SAMPLE_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
-        self.seen = None
+        self.cached_view = None
         group = self.group
         if target in UNFINISHED:  # and so was where it came from: what is done is not opened again
             self.status = target
@@ -192,7 +195,7 @@ class Sample:
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
-        before, self.seen = self.done, None
+        before, self.cached_view = self.done, None
         self.error = cause
         self.group.unfinished += before - self.done
 
@@ -594,8 +597,13 @@ class Worker:
     engine: EngineMetrics = field(default_factory=EngineMetrics)
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     departure: Departure = field(default_factory=Departure)
-    slots: Slots | None = None  # how policies see its leases, until one comes or goes
+    cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
+
+    def leases_altered(self) -> None:
+        """A lease of it came or went."""
+        self.heartbeat.leases_changed = True
+        self.cached_slots = None
 
     def transition(self, step: WorkerStep) -> None:
         """Take one legal step, or raise and change nothing."""

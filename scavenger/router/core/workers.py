@@ -106,7 +106,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
                 gained += gain
                 if gain > most:
                     most = gain
-            sample.reported, sample.seen = length, None
+            sample.reported, sample.cached_view = length, None
         context += len(sample.group.prompt) // 4 + length
     if here < len(leases):
         _release_lost(core, worker, beat)
