@@ -99,6 +99,7 @@ class Daemon:
         self.harvester: Harvester | None = None
         self._announcement = Announcement(self.state_dir, config.daemon)
         self._key_requests: KeyRequests | None = None  # where other users may own runs
+        self._waits_for = ""  # the holder that was logged last, while this daemon waits to claim
         #: A daemon of this host that lives is followed: its ports may take a while to be free.
         self._predecessor_may_hold_ports = False
         # What comes to be as `run` goes on, in this order.
@@ -144,8 +145,8 @@ class Daemon:
             self._beat(server),
             # None of these ends before the daemon does; one that fails ends it.
             *map(
-                self._lasting,
-                self.service_manager.work(server, harvester, status_now, self.clock, self._obey, stop),
+                self._run_until_stopped,
+                self.service_manager.work(server, harvester, status_now, self.clock, self._reconfigure, stop),
             ),
         ]
         if self._key_requests is not None:
@@ -201,38 +202,40 @@ class Daemon:
     async def _claim(self) -> bool:
         """Claim the state directory; wait for a daemon that holds it or its ledger as `manner` says. False: stopped meanwhile."""
         me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
-        self._ownership = mine = ownership.Ownership(self.state_dir, me)
-        watch, logged = Watch(self.manner), ""
+        self._ownership = ownership.Ownership(self.state_dir, me)
+        watch, claimed = Watch(self.manner), False
         try:
-            while not self.stop.is_set():
-                try:
-                    there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
-                except LedgerError as error:  # a failed poll says nothing of who is there
-                    if self.manner is not Manner.STAND_BY:
-                        raise
-                    log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
+            while not (claimed or self.stop.is_set()):
+                claimed = await self._poll_holders(watch) is Verdict.TAKE
+                if not claimed:
                     await self._pause()
-                    continue
-                verdict, why, sign = watch.poll(there, time.time(), time.monotonic())
-                if sign is not None and verdict is Verdict.REFUSE:
-                    raise ownership.refused(there[sign], why)
-                if verdict is Verdict.TAKE:
-                    for holder in there.values():
-                        log.warning("taking over", held_by=str(holder), why=why)
-                        self._predecessor_may_hold_ports = self._predecessor_may_hold_ports or (
-                            holder.here and not holder.gone
-                        )
-                    return True
-                self.service_manager.waiting(f"waiting for another daemon: {why}")
-                if sign is not None and sign.who != logged:
-                    logged = sign.who
-                    log.warning("waiting", held_by=str(there[sign]), why=why)
-                await self._pause()
-        except BaseException:
-            mine.close()
-            raise
-        mine.close()
-        return False
+            return claimed
+        finally:
+            if not claimed:
+                self._ownership.close()
+
+    async def _poll_holders(self, watch: Watch) -> Verdict:
+        """One look at who holds the ledger: TAKE or WAIT. Raises `LedgerHeld` where this daemon is not to start."""
+        try:
+            there = await asyncio.to_thread(ownership.holders, self._ownership, self.config.ledger_url)
+        except LedgerError as error:  # a failed poll says nothing of who is there
+            if self.manner is not Manner.STAND_BY:
+                raise
+            log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
+            return Verdict.WAIT
+        verdict, why, sign = watch.poll(there, time.time(), time.monotonic())
+        if sign is not None and verdict is Verdict.REFUSE:
+            raise ownership.refused(there[sign], why)
+        if verdict is Verdict.TAKE:
+            for holder in there.values():
+                log.warning("taking over", held_by=str(holder), why=why)
+                self._predecessor_may_hold_ports |= holder.here and not holder.gone
+            return verdict
+        self.service_manager.waiting(f"waiting for another daemon: {why}")
+        if sign is not None and sign.who != self._waits_for:
+            self._waits_for = sign.who
+            log.warning("waiting", held_by=str(there[sign]), why=why)
+        return verdict
 
     def _take_ledger(self) -> Writer:
         """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
@@ -303,8 +306,8 @@ class Daemon:
 
     async def _bind_ports(self, server: Server) -> int:
         if self._predecessor_may_hold_ports:
-            await self._bound(self.service_manager.serve_metrics)
-        return await self._bound(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
+            await self._retry_bind(self.service_manager.serve_metrics)
+        return await self._retry_bind(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
 
     def _resume(self, server: Server, writer: Writer, snapshot: Snapshot) -> None:
         """The router goes on from the snapshot, and its policies from what they had learned."""
@@ -314,12 +317,19 @@ class Daemon:
         self._report_new_timeline(server, writer.granted)
 
     async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
-        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
+        """Commit once to prove that this generation still owns the ledger. Then publish the rendezvous file, unless the daemon was
+        stopped or the file names a newer generation.
+
+        Raises `Fenced` or `LedgerError` where the writer has ended: its own report of that may still be on its way to this thread.
+        """
         ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in (ours, stopped):
             task.cancel()
+        error = ours.exception() if ours.done() else None
+        if error is not None and not self.stop.is_set():
+            raise error
         if self.stop.is_set() or self._announcement.newest() > generation:
             return
         endpoint = self._announcement.publish(public, port, generation)
@@ -333,7 +343,7 @@ class Daemon:
 
     # ---------------------------------------------------------------- while it serves
 
-    async def _lasting(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         await work
         await self.stop.wait()
 
@@ -344,17 +354,25 @@ class Daemon:
             await server.commit([Heartbeat(self.clock())])
 
     async def _watch_files(self) -> None:
-        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
         while True:
             await asyncio.sleep(2.0)
-            try:
-                self._enrolment.read()
-                self._defend_rendezvous()
-                self._ownership.claim()
-            except (OSError, AuthError) as error:
-                log.warning("owners not read again; those known stay", reason=str(error))
+            self._check_files()
 
-    def _obey(self, config: DaemonConfig) -> None:
+    def _check_files(self) -> None:
+        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous; the lock is touched as a sign
+        of life. A fault of one of the three is logged under its own name, and keeps back neither the others nor the daemon.
+        """
+        for check, fault in (
+            (self._enrolment.read, "owners not read again; those known stay"),
+            (self._defend_rendezvous, "the rendezvous file was not checked for another daemon; tried again"),
+            (self._ownership.claim, "daemon.lock was not touched: this daemon may look silent; tried again"),
+        ):
+            try:
+                check()
+            except (OSError, AuthError) as error:
+                log.warning(fault, reason=str(error))
+
+    def _reconfigure(self, config: DaemonConfig) -> None:
         """Take over what may change live. Raises `ConfigError`, and then nothing changed."""
         if self.harvester is not None:
             self.harvester.reconfigure(config)
@@ -563,7 +581,7 @@ class Daemon:
                 past = history.read(
                     writer.engine,
                     run.name,
-                    max(0, run.step.last_committed - warm_start.STEPS),
+                    max(0, run.progress.last_committed - warm_start.STEPS),
                     warm_start.CHUNKS,
                 )
                 facts = warm_start.facts(past)
@@ -601,7 +619,7 @@ class Daemon:
                 ]
             )
 
-    async def _bound(self, bind: Callable[[], T]) -> T:
+    async def _retry_bind(self, bind: Callable[[], T]) -> T:
         """What `bind` gives. A daemon of this host that was taken over holds its ports until it has seen that it is fenced."""
         deadline = time.monotonic() + (PORT_WAIT_S if self._predecessor_may_hold_ports else 0.0)
         while True:

@@ -8,9 +8,6 @@
 When to poll again, and how much, is `pace`'s. A poll of the queue alone moves our jobs on; when it shows that one left its GPUs, a full
 poll follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
 
-`Poller` owns the last complete observation, what Slurm says of itself, and the verdict on the partition. A poll of the queue becomes a full
-one where it says too little. Every observation is stamped by our clock, with the time before it was asked for.
-
 Owns the order of a cycle, the wait between two, and the end. Decides nothing about jobs; knows of no command and no key file.
 """
 
@@ -28,11 +25,10 @@ from dataclasses import replace
 import structlog
 
 from scavenger.asyncio_helpers import first, patience_s
-from scavenger.cluster import partition_check
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job
+from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
@@ -48,6 +44,7 @@ from scavenger.harvest.execute.execute import (
 )
 from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
+from scavenger.harvest.poller import Poller
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.harvest.track.waits import OtherUsersWaits
@@ -57,10 +54,6 @@ from scavenger.policy.idle_gpus import Idling
 
 log = structlog.get_logger()
 
-#: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
-KEPT_S = 300.0
-#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
-INFO_S = 900.0
 #: A drained engine's job that is still there after this is cancelled.
 DRAIN_NOTICE_S = 30.0
 #: How often the demand is compared with what was last decided on.
@@ -74,120 +67,6 @@ MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
 #: Logs that are read in one cycle: where all engines fail they fail alike.
 MOST_EXPLAINED = 3
-
-
-class Plans:
-    """Remembers what backfill planned last for each waiting job. Call `complete` with every poll's queue.
-
-    Each cycle of backfill begins by forgetting the starts and nodes of all waiting jobs (Slurm's `_clear_job_estimates`) and finds them
-    again one by one, so a queue that is polled in between shows none.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[
-            int, tuple[Job, float]
-        ] = {}  # by job id: how it was planned last, and when that was seen
-
-    def complete(self, jobs: Sequence[Job], now: float) -> tuple[Job, ...]:
-        """The queue, with the last plan of each waiting job that shows none, while that is still to come."""
-        seen = self._seen
-        self._seen = {}
-        return tuple(self._completed(job, seen, now) if job.waits else job for job in jobs)
-
-    def _completed(self, job: Job, seen: dict[int, tuple[Job, float]], now: float) -> Job:
-        if job.planned:
-            self._seen[job.job_id] = (job, now)
-            return job
-        found = seen.get(job.job_id)
-        if found is None or now - found[1] > KEPT_S or found[0].start_time <= now:
-            return job
-        self._seen[job.job_id] = found
-        return replace(job, planned=found[0].planned, start_time=found[0].start_time)
-
-
-class Poller:
-    """`surprised` says whether a queue shows more than the queue alone can explain; `learned` gets what Slurm says of itself."""
-
-    def __init__(
-        self,
-        config: Callable[[], DaemonConfig],
-        cluster: Cluster,
-        thread: OneThread,
-        *,
-        surprised: Callable[[Sequence[Job]], bool],
-        learned: Callable[[ClusterInfo], None],
-        write: Callable[[Sequence[rec.Record]], object],
-        sources: Sources,
-    ) -> None:
-        self._config, self._cluster, self._thread = config, cluster, thread
-        self._surprised, self._learned, self._write = surprised, learned, write
-        self._clock, self._monotonic = sources.clock, sources.monotonic
-        self.view: ClusterView | None = None  # the last complete observation
-        self.info: ClusterInfo | None = None  # None: Slurm never answered
-        self._info_at = -math.inf
-        self._plans = Plans()
-        self.refused = ""  # why the partition may no longer be harvested
-
-    @property
-    def name(self) -> str:
-        return self.info.name if self.info is not None else "cluster"
-
-    async def observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
-        """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
-        partition may not be harvested."""
-        view, poll = await self._observe(poll, failed)
-        self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
-        return self.view, poll
-
-    async def _observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
-        if self.info is None:
-            info = await self._thread.call(self._cluster.info)
-            view = await self.whole()
-            harvest = self._config().harvest
-            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
-            self._learn(info)
-            return view, Poll.FULL
-        if poll is Poll.JOBS and self.view is not None:
-            asked_at = self._clock()
-            jobs = await self._thread.call(self._cluster.jobs)
-            if not self._surprised(jobs):
-                return replace(self.view, jobs=jobs, observed_at=asked_at), Poll.JOBS
-        view = await self.whole()
-        if (
-            failed or self._monotonic() - self._info_at >= INFO_S
-        ):  # a controller that was restarted has read another configuration
-            self._learn(await self._thread.call(self._cluster.info))
-        self._check_again(self.info, view)
-        return view, Poll.FULL
-
-    async def whole(self) -> ClusterView:
-        """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
-        asked_at = self._clock()
-        return replace(await self._thread.call(self._cluster.view), observed_at=asked_at)
-
-    def _learn(self, info: ClusterInfo) -> None:
-        if info != self.info:
-            self._learned(info)
-        self.info, self._info_at = info, self._monotonic()
-
-    def _check_again(self, info: ClusterInfo, view: ClusterView) -> None:
-        """A partition that stops being harmless while we run gets no more jobs, and loses those it has."""
-        harvest = self._config().harvest
-        refused = ""
-        try:
-            partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
-        except ConfigError as error:
-            refused = error.cause
-        if refused != self.refused:
-            kind = "partition_refused" if refused else "partition_allowed"
-            self._write(
-                [
-                    rec.Event(
-                        kind, 0, harvest.partition, refused or "it is preemptible again", "{}", self._clock()
-                    )
-                ]
-            )
-        self.refused = refused
 
 
 class Harvester:
@@ -570,17 +449,7 @@ class Harvester:
             now = self._monotonic()
             changed = self.stop_state.poll_and_compare()
             self._drain_while_slurm_fails()
-            moved = (
-                self._poked.is_set() or changed or _shape(self._router.demand()) != self._demand_decided_on
-            )
-            rests = all(one.standby for one in self.tracker.intents.values()) and not any(
-                d.engines for d in self._router.demand()
-            )
-            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of polls.
-            by = now if changed and self.stop_state.stop_read is not None else self._drains_due_at
-            due_at, poll = self._pace.next(
-                now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by
-            )
+            due_at, poll, moved = self._next_poll(now, stop_changed=changed)
             if now >= due_at:
                 break
             await first(
@@ -592,6 +461,18 @@ class Harvester:
         if poll is Poll.FULL:
             self._poked.clear()
         return poll
+
+    def _next_poll(self, now: float, *, stop_changed: bool) -> tuple[float, Poll, bool]:
+        """When the next poll is due (`monotonic`), which it is, and whether something moved since the last decision."""
+        demand = self._router.demand()
+        moved = self._poked.is_set() or stop_changed or _shape(demand) != self._demand_decided_on
+        no_jobs = all(one.standby for one in self.tracker.intents.values())
+        at_rest = no_jobs and not any(d.engines for d in demand)
+        # A new stop forces a poll now. Lifting it waits for the RPC budget, or a file toggled repeatedly would cause a poll each time.
+        stopped_anew = stop_changed and self.stop_state.stop_read is not None
+        by = now if stopped_anew else self._drains_due_at
+        expecting = self.tracker.expecting(self._clock())
+        return *self._pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest, by=by), moved
 
     def _drain_while_slurm_fails(self) -> None:
         """Somebody stopped us, and there is no poll to decide on: what needs no Slurm is done now."""

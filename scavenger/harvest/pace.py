@@ -163,14 +163,14 @@ class Pace:
     # ---------------------------------------------------------------- what is next
 
     def next(
-        self, now: float, *, expecting: bool, moved: bool, rests: bool, by: float = math.inf
+        self, now: float, *, expecting: bool, moved: bool, at_rest: bool, by: float = math.inf
     ) -> tuple[float, Poll]:
         """When the next poll is due, and which. `moved`: somebody poked, or wants another number of engines.
 
         `by`: somebody was promised GPUs by then, so that a whole poll is due then whatever it costs.
         """
         rules = self.rules
-        interval_s = max(rules.poll_interval_s, rules.floor_s) * (REST if rests else 1.0)
+        interval_s = max(rules.poll_interval_s, rules.floor_s) * (REST if at_rest else 1.0)
         self._promised_s = interval_s * STRETCH[1]
         self._quick_s = max(rules.floor_s, rules.fast_poll_interval_s) * STRETCH[1] if expecting else 0.0
         if self.failures:

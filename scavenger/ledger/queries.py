@@ -1,8 +1,9 @@
 """Named SQL files. Owns where they lie and how one is read; knows no question that they ask.
 
-`sql/ledger/` holds what the product asks; `sql/reports/` what an admin asks. A report's first line is a comment that states its
-question, it takes no parameters, and it runs unchanged in `sqlite3` and `psql`. Both kinds hold to SQL that SQLite and PostgreSQL
-share: no `max(a, b)` or `greatest`, no date functions, `CAST(x AS numeric)` before `round`, no colon but before a parameter's name.
+`sql/ledger/` holds what the product asks, and in `writes.sql` the statements of its writer, to read; `sql/reports/` what an admin asks.
+A report's first line is a comment that states its question, it takes no parameters, and it runs unchanged in `sqlite3` and `psql`. Both
+kinds hold to SQL that SQLite and PostgreSQL share: no `max(a, b)` or `greatest`, no date functions, `CAST(x AS numeric)` before
+`round`, no colon but before a parameter's name.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _run(run: Run, wanted: int) -> RunReading:
     samples: Counter[str] = Counter(
         {status.value: 0 for status in SampleStatus if status not in (SampleStatus.NEW, SampleStatus.ENDED)}
     )
-    progress_at = run.step.submitted_at
+    progress_at = run.progress.submitted_at
     for group in run.by_key.values():
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:
@@ -75,7 +75,7 @@ def _run(run: Run, wanted: int) -> RunReading:
         samples,
         wanted,
         max(run.weights.versions, default=0),
-        run.step.last_committed,
+        run.progress.last_committed,
         progress_at,
         run.trainer.seen_at,
     )

@@ -13,7 +13,11 @@ from scavenger.protocol.messages import Fleet
 from scavenger.protocol.reserved_memory import Memory
 
 #: What the daemon says of the window, and what that decides.
-WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
+WINDOW: dict[str, train_step.Window] = {
+    "open": train_step.Window.OPEN,
+    "close": train_step.Window.CLOSED,
+    "": train_step.Window.UNDECIDED,
+}
 
 
 class StepSession:
@@ -36,13 +40,13 @@ class StepSession:
             harvested=fleet.harvested,
             reserved_awake=reserved_awake,
             now=now,
-            window_closed=self._window(fleet),
+            decided=self._window(fleet),
             window_reason=fleet.window_reason,
             sleep_ack=acknowledged if isinstance(acknowledged, train_step.ReservedAsleep) else None,
         )
 
-    def _window(self, fleet: Fleet) -> bool | None:
-        return WINDOW[fleet.window] if self._heeds_window else None
+    def _window(self, fleet: Fleet) -> train_step.Window:
+        return WINDOW[fleet.window] if self._heeds_window else train_step.Window.UNDECIDED
 
     def observe(self, fleet: Fleet, memory: Memory | None) -> list[train_step.Event]:
         """What was said last, where that is news. `memory`: of the reserved engines; None where there is nothing to say of it."""
@@ -50,7 +54,7 @@ class StepSession:
         if fleet.harvested != self.state.harvested:
             reserved = fleet.reserved_awake + fleet.reserved_asleep
             events.append(train_step.FleetChanged(fleet.harvested, reserved))
-        if self._window(fleet) != self.state.window_closed:
+        if self._window(fleet) != self.state.decided:
             events.append(train_step.WindowDecided(self._window(fleet), fleet.window_reason))
         return [*events, *self.observe_memory(memory)]
 

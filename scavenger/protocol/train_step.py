@@ -14,8 +14,8 @@ An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`End
 the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
 
 Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
-share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates. A step may begin with
-what was decided at the last one's end, that the window be closed: a decision to open it therefore counts at any time.
+share of samples `Plan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
+`wake_after_s`. A step inherits the last decision, so 'open' also counts in SLEEP and TRAIN.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` says what fires (the first rule of
 the current phase whose condition holds), `_apply` what that changes; `react` repeats both until none does.
@@ -37,6 +37,14 @@ class Phase(Enum):
     TRAIN = "train"
     WAKE = "wake"
     FINISH = "finish"
+
+
+class Window(Enum):
+    """What was decided of the seed window: whether reserved engines shall generate. UNDECIDED: nobody decides, and the share does."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    UNDECIDED = "undecided"
 
 
 # ---------------------------------------------------------------- events
@@ -82,9 +90,9 @@ class FleetChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindowDecided:
-    """Reserved engines shall stop generating (`close`), or go on, or begin again. None: nobody decides any more."""
+    """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: nobody decides any more."""
 
-    close: bool | None
+    window: Window
     reason: str
 
 
@@ -187,7 +195,8 @@ class Plan:
 class StepState:
     """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
 
-    `window_closed`: what was decided of the window, None = nothing; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
+    `passed_groups`: those that were trained, or have nothing to train before FINISH.
+    `decided`: what was decided of the window; `window_reason`: why. `sleep_ack`: what reserved engines acknowledged,
     None = not all have; `holding`: who has not; `sleep_asked_at`: since when they are to sleep, or were last ended; `end_attempts`: how
     often they were.
     """
@@ -197,12 +206,12 @@ class StepState:
     reserved_awake: bool = False
     done_samples: int = 0
     done_groups: int = 0
-    trained_groups: int = 0
+    passed_groups: int = 0
     scoring_groups: int = 0  # came, and wait for their rewards
     harvested: int = 0
     gone_at: float | None = None
     back_at: float | None = None
-    window_closed: bool | None = None
+    decided: Window = Window.UNDECIDED
     window_reason: str = ""
     sleep_ack: ReservedAsleep | None = None
     holding: tuple[str, ...] = ()
@@ -216,7 +225,7 @@ class StepState:
 
     @property
     def ready_groups(self) -> int:
-        return self.done_groups - self.trained_groups - self.scoring_groups
+        return self.done_groups - self.passed_groups - self.scoring_groups
 
 
 def begin(
@@ -225,7 +234,7 @@ def begin(
     harvested: int,
     reserved_awake: bool,
     now: float,
-    window_closed: bool | None = None,
+    decided: Window = Window.UNDECIDED,
     window_reason: str = "",
     sleep_ack: ReservedAsleep | None = None,
 ) -> tuple[StepState, tuple[Action, ...]]:
@@ -234,113 +243,122 @@ def begin(
     `sleep_ack`: what they acknowledged of an earlier step's order to sleep, where that still holds.
     """
     here = harvested > 0 and plan.harvest
-    step = StepState(
+    state = StepState(
         plan,
         reserved_awake=reserved_awake,
         harvested=harvested if plan.harvest else 0,
         gone_at=None if here else now,
         back_at=now if here else None,
-        window_closed=window_closed,
+        decided=decided,
         window_reason=window_reason,
         sleep_ack=None if reserved_awake else sleep_ack,
         sleep_asked_at=now,
     )
-    return _fire_rules(step, now)
+    return _fire_rules(state, now)
 
 
-# ---------------------------------------------------------------- conditions: (step, now) -> a reason, or None
+# ---------------------------------------------------------------- conditions: (state, now) -> a reason, or None
 
 
-def _asleep_in_seed(step: StepState, now: float) -> str | None:
-    if step.plan.reserved and not step.reserved_awake and not _seed_over(step, now):
+def _asleep_in_seed(state: StepState, now: float) -> str | None:
+    if state.plan.reserved and not state.reserved_awake and not _seed_over(state, now):
         return "the seed window opens"
     return None
 
 
-def _nobody_seeds(step: StepState, now: float) -> str | None:
-    return None if step.plan.reserved else "there are no reserved engines to seed with"
+def _nobody_seeds(state: StepState, now: float) -> str | None:
+    return None if state.plan.reserved else "there are no reserved engines to seed with"
 
 
-def _seed_over(step: StepState, now: float) -> str | None:
-    plan = step.plan
-    if step.outstanding == 0:
+def _window_says_close(state: StepState) -> str | None:
+    """A decision closes the window only while harvested engines live."""
+    closes = state.decided is Window.CLOSED and state.harvested > 0
+    return f"decided: {state.window_reason}" if closes else None
+
+
+def _seed_over(state: StepState, now: float) -> str | None:
+    plan = state.plan
+    if state.outstanding == 0:
         return "every sample has come"
-    if step.window_closed is not None:
-        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
-    if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
-        return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
+    if state.decided is not Window.UNDECIDED:
+        return _window_says_close(state)
+    if state.harvested > 0 and state.done_samples >= plan.window * plan.samples:
+        done = f"{state.done_samples}/{plan.samples}"
+        return (
+            f"the window of {plan.window:g} is reached ({done}) and {state.harvested} harvested engines live"
+        )
     return None
 
 
-def _awake(step: StepState, now: float) -> str | None:
-    return "reserved engines and training share GPUs" if step.reserved_awake else None
+def _not_told_to_sleep(state: StepState, now: float) -> str | None:
+    return "reserved engines and training share GPUs" if state.reserved_awake else None
 
 
-def _memory_free(step: StepState, now: float) -> str | None:
-    if step.sleep_ack is None:
+def _memory_free(state: StepState, now: float) -> str | None:
+    if state.sleep_ack is None:
         return None
-    return f"{step.sleep_ack.engines} reserved engines sleep and hold {step.sleep_ack.bytes_held} bytes"
+    return f"{state.sleep_ack.engines} reserved engines sleep and hold {state.sleep_ack.bytes_held} bytes"
 
 
-def _memory_taken(step: StepState, now: float) -> str | None:
-    if not step.plan.reserved or step.sleep_ack is not None:
+def _memory_taken(state: StepState, now: float) -> str | None:
+    if not state.plan.reserved or state.sleep_ack is not None:
         return None
-    return f"reserved engines hold memory: {_names(step)}"
+    return f"reserved engines hold memory: {_names(state)}"
 
 
-def _names(step: StepState) -> str:
-    return ", ".join(step.holding) or "of none is it known that it sleeps"
+def _names(state: StepState) -> str:
+    return ", ".join(state.holding) or "of none is it known that it sleeps"
 
 
-def _overdue(step: StepState, now: float) -> str | None:
-    limit = END_TIMEOUT_S if step.end_attempts else step.plan.sleep_timeout_s
-    if now - step.sleep_asked_at < limit:
+def _overdue(state: StepState, now: float) -> str | None:
+    limit = END_TIMEOUT_S if state.end_attempts else state.plan.sleep_timeout_s
+    if now - state.sleep_asked_at < limit:
         return None
-    if step.end_attempts:
-        return f"still there {limit:g} s after they were to be ended: {_names(step)}"
-    return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(step)}"
+    if state.end_attempts:
+        return f"still there {limit:g} s after they were to be ended: {_names(state)}"
+    return f"no acknowledgement within {limit:g} s of being told to sleep: {_names(state)}"
 
 
-def _harvested_gone(step: StepState, now: float) -> str | None:
-    plan = step.plan
+def _harvested_gone(state: StepState, now: float) -> str | None:
+    plan = state.plan
     if (
         not plan.reserved
-        or step.outstanding == 0
-        or step.gone_at is None
-        or now - step.gone_at < plan.wake_after_s
+        or state.outstanding == 0
+        or state.gone_at is None
+        or now - state.gone_at < plan.wake_after_s
     ):
         return None
-    return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
+    return f"no harvested engine for {now - state.gone_at:.1f} s with {state.outstanding} samples outstanding"
 
 
-def _decided_open(step: StepState, now: float) -> str | None:
-    if step.plan.reserved and step.outstanding > 0 and step.window_closed is False:
-        return f"decided: {step.window_reason}"
+def _decided_open(state: StepState, now: float) -> str | None:
+    if state.plan.reserved and state.outstanding > 0 and state.decided is Window.OPEN:
+        return f"decided: {state.window_reason}"
     return None
 
 
-def _harvested_back(step: StepState, now: float) -> str | None:
-    if step.outstanding == 0:
+def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
+    if state.outstanding == 0:
         return "every sample has come"
-    if step.window_closed is not None:
-        return f"decided: {step.window_reason}" if step.window_closed and step.harvested > 0 else None
-    if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
-        return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
+    if state.decided is not Window.UNDECIDED:
+        return _window_says_close(state)
+    if state.back_at is not None and now - state.back_at >= state.plan.wake_after_s:
+        return f"{state.harvested} harvested engines have lived for {now - state.back_at:.1f} s"
     return None
 
 
-def _round_ready(step: StepState, now: float) -> str | None:
-    if step.ready_groups >= step.plan.round_groups:
-        return f"{step.ready_groups} groups wait"
-    if step.ready_groups > 0 and step.outstanding == 0:
-        last = f"the last {step.ready_groups} groups wait"
-        return f"{last}, but for {step.scoring_groups} without rewards" if step.scoring_groups else last
+def _round_ready(state: StepState, now: float) -> str | None:
+    if state.ready_groups >= state.plan.round_groups:
+        return f"{state.ready_groups} groups wait"
+    if state.ready_groups > 0 and state.outstanding == 0:
+        last = f"the last {state.ready_groups} groups wait"
+        return f"{last}, but for {state.scoring_groups} without rewards" if state.scoring_groups else last
     return None
 
 
-def _all_trained(step: StepState, now: float) -> str | None:
-    if step.outstanding == 0 and step.trained_groups == step.plan.groups:
-        return f"{step.plan.groups} groups trained"
+def _all_trained(state: StepState, now: float) -> str | None:
+    if state.outstanding == 0 and state.passed_groups == state.plan.groups:
+        return f"{state.plan.groups} groups trained"
     return None
 
 
@@ -362,13 +380,14 @@ class Rule:
     )
 
 
+# SEED -> SLEEP sends nothing. The SLEEP rule that follows sends SleepReserved, so engines that sleep already get no second order.
 RULES: tuple[Rule, ...] = (
     Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
     Rule(Phase.SEED, _nobody_seeds, Phase.TRAIN, None),
     Rule(Phase.SEED, _seed_over, Phase.SLEEP, None),
     Rule(Phase.SLEEP, _harvested_gone, Phase.WAKE, WakeReserved),
     Rule(Phase.SLEEP, _decided_open, Phase.WAKE, WakeReserved),
-    Rule(Phase.SLEEP, _awake, Phase.SLEEP, SleepReserved),
+    Rule(Phase.SLEEP, _not_told_to_sleep, Phase.SLEEP, SleepReserved),
     Rule(Phase.SLEEP, _memory_free, Phase.TRAIN, None),
     Rule(Phase.SLEEP, _overdue, Phase.SLEEP, EndReserved),
     Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
@@ -376,111 +395,118 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.TRAIN, _memory_taken, Phase.SLEEP, None),
     Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
     Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
-    Rule(Phase.WAKE, _harvested_back, Phase.SLEEP, None),
+    Rule(Phase.WAKE, _reserved_no_longer_needed, Phase.SLEEP, None),
 )
 
 
-def _fire_rules(step: StepState, now: float) -> tuple[StepState, tuple[Action, ...]]:
+def _fire_rules(state: StepState, now: float) -> tuple[StepState, tuple[Action, ...]]:
     """Let rules fire until none does, or the driver is to train or to finish first."""
     actions: list[Action] = []
     while True:
         fired = next(
-            ((rule, why) for rule in RULES if rule.phase is step.phase and (why := rule.when(step, now))),
+            ((rule, why) for rule in RULES if rule.phase is state.phase and (why := rule.when(state, now))),
             None,
         )
         if fired is None:
-            return step, tuple(actions)
+            return state, tuple(actions)
         rule, why = fired
         if rule.action is EndReserved:
-            actions.append(EndReserved(why, again=step.end_attempts > 0))
+            actions.append(EndReserved(why, again=state.end_attempts > 0))
         elif rule.action is not None:
             actions.append(rule.action(why))
-        step = _apply(step, rule, why, now)
+        state = _apply(state, rule, why, now)
         if rule.action in (TrainReady, FinishStep):
-            return step, tuple(actions)
+            return state, tuple(actions)
 
 
-def _apply(step: StepState, rule: Rule, why: str, now: float) -> StepState:
+def _apply(state: StepState, rule: Rule, why: str, now: float) -> StepState:
     """What a rule that fired changes."""
     if rule.action in (WakeReserved, SleepReserved):
         awake = rule.action is WakeReserved
-        step = replace(
-            step, reserved_awake=awake, sleep_ack=None, holding=(), sleep_asked_at=now, end_attempts=0
+        state = replace(
+            state, reserved_awake=awake, sleep_ack=None, holding=(), sleep_asked_at=now, end_attempts=0
         )
-    if rule.then is not step.phase:
-        change = f"{step.phase.value} -> {rule.then.value}: {why}"
-        step = replace(step, phase=rule.then, log=(*step.log, change))
+    if rule.then is not state.phase:
+        change = f"{state.phase.value} -> {rule.then.value}: {why}"
+        state = replace(state, phase=rule.then, log=(*state.log, change))
     if rule.action is EndReserved:
-        ended = f"{step.phase.value}: ended: {why}"
-        attempts = step.end_attempts + 1
-        step = replace(step, sleep_asked_at=now, end_attempts=attempts, log=(*step.log, ended))
-    return step
+        ended = f"{state.phase.value}: ended: {why}"
+        attempts = state.end_attempts + 1
+        state = replace(state, sleep_asked_at=now, end_attempts=attempts, log=(*state.log, ended))
+    return state
 
 
-def _observe_fleet(step: StepState, event: FleetChanged, now: float) -> StepState:
-    harvested = event.harvested if step.plan.harvest else 0
+def _observe_fleet(state: StepState, event: FleetChanged, now: float) -> StepState:
+    harvested = event.harvested if state.plan.harvest else 0
     if harvested > 0:
         return replace(
-            step, harvested=harvested, gone_at=None, back_at=step.back_at if step.back_at is not None else now
+            state,
+            harvested=harvested,
+            gone_at=None,
+            back_at=state.back_at if state.back_at is not None else now,
         )
-    return replace(step, harvested=0, back_at=None, gone_at=step.gone_at if step.gone_at is not None else now)
+    return replace(
+        state, harvested=0, back_at=None, gone_at=state.gone_at if state.gone_at is not None else now
+    )
 
 
-def _observe_memory(step: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
+def _observe_memory(state: StepState, event: ReservedAsleep | ReservedHolds, now: float) -> StepState:
     """What reserved engines hold. While they are to be awake, that they sleep is an older order's acknowledgement."""
-    if step.reserved_awake:
-        return step
+    if state.reserved_awake:
+        return state
     if isinstance(event, ReservedAsleep):
-        return replace(step, sleep_ack=event, holding=(), end_attempts=0)
-    began = now if step.sleep_ack is not None else step.sleep_asked_at
-    return replace(step, sleep_ack=None, holding=event.names, sleep_asked_at=began)
+        return replace(state, sleep_ack=event, holding=(), end_attempts=0)
+    began = now if state.sleep_ack is not None else state.sleep_asked_at
+    return replace(state, sleep_ack=None, holding=event.names, sleep_asked_at=began)
 
 
-def react(step: StepState, event: Event, now: float) -> tuple[StepState, tuple[Action, ...]]:
+def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[Action, ...]]:
     """Take in one event at time `now` (seconds, any monotonic origin); return the new state and what to do, in order.
 
     Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
     given is unchanged.
     """
-    if step.phase is Phase.FINISH:
+    if state.phase is Phase.FINISH:
         raise ValueError(f"{event} after the step was finished")
     match event:
         case GroupsCompleted(groups, samples, untrained, scoring):
             if (
-                step.done_samples + samples > step.plan.samples
-                or step.done_groups + groups > step.plan.groups
+                state.done_samples + samples > state.plan.samples
+                or state.done_groups + groups > state.plan.groups
             ):
                 raise ValueError(
-                    f"{event}: more than the {step.plan.samples} samples that the step asked for"
+                    f"{event}: more than the {state.plan.samples} samples that the step asked for"
                 )
-            step = replace(
-                step,
-                done_samples=step.done_samples + samples,
-                done_groups=step.done_groups + groups,
-                trained_groups=step.trained_groups + untrained,
-                scoring_groups=step.scoring_groups + scoring,
+            state = replace(
+                state,
+                done_samples=state.done_samples + samples,
+                done_groups=state.done_groups + groups,
+                passed_groups=state.passed_groups + untrained,
+                scoring_groups=state.scoring_groups + scoring,
             )
         case GroupsScored(groups, untrained):
-            if groups > step.scoring_groups:
-                raise ValueError(f"{event}: only {step.scoring_groups} groups wait for rewards")
-            step = replace(
-                step,
-                trained_groups=step.trained_groups + untrained,
-                scoring_groups=step.scoring_groups - groups,
+            if groups > state.scoring_groups:
+                raise ValueError(f"{event}: only {state.scoring_groups} groups wait for rewards")
+            state = replace(
+                state,
+                passed_groups=state.passed_groups + untrained,
+                scoring_groups=state.scoring_groups - groups,
             )
         case GroupsAdded(groups, samples):
-            plan = replace(step.plan, samples=step.plan.samples + samples, groups=step.plan.groups + groups)
-            step = replace(step, plan=plan)
+            plan = replace(
+                state.plan, samples=state.plan.samples + samples, groups=state.plan.groups + groups
+            )
+            state = replace(state, plan=plan)
         case FleetChanged():
-            step = _observe_fleet(step, event, now)
-        case WindowDecided(close, reason):
-            step = replace(step, window_closed=close, window_reason=reason)
+            state = _observe_fleet(state, event, now)
+        case WindowDecided(window, reason):
+            state = replace(state, decided=window, window_reason=reason)
         case ReservedAsleep() | ReservedHolds():
-            step = _observe_memory(step, event, now)
+            state = _observe_memory(state, event, now)
         case Trained(groups):
-            if groups > step.ready_groups:
-                raise ValueError(f"{event}: only {step.ready_groups} groups wait")
-            step = replace(step, trained_groups=step.trained_groups + groups)
+            if groups > state.ready_groups:
+                raise ValueError(f"{event}: only {state.ready_groups} groups wait")
+            state = replace(state, passed_groups=state.passed_groups + groups)
         case Tick():
             pass
-    return _fire_rules(step, now)
+    return _fire_rules(state, now)

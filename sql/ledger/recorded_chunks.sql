@@ -1,4 +1,5 @@
--- What those leases brought, and when, as far as it lies among the ledger's newest chunks and is as it came.
+-- The accepted chunks of a run's training steps after `after_step` - which worker generated which tokens of a sample, and when. Only those
+-- among the ledger's newest `most` chunks, of samples whose contents were neither joined nor dropped since.
 SELECT c.sample_id, c.worker_id, c.start_len, c.n_tokens, c.at
 FROM chunks c
 JOIN samples s ON s.sample_id = c.sample_id

@@ -1,4 +1,4 @@
--- Which worker had which sample of those steps, from when to when.
+-- The leases on samples of a run's training steps after `after_step` - which worker had which sample, from when to when.
 SELECT l.sample_id, l.epoch, l.worker_id, l.start_len, l.end_len, l.granted_at, l.ended_at
 FROM groups g
 JOIN samples s ON s.group_id = g.group_id

@@ -1,7 +1,8 @@
 -- The groups of a run that may still be delivered: open, complete, ended by a step after final_step, or poisoned in a step that was
--- not taken. Columns: the version that it is wanted under, then records.GroupCreated's fields. `wanted` is that of snapshot_samples.
--- One whose tokens were dropped (only an attempt that starts before the oldest kept checkpoint asks for it) comes without its
--- prompt, as a purged one is: it equals none that a trainer submits, and is generated again.
+-- not taken. Columns: the version that it is wanted under, then records.GroupCreated's fields. snapshot_samples reads the samples of
+-- the same groups, and repeats `wanted`.
+-- substr(prompt, 1, 0) is an empty prompt of the column's own type. A group has it when its tokens were dropped or purged. It equals no
+-- prompt that a trainer submits, so the group is generated again. (Only an attempt that starts before the oldest kept checkpoint asks.)
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION

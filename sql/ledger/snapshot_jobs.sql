@@ -1,4 +1,5 @@
--- Job intents that have not ended, whether each has GPUs as far as we know, and since when at least it had none otherwise.
+-- Open job intents, each with its newest allocation, and the times it was known to hold no GPUs: that allocation's end, and its last
+-- PENDING poll.
 SELECT j.*, h.intent_id IS NOT NULL AND h.ended_at IS NULL AS allocation_open, COALESCE(h.restart_count, -1) AS last_allocation,
        CASE WHEN h.ended_at IS NULL THEN h.node END AS allocation_node, CASE WHEN h.ended_at IS NULL THEN h.started_at END AS allocated_since,
        COALESCE(h.ended_at, 0.0) AS allocation_ended_at, CASE WHEN j.last_state = 'PENDING' THEN j.observed_at END AS waited_at,

@@ -1,4 +1,6 @@
--- Engines of job intents that have not ended, of lives that have no allocation yet or an open one: each shows that its job had GPUs.
+-- Harvested engines of open job intents whose allocation is open, or is not recorded yet. Each of them shows that its job had GPUs.
+-- An engine's incarnation is the restart count of its job when it started. An ended allocation of that count, or of a later one, shows
+-- that the engine's own allocation is over.
 SELECT w.intent_id, w.incarnation, max(w.node) AS node, min(w.joined_at) AS joined_at, max(COALESCE(w.left_at, w.joined_at)) AS seen_at
 FROM jobs j
 JOIN workers w ON w.intent_id = j.intent_id

@@ -1,5 +1,6 @@
 -- The samples of a run's groups that may still be delivered (open, complete, ended by a step after final_step, or poisoned in a step
 -- that was not taken), each with its open lease's holder. No chunks: their lengths add up to accepted_len, which is written with them.
+-- snapshot_groups reads the groups themselves, and repeats `wanted`.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION

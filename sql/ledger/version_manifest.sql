@@ -1,4 +1,4 @@
--- The manifest of one weight version: of a base, which adapters among the newest are merged with.
+-- The manifest of one weight version. Asked for the base that adapters among the newest versions are merged with.
 SELECT manifest
 FROM weight_versions
 WHERE run_id = :run_id AND version = :version;

@@ -24,7 +24,7 @@ def play(
     *,
     expecting: bool = False,
     moved: bool = False,
-    rests: bool = False,
+    at_rest: bool = False,
     draw: Callable[[], float] = EVEN,
     extra: int = 0,
 ) -> list[tuple[float, Poll]]:
@@ -35,7 +35,7 @@ def play(
         looks.append((now, poll))
         pace.polled(poll, COST[poll], now)
         pace.spent(extra if poll is Poll.FULL else 0, now)
-        now, poll = pace.next(now, expecting=expecting, moved=moved, rests=rests)
+        now, poll = pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest)
     return looks
 
 
@@ -45,8 +45,8 @@ def rpcs(looks: Sequence[tuple[float, Poll]]) -> int:
 
 def test_quiet_looks_come_every_observe_s_and_at_rest_a_third_as_often() -> None:
     assert play(300) == [(60.0 * n, Poll.FULL) for n in range(6)]
-    assert play(400, rests=True) == [(180.0 * n, Poll.FULL) for n in range(3)]
-    hour = play(3600, rests=True)
+    assert play(400, at_rest=True) == [(180.0 * n, Poll.FULL) for n in range(3)]
+    hour = play(3600, at_rest=True)
     seldom = 3600 / 300 + 3600 / 300 + 3600 / 900  # partitions, reservations, configuration
     assert (rpcs(hour) + seldom) / 60 < 2.0, "at rest less than two requests a minute"
 
@@ -94,7 +94,7 @@ def test_other_rules_hold_at_once() -> None:
     pace.obey(RULES, 0.0)
     pace.spent(int(RULES.max_rpc_per_min * SAVED_MIN), 0.0)
     pace.polled(Poll.FULL, 4, 0.0)
-    due, _ = pace.next(0.0, expecting=False, moved=True, rests=False)
+    due, _ = pace.next(0.0, expecting=False, moved=True, at_rest=False)
     assert due >= 60.0, "what was saved up under the larger limit is gone"
 
 
@@ -107,8 +107,8 @@ def test_the_budget_puts_the_regular_look_off_by_one_interval_at_most() -> None:
 def test_a_promise_is_kept_whatever_it_costs() -> None:
     pace = Pace(replace(RULES, max_rpc_per_min=0.1), EVEN, 0.0)
     pace.polled(Poll.FULL, 4, 0.0)
-    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=20.0) == (20.0, Poll.FULL)
-    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=1.0) == (5.0, Poll.FULL), (
+    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=20.0) == (20.0, Poll.FULL)
+    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=1.0) == (5.0, Poll.FULL), (
         "the site's floor holds"
     )
 
@@ -145,13 +145,13 @@ def test_failures_double_the_wait_to_a_bound_and_one_success_ends_that() -> None
     waits, now = [], 0.0
     for _ in range(7):
         waits.append(pace.failed(ErrorKind.NO_REPLY, 1, now))
-        due, poll = pace.next(now, expecting=True, moved=True, rests=False)
+        due, poll = pace.next(now, expecting=True, moved=True, at_rest=False)
         assert (due, poll) == (now + waits[-1], Poll.FULL), "neither demand nor expectation asks sooner"
         now = due
     assert waits == [15, 30, 60, 120, 240, MAX_RETRY_S, MAX_RETRY_S]
     pace.polled(Poll.FULL, 4, now)
     assert pace.failures == 0
-    assert pace.next(now, expecting=False, moved=False, rests=False)[0] <= now + 2 * 60
+    assert pace.next(now, expecting=False, moved=False, at_rest=False)[0] <= now + 2 * 60
 
 
 def test_where_slurm_asks_for_fewer_requests_the_first_wait_is_a_whole_interval() -> None:
@@ -162,7 +162,7 @@ def test_where_slurm_asks_for_fewer_requests_the_first_wait_is_a_whole_interval(
 def test_a_clock_that_was_set_back_saves_nothing_up() -> None:
     pace = Pace(RULES, EVEN, 1000.0)
     pace.polled(Poll.FULL, 200, 1000.0)
-    due, _ = pace.next(0.0, expecting=True, moved=False, rests=False)
+    due, _ = pace.next(0.0, expecting=True, moved=False, at_rest=False)
     assert math.isfinite(due)
     assert due > 0
 
@@ -204,7 +204,7 @@ def test_commands_that_fail_take_no_more_from_regular_polls_than_others(fails: b
         pace.spent(80, 0.0)
     polls: list[float] = []
     for _ in range(10):
-        due, poll = pace.next(polls[-1] if polls else 0.0, expecting=False, moved=False, rests=False)
+        due, poll = pace.next(polls[-1] if polls else 0.0, expecting=False, moved=False, at_rest=False)
         polls.append(due)
         pace.polled(poll, COST[poll], due)
     gaps = [b - a for a, b in itertools.pairwise(polls)]
@@ -223,7 +223,7 @@ def ready(now: float = 0.0, rules: PaceRules = RULES) -> Pace:
 
 
 def following(pace: Pace, now: float, **mood: bool) -> tuple[float, Poll]:
-    return pace.next(now, **{"expecting": False, "moved": False, "rests": False, **mood})
+    return pace.next(now, **{"expecting": False, "moved": False, "at_rest": False, **mood})
 
 
 def test_polls_that_come_as_promised_are_not_behind() -> None:
@@ -234,7 +234,7 @@ def test_polls_that_come_as_promised_are_not_behind() -> None:
         pace.begins(60.0 * minute)
         assert pace.behind(60.0 * minute + 1) == ""
         pace.polled(Poll.FULL, 4, 60.0 * minute + 1)
-    following(pace, 300.0, rests=True)
+    following(pace, 300.0, at_rest=True)
     assert pace.behind(400.0) == "", "at rest every three minutes are promised"
 
 

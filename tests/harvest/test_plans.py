@@ -9,7 +9,7 @@ import pytest
 
 from scavenger.cluster.model import Job, JobState
 from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Submit, decide
-from scavenger.harvest.harvester import KEPT_S, Plans
+from scavenger.harvest.poller import KEPT_S, Plans
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import job, node, ours, view

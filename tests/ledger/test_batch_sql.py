@@ -89,16 +89,16 @@ def test_rows_that_share_a_key_of_any_shape_are_not_run_jointly() -> None:
     def row(sample_id: int, number: int) -> tuple[int, ...]:
         return tuple(sample_id if at == sample else number if at == epoch else 0 for at in range(len(names)))
 
-    assert batch_sql.apart(shapes, names, [row(1, 1), row(2, 1)])
-    assert not batch_sql.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), (
+    assert batch_sql.keys_distinct(shapes, names, [row(1, 1), row(2, 1)])
+    assert not batch_sql.keys_distinct(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), (
         "the second move needs what the first one made"
     )
 
 
 def test_rows_of_one_key_are_run_one_after_the_other() -> None:
     rows = [(1, "a"), (2, "b"), (1, "c"), (1, "d"), (2, "e")]
-    assert batch_sql.layers(1, rows) == [[(1, "a"), (2, "b")], [(1, "c"), (2, "e")], [(1, "d")]]
-    assert batch_sql.layers(0, rows) == [rows]
+    assert batch_sql.split_repeated_keys(1, rows) == [[(1, "a"), (2, "b")], [(1, "c"), (2, "e")], [(1, "d")]]
+    assert batch_sql.split_repeated_keys(0, rows) == [rows]
 
 
 def test_parts_are_few_lengths_and_lose_nothing() -> None:
@@ -122,14 +122,14 @@ def test_the_docstrings_show_the_sql_that_is_run() -> None:
         statements.__doc__ or ""
     )
     assert in_one_line(batch_sql._sqlite(finished.shape, 2)) in many
-    kinds, _ = tuples(finished.shape.names, each, [r.SampleFinished(1, "stop", 2, 1.0)])
-    types = tuple(batch_sql._POSTGRES_TYPES[kind] for kind in kinds)
-    on_postgres = batch_sql._postgres(finished.shape, types)
+    python_types, _ = tuples(finished.shape.names, each, [r.SampleFinished(1, "stop", 2, 1.0)])
+    pg_types = tuple(batch_sql._POSTGRES_TYPES[one] for one in python_types)
+    on_postgres = batch_sql._postgres(finished.shape, pg_types)
     start, end = on_postgres.index(" FROM unnest"), on_postgres.index(" WHERE")
     assert in_one_line(on_postgres[start:end]) in many
     shapes = JOINT[r.LeaseEnded]
     names = batch_sql.joint_names(shapes)
-    kinds, _ = tuples(names, each, [r.LeaseEnded(1, 1, "worker lost", 2, 0, 1.0)])
-    types = tuple(batch_sql._POSTGRES_TYPES[kind] for kind in kinds)
-    joint, _ = batch_sql._postgres_joint(shapes, types, tuple(name == "p_reason" for name in names))
+    python_types, _ = tuples(names, each, [r.LeaseEnded(1, 1, "worker lost", 2, 0, 1.0)])
+    pg_types = tuple(batch_sql._POSTGRES_TYPES[one] for one in python_types)
+    joint, _ = batch_sql._postgres_joint(shapes, pg_types, tuple(name == "p_reason" for name in names))
     assert in_one_line(joint) in many

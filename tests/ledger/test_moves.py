@@ -17,14 +17,9 @@ from scavenger.ledger import records as r
 from scavenger.ledger.read.reader import rows
 from scavenger.ledger.schema import move_log
 from scavenger.ledger.store import open_engine, upgrade
-from scavenger.ledger.write import transaction
-from scavenger.ledger.write.transaction import (
-    Generation,
-    MoveLog,
-    commit_batch,
-    grant_generation,
-    open_connection,
-)
+from scavenger.ledger.write import moves
+from scavenger.ledger.write.moves import MoveLog
+from scavenger.ledger.write.transaction import Generation, commit_batch, grant_generation, open_connection
 from scavenger.ledger.write.writer import WriterState
 from tests.ledger.examples import witness
 
@@ -174,13 +169,13 @@ def test_what_other_samples_do_does_not_wait_for_a_fold(sqlite_url: str) -> None
         r.GroupCreated(2, 1, "train", 1, 1, 0, 1, b"", 2, 900, "{}", "{}", 1.0),
         r.Event("x", 0, "", "", "{}", 1.0),
     ]
-    assert log.plan(others, 1.5) == transaction.MovePlan((), others, ())
+    assert log.plan(others, 1.5) == moves.MovePlan((), others, ())
     assert log.plan(others, 2.5).fold, "not for ever"
     assert log.plan([], 1.1).fold, "nobody writes"
-    few = moved(1, 2.0, samples=transaction.FEWEST_MOVES - 1)
-    assert MoveLog().plan(few, 1.0) == transaction.MovePlan((), few, ()), "a fold costs a transaction"
+    few = moved(1, 2.0, samples=moves.FEWEST_MOVES - 1)
+    assert MoveLog().plan(few, 1.0) == moves.MovePlan((), few, ()), "a fold costs a transaction"
     mixed = [chunk(7, 1, 0), *moved(1, 2.0)]
-    assert MoveLog().plan(mixed, 1.0) == transaction.MovePlan((), mixed, ()), (
+    assert MoveLog().plan(mixed, 1.0) == moves.MovePlan((), mixed, ()), (
         "the order within the transaction matters"
     )
 
@@ -209,7 +204,7 @@ def test_a_log_that_holds_what_nobody_logged_is_not_emptied(sqlite_url: str) -> 
 
 
 def test_a_bound_on_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "MOST_MOVES", SAMPLES)
+    monkeypatch.setattr(moves, "MOST_MOVES", SAMPLES)
     log = MoveLog()
     for n in range(4):
         plan = log.plan(moved(1 + n, 2.0), 1.0)
@@ -310,7 +305,7 @@ def test_any_history_leaves_the_same_ledger_logged_or_not(
     engine = open_engine(url)
     generation, log, now = grant_generation(engine, "h", 1, "v", 0.0), MoveLog(), 0.0
     with pytest.MonkeyPatch.context() as patched, open_connection(engine) as connection:
-        patched.setattr(transaction, "FEWEST_MOVES", 1)
+        patched.setattr(moves, "FEWEST_MOVES", 1)
         for batch, records in enumerate(history, 1):
             now += paces[batch % len(paces)]
             commit(connection, generation, batch, records, now, log)
@@ -330,7 +325,7 @@ def batches_of(url: str, monkeypatch: pytest.MonkeyPatch, *, go: bool) -> tuple[
         batch: int,
         records: Sequence[r.Record],
         now: float,
-        plan: transaction.MovePlan,
+        plan: moves.MovePlan,
     ) -> bool:
         sizes.append(len(records))
         return commit_batch(connection, generation, batch, records, now, plan)

@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from scavenger import resources
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
+from scavenger.ledger.write import sql_page
 from scavenger.ledger.write.batches import BARRIERS, arrange
 from scavenger.ledger.write.statements import KINDS, parameters, weigh
 from tests.ledger.examples import chunk, everything, group
@@ -20,6 +22,12 @@ def kinds() -> set[type[r.Record]]:
         for kind in vars(r).values()
         if isinstance(kind, type) and issubclass(kind, r.Record) and kind is not r.Record
     }
+
+
+def test_the_page_of_statements_is_the_generated_one() -> None:
+    assert sql_page.page() == resources.text("sql/ledger/writes.sql"), (
+        "run: python -m scavenger.ledger.write.sql_page > sql/ledger/writes.sql"
+    )
 
 
 def test_every_kind_of_record_has_its_statements() -> None:

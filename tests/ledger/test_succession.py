@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from scavenger import toml
 from scavenger.config import DaemonConfig
@@ -25,7 +28,8 @@ from scavenger.daemon.takeover import SILENT_S, WATCH_S, Manner, Sign, Verdict, 
 from scavenger.errors import Fenced, LedgerHeld
 from scavenger.ledger import store
 from scavenger.ledger.faults import WriterState
-from scavenger.ledger.records import Heartbeat
+from scavenger.ledger.records import Heartbeat, Record
+from scavenger.ledger.write.transaction import Generation
 from scavenger.protocol import keys
 from tests.ledger.examples import WAIT_S, witness
 from tests.ledger.histories import fetch
@@ -245,6 +249,51 @@ def test_a_second_daemon_is_refused_a_killed_one_is_succeeded_at_once_and_taking
         assert fetch(url, "SELECT count(*) FROM generations WHERE superseded_at IS NULL") == [(0,)], (
             "it gave the ledger back"
         )
+
+
+class EndedWriter:
+    """As much of a server as `_announce` asks for: its writer has ended, and its report of that has not come yet."""
+
+    async def commit(self, records: Sequence[Record]) -> None:
+        raise Fenced("the ledger's writer is fenced", "stop this daemon")
+
+
+def test_a_daemon_whose_first_commit_fails_is_not_announced(tmp_path: Path) -> None:
+    config = config_of(tmp_path, f"sqlite:///{tmp_path}/ledger.db")
+    granted = Generation.of(1, "a", "b", restored=False, began="")
+
+    async def announce() -> None:
+        daemon = daemons.Daemon(config, None)
+        server: Any = EndedWriter()
+        await daemon._announce(server, "key", 1, granted)
+
+    with pytest.raises(Fenced, match="is fenced"):
+        asyncio.run(announce())
+    assert ownership.announced(config.daemon.state_dir).generation == 0
+
+
+def test_a_fault_of_one_file_keeps_no_other_from_being_checked_and_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = daemons.Daemon(config_of(tmp_path, f"sqlite:///{tmp_path}/ledger.db"), None)
+    checked: list[str] = []
+
+    def fails(name: str) -> Callable[[], None]:
+        def check() -> None:
+            checked.append(name)
+            raise OSError(name)
+
+        return check
+
+    monkeypatch.setattr(daemon, "_enrolment", SimpleNamespace(read=fails("owners")), raising=False)
+    monkeypatch.setattr(daemon, "_defend_rendezvous", fails("rendezvous"))
+    monkeypatch.setattr(daemon, "_ownership", SimpleNamespace(claim=fails("daemon.lock")), raising=False)
+    with capture_logs() as logged:
+        daemon._check_files()
+    assert checked == ["owners", "rendezvous", "daemon.lock"]
+    for name, entry in zip(checked, logged, strict=True):
+        assert entry["reason"] == name
+        assert name in entry["event"]
 
 
 async def serve_until(config: DaemonConfig, condition: Callable[[daemons.Daemon], bool]) -> None:

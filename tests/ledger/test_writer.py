@@ -19,8 +19,9 @@ from scavenger.ledger.faults import WriterState
 from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.write import batches, transaction
+from scavenger.ledger.write.moves import MovePlan
 from scavenger.ledger.write.statements import KINDS
-from scavenger.ledger.write.transaction import Generation, MovePlan
+from scavenger.ledger.write.transaction import Generation
 from scavenger.ledger.write.writer import Writer
 from tests.ledger.examples import WAIT_S, event, everything, subjects, witness, written
 

@@ -21,10 +21,13 @@ def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(
     run = batch_sql.run
 
     def noted(
-        connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], values: list[tuple[object, ...]]
+        connection: sa.Connection,
+        shape: Shape,
+        python_types: tuple[type, ...],
+        values: list[tuple[object, ...]],
     ) -> int:
         asked.append((shape.table.name, len(values)))
-        return run(connection, shape, kinds, values)
+        return run(connection, shape, python_types, values)
 
     monkeypatch.setattr(batch_sql, "run", noted)
     chunks = [r.ChunkAccepted(1, 1, at, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1", 1, 1, 0.5) for at in range(20)]

@@ -204,8 +204,8 @@ def excused() -> dict[str, tuple[str, ...]]:
 def tables() -> dict[str, set[tuple[str, str]]]:
     """What is legal."""
     return {
-        "samples": {(status.value, step.value) for status, step in SAMPLE_TRANSITIONS},
-        "workers": {(status.value, step.value) for status, step in WORKER_TRANSITIONS},
+        "samples": {(status.value, step.value) for status, to in SAMPLE_TRANSITIONS.items() for step in to},
+        "workers": {(status.value, step.value) for status, to in WORKER_TRANSITIONS.items() for step in to},
         "events": {(a, b) for a, after in WITHIN_ONE_EVENT.items() for b in after},
         "phases": {(a.value, b.value) for a, after in PHASE_TRANSITIONS.items() for b in after},
     }
@@ -305,7 +305,7 @@ class Coverage:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Counts the steps of samples and workers."""
-        of_samples, of_workers = Sample.step, Worker.step
+        of_samples, of_workers = Sample.transition, Worker.transition
 
         def sample_step(sample: Sample, step: SampleStep) -> None:
             before: SampleStatus = sample.status
@@ -317,11 +317,11 @@ class Coverage:
             of_workers(worker, step)
             self.workers[before.value, step.value] += 1
 
-        Sample.step, Worker.step = sample_step, worker_step  # type: ignore[method-assign, assignment]
+        Sample.transition, Worker.transition = sample_step, worker_step  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            Sample.step, Worker.step = of_samples, of_workers  # type: ignore[method-assign]
+            Sample.transition, Worker.transition = of_samples, of_workers  # type: ignore[method-assign]
 
 
 def main() -> None:

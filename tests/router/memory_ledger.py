@@ -16,7 +16,7 @@ from scavenger.ledger import records as rec
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.ledger.write import transaction
-from scavenger.ledger.write.transaction import MoveLog
+from scavenger.ledger.write.moves import MoveLog
 from scavenger.router.core.payloads import Payload
 from scavenger.weights import manifest as manifests
 

@@ -267,9 +267,9 @@ def test_several_submissions_of_one_step_are_one_step() -> None:
     first, second = bench.submit(2, groups=many[:3]), bench.submit(2, groups=many[3:])
     assert isinstance(first, Accepted)
     assert isinstance(second, Accepted)
-    assert bench.router.core.runs["r"].step.samples == 10
+    assert bench.router.core.runs["r"].progress.samples == 10
     assert bench.submit(2, groups=many[:3]) == first, "a repeat of one part makes nothing anew"
-    assert bench.router.core.runs["r"].step.samples == 10
+    assert bench.router.core.runs["r"].progress.samples == 10
     lost = bench.commit_step(2, [2, 3, 4, 5, 6, 7])
     assert isinstance(lost, Denied)
     while any(not s.done for s in bench.router.core.samples.values()):

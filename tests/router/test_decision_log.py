@@ -118,7 +118,7 @@ def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
 
 def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
     core, run = core_and_run()
-    run.step.newest = ("train", 3)
+    run.progress.newest = ("train", 3)
     codes = []
     for said, all_done in (("open", False), ("close", False), ("close", True), ("", False)):
         run.decisions.window, run.decisions.window_reason = said, "why"

@@ -150,7 +150,7 @@ def test_a_run_that_a_ledger_never_had_begins_at_its_checkpoint_s_step_also_afte
     bench = Bench()
     bench.open(5)
     bench.restart()
-    assert bench.router.core.runs["r"].step.last_committed == 5
+    assert bench.router.core.runs["r"].progress.last_committed == 5
     bench.open(5)
     assert bench.router.core.runs["r"].attempt == 2
     bench.publish(1, step=5)

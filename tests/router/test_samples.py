@@ -375,13 +375,13 @@ def test_an_illegal_step_of_a_sample_raises_and_changes_nothing(
     bench = started(n=1)
     sample = bench.sample(1)
     sample.status = status
-    if (status, step) in SAMPLE_TRANSITIONS:
-        sample.step(step)
-        assert sample.status is SAMPLE_TRANSITIONS[(status, step)]
+    if step in SAMPLE_TRANSITIONS[status]:
+        sample.transition(step)
+        assert sample.status is SAMPLE_TRANSITIONS[status][step]
         return
     sample.group.run.due.fleet = False
     with pytest.raises(IllegalTransition, match=rf"sample 1 is {status} and cannot {step}"):
-        sample.step(step)
+        sample.transition(step)
     assert sample.status is status
     assert not sample.group.run.due.fleet
 

@@ -252,10 +252,10 @@ def test_what_the_memory_s_table_does_not_hold_raises_and_changes_nothing() -> N
     for state in Memory:
         for step in MemoryStep:
             one.memory.state = state
-            if (state, step) in MEMORY_TRANSITIONS:
-                one.step_memory(step)
-                assert one.memory.state is MEMORY_TRANSITIONS[state, step]
+            if step in MEMORY_TRANSITIONS[state]:
+                one.transition_memory(step)
+                assert one.memory.state is MEMORY_TRANSITIONS[state][step]
             else:
                 with pytest.raises(IllegalTransition, match=f"{state} and cannot {step}"):
-                    one.step_memory(step)
+                    one.transition_memory(step)
                 assert one.memory.state is state

@@ -129,7 +129,7 @@ def test_a_submission_over_a_calls_bound_is_made_in_several(
         ids = run.submit(1, 1, specs(8, 2))
         assert client._next_id == before + 3
         assert len(set(ids)) == 8
-        assert daemon.server.router.core.runs["r"].step.samples == 16
+        assert daemon.server.router.core.runs["r"].progress.samples == 16
         worker.start()
         found = collect(run, 8)
         run.commit(1, 1, check_groups(found), {})

@@ -468,20 +468,21 @@ def test_an_illegal_step_of_a_worker_raises_and_changes_nothing(
     bench.join(W1)
     worker = bench.router.core.workers[1]
     worker.status = status
-    if (status, step) in WORKER_TRANSITIONS:
-        worker.step(step)
-        assert worker.status is WORKER_TRANSITIONS[status, step]
+    if step in WORKER_TRANSITIONS[status]:
+        worker.transition(step)
+        assert worker.status is WORKER_TRANSITIONS[status][step]
         return
     with pytest.raises(IllegalTransition, match=rf"worker 1 is {status} and cannot {step}"):
-        worker.step(step)
+        worker.transition(step)
     assert worker.status is status
 
 
 def test_every_status_and_every_step_of_a_worker_is_in_the_table_and_what_is_gone_stays_gone() -> None:
-    before, steps = {status for status, _ in WORKER_TRANSITIONS}, {step for _, step in WORKER_TRANSITIONS}
-    assert before == set(WorkerStatus) - {WorkerStatus.GONE}
-    assert steps == set(WorkerStep)
-    assert set(WORKER_TRANSITIONS.values()) == set(WorkerStatus) - {WorkerStatus.NEW}
+    assert set(WORKER_TRANSITIONS) == set(WorkerStatus)
+    assert {status for status, to in WORKER_TRANSITIONS.items() if not to} == {WorkerStatus.GONE}
+    assert {step for to in WORKER_TRANSITIONS.values() for step in to} == set(WorkerStep)
+    reached = {after for to in WORKER_TRANSITIONS.values() for after in to.values()}
+    assert reached == set(WorkerStatus) - {WorkerStatus.NEW}
 
 
 def test_nothing_but_a_legal_step_sets_a_status_or_a_memory() -> None:
@@ -497,4 +498,4 @@ def test_nothing_but_a_legal_step_sets_a_status_or_a_memory() -> None:
                     and isinstance(node.ctx, ast.Store)
                     and node.attr in ("status", "memory", "state")
                 }
-    assert setters == {("state", "step"), ("state", "step_memory")}
+    assert setters == {("state", "transition"), ("state", "transition_memory")}

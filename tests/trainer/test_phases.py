@@ -23,6 +23,7 @@ from scavenger.protocol.train_step import (
     Trained,
     TrainReady,
     WakeReserved,
+    Window,
     WindowDecided,
     begin,
     react,
@@ -213,10 +214,10 @@ def test_an_engine_that_takes_its_memory_again_stops_the_training_until_it_sleep
 
 def test_an_acknowledgement_that_comes_late_is_none_once_the_engines_are_to_wake() -> None:
     step, done = play(
-        told_to_sleep(), (WindowDecided(False, "they are slow"), 2.0), (ASLEEP, 3.0), acks=False
+        told_to_sleep(), (WindowDecided(Window.OPEN, "they are slow"), 2.0), (ASLEEP, 3.0), acks=False
     )
     assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
-    step, done = play(step, (WindowDecided(True, "they are back"), 4.0), (Tick(), 5.0), acks=False)
+    step, done = play(step, (WindowDecided(Window.CLOSED, "they are back"), 4.0), (Tick(), 5.0), acks=False)
     assert (step.phase, done) == (Phase.SLEEP, ["SleepReserved"]), "that was the order before"
 
 
@@ -231,7 +232,7 @@ def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_bef
         "harvested": 1,
         "reserved_awake": False,
         "now": 0.0,
-        "window_closed": True,
+        "decided": Window.CLOSED,
         "window_reason": "closed",
     }
     step, actions = begin(PLAN, sleep_ack=ASLEEP, **how)  # type: ignore[arg-type]
@@ -294,20 +295,20 @@ def test_every_phase_but_the_last_has_a_rule() -> None:
 
 def test_a_decision_closes_and_opens_the_window_whatever_the_share() -> None:
     step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
-    step, done = play(step, (WindowDecided(False, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0))
+    step, done = play(step, (WindowDecided(Window.OPEN, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0))
     assert (step.phase, done) == (Phase.SEED, []), "held open beyond the share"
-    step, done = play(step, (WindowDecided(True, "the others are faster"), 3.0))
+    step, done = play(step, (WindowDecided(Window.CLOSED, "the others are faster"), 3.0))
     assert done == ["SleepReserved", "TrainReady"]
     assert "decided: the others are faster" in step.log[-2]
-    step, done = play(step, (Trained(3), 4.0), (WindowDecided(False, "they are slow now"), 5.0))
+    step, done = play(step, (Trained(3), 4.0), (WindowDecided(Window.OPEN, "they are slow now"), 5.0))
     assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
-    step, done = play(step, (WindowDecided(True, "they are back"), 6.0))
+    step, done = play(step, (WindowDecided(Window.CLOSED, "they are back"), 6.0))
     assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
 
 
 def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
     step, _ = begin(
-        PLAN, harvested=0, reserved_awake=True, now=0.0, window_closed=True, window_reason="wrong"
+        PLAN, harvested=0, reserved_awake=True, now=0.0, decided=Window.CLOSED, window_reason="wrong"
     )
     assert step.phase is Phase.SEED
     step, done = play(
@@ -322,9 +323,9 @@ def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
 
 def test_when_nobody_decides_any_more_the_share_does() -> None:
     step, _ = begin(
-        PLAN, harvested=2, reserved_awake=True, now=0.0, window_closed=False, window_reason="stay"
+        PLAN, harvested=2, reserved_awake=True, now=0.0, decided=Window.OPEN, window_reason="stay"
     )
     step, done = play(step, (GroupsCompleted(2, 8), 1.0))
     assert done == []
-    step, done = play(step, (WindowDecided(None, ""), 2.0))
+    step, done = play(step, (WindowDecided(Window.UNDECIDED, ""), 2.0))
     assert done == ["SleepReserved", "TrainReady"]

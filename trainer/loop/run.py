@@ -1,10 +1,14 @@
 """The run on rank 0, from its first version to its last step. Reads top-down.
 
+    prompts --take--> ask(step, version) --> daemon --> groups --> score --> train --> publish --> commit --> [evaluate] --> [checkpoint]
+                      ahead by up to                    |----- Stepper.step -----|                            where due      where due
+                      `max_off_policy_steps`
+
 A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
 restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
 which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
-checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. The
-checkpoint comes last because a resume does not look back: what is due at its step is done, or it says that it owes it.
+checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. A
+resume repeats nothing of the checkpoint's step. What was due there is finished first, or recorded as `owes_evaluation`.
 
 A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
 step: whoever goes on from it is given the step's samples again, with every token that there is.

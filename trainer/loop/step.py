@@ -145,36 +145,36 @@ class _Aside:
 
 @dataclass(slots=True)
 class _Work:
-    """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs.
-
-    `mini_batch` is by prompt index, `scored` and `tokens` (prompts included) by group id, `stats` and `spans` by sample id, `divisors` by
-    mini-batch. `rounds` are of micro-steps, over all groups that waited. `trained`: ids of groups whose rows are in the gradients or in
-    the stash.
-    """
+    """One step under way."""
 
     step: int
     version: int
-    more: More
-    width: int
-    mini_batch: dict[int, int]
-    submitted: set[int]
+    more: More  # takes further prompts from the data
+    width: int  # tokens of the longest row that may come
+    mini_batch: dict[int, int]  # by prompt index
+    submitted: set[int]  # ids of groups
     capacity: Capacity
-    scored: dict[int, ScoredGroup] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
+    scored: dict[int, ScoredGroup] = field(default_factory=dict)  # by group id
+    tokens: dict[int, int] = field(default_factory=dict)  # by group id, prompts included
     judged: dict[int, Judged] = field(default_factory=dict)  # by group id
-    ready: list[ScoredGroup] = field(default_factory=list)
+    ready: list[ScoredGroup] = field(default_factory=list)  # wait for a round of micro-steps
+    #: Rows of later mini-batches, by mini-batch and group, with their proximal logprobs.
     stash: dict[int, list[list[TrainRow]]] = field(default_factory=dict)
-    stats: dict[int, RowStats] = field(default_factory=dict)
-    spans: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # who generated it
-    trained: list[int] = field(default_factory=list)
+    stats: dict[int, RowStats] = field(default_factory=dict)  # by sample id
+    spans: dict[int, tuple[tuple[int, int], ...]] = field(
+        default_factory=dict
+    )  # by sample id: who generated it
+    trained: list[int] = field(
+        default_factory=list
+    )  # ids of groups whose rows are in the gradients or in the stash
     aside: _Aside = field(default_factory=_Aside)
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
-    divisors: dict[int, float] = field(default_factory=dict)
-    staleness: int = 0
+    divisors: dict[int, float] = field(default_factory=dict)  # by mini-batch
+    staleness: int = 0  # optimizer steps between the weights that generated and those that are trained
     sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
-    rounds: int = 0
+    rounds: int = 0  # of micro-steps, each over all groups that waited
 
 
 class Stepper:
@@ -208,7 +208,7 @@ class Stepper:
         self._trained_of: Counter[int] = Counter()  # worker -> samples of whole steps with tokens of it
         self._barrier = scoring.recipe.algorithm.streaming == "barrier"
         self.reserved_awake = False
-        self._away = False  # engines were woken since training state was last asked back
+        self._training_state_released = False  # engines were woken since training state was last asked back
         self._sleep_asked_at: float | None = None
         self._toggles: dict[str, float] = {}  # seconds of the last toggle each way, since they were last told
 
@@ -260,7 +260,7 @@ class Stepper:
             return
         started, held = time.monotonic(), 0
         if awake:
-            held, self._away = self._ranks.release(), True
+            held, self._training_state_released = self._ranks.release(), True
             if not self.reserved_awake:
                 self._toggles["seconds_to_generating"] = time.monotonic() - started
         elif self.reserved_awake:
@@ -273,10 +273,13 @@ class Stepper:
 
     def _prepare_training(self, state: train_step.StepState) -> None:
         """As soon as it is known that engines gave their memory back: bring training state to the GPUs, while groups are waited for."""
-        if not self._away or state.phase not in (train_step.Phase.TRAIN, train_step.Phase.FINISH):
+        if not self._training_state_released or state.phase not in (
+            train_step.Phase.TRAIN,
+            train_step.Phase.FINISH,
+        ):
             return
         self._ranks.take_back()
-        self._away = False
+        self._training_state_released = False
         if self._sleep_asked_at is not None:
             self._toggles["seconds_to_training"] = time.monotonic() - self._sleep_asked_at
             self._sleep_asked_at = None
@@ -288,7 +291,7 @@ class Stepper:
         )
 
     def _tell_gone(self) -> reserved_memory.Memory | None:
-        """What is known of the memory of engines that are to sleep. That a process is gone is told to the daemon, which counts with it."""
+        """Memory of reserved engines that are to sleep; None otherwise. Engines whose process exited are reported to the daemon."""
         if not self._has_reserved or self.reserved_awake:
             return None
         memory = self._memory()

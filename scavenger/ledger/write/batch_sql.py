@@ -22,7 +22,7 @@ and on PostgreSQL the same with
         AS v(p_sample_id, p_finish, p_length, p_at)
 
 An insert is `INSERT INTO t ("c") SELECT v.p_x FROM (...) AS v`. An UPDATE ... FROM changes a row once, so
-rows that name the same key go into statements of their own, in their order (`layers`).
+rows that name the same key go into statements of their own, in their order (`split_repeated_keys`).
 
 Several statements over the same rows share one `v`, which is sent once: a temporary table on SQLite, and on
 PostgreSQL one statement whose parts all read it. The end of many leases (`LeaseEnded`, of which all have one
@@ -111,7 +111,7 @@ def possible(connection: sa.Connection) -> bool:
     return dialect.name != "sqlite" or tuple(dialect.server_version_info or ()) >= _SQLITE_NEEDED
 
 
-def layers(keys: int, rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
+def split_repeated_keys(keys: int, rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
     """Rows apart so that no two of a list share their first `keys` values; a later list holds later rows of the same key."""
     if not keys or len({row[:keys] for row in rows}) == len(rows):
         return [list(rows)]
@@ -126,14 +126,17 @@ def layers(keys: int, rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, .
 
 
 def run(
-    connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
+    connection: sa.Connection, shape: Shape, python_types: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
 ) -> int:
-    """Run `shape` with every row (values in the order of `shape.names`, of Python types `kinds`); returns how many rows it changed."""
-    return sum(_run_layer(connection, shape, kinds, layer) for layer in layers(len(shape.keys), rows))
+    """Run `shape` with every row (values in the order of `shape.names`, with `python_types`); returns how many rows it changed."""
+    return sum(
+        _run_distinct(connection, shape, python_types, part)
+        for part in split_repeated_keys(len(shape.keys), rows)
+    )
 
 
-def _run_layer(
-    connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
+def _run_distinct(
+    connection: sa.Connection, shape: Shape, python_types: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
 ) -> int:
     if connection.dialect.name == "sqlite":
         width = len(shape.names)
@@ -141,9 +144,11 @@ def _run_layer(
             connection.exec_driver_sql(_sqlite(shape, len(part)), tuple(chain.from_iterable(part))).rowcount
             for part in parts(rows, min(SQLITE_ROWS, _SQLITE_PARAMETERS // width))
         )
-    types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
-    arrays = tuple(_array(kind, column) for kind, column in zip(types, zip(*rows, strict=True), strict=True))
-    return connection.exec_driver_sql(_postgres(shape, types), arrays).rowcount
+    pg_types = tuple(_POSTGRES_TYPES[python_type] for python_type in python_types)
+    arrays = tuple(
+        _array(kind, column) for kind, column in zip(pg_types, zip(*rows, strict=True), strict=True)
+    )
+    return connection.exec_driver_sql(_postgres(shape, pg_types), arrays).rowcount
 
 
 def joint_names(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
@@ -151,7 +156,7 @@ def joint_names(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for shape in shapes for name in shape.names))
 
 
-def apart(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> bool:
+def keys_distinct(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> bool:
     """Whether no two rows name the same key of a shape: only then no shape depends on what another one made of an earlier row."""
     for keys in {shape.keys for shape in shapes if shape.keys}:
         of = itemgetter(*(names.index(f"p_{key}") for key in keys))
@@ -163,22 +168,24 @@ def apart(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tupl
 def run_jointly(
     connection: sa.Connection,
     shapes: tuple[Shape, ...],
-    kinds: tuple[type, ...],
+    python_types: tuple[type, ...],
     rows: Sequence[tuple[Any, ...]],
 ) -> list[int]:
-    """Run all shapes with every row (in the order of `joint_names`), where `apart` allows it; how many rows each of them changed.
+    """Run all shapes with every row (in the order of `joint_names`), where `keys_distinct` allows it; how many rows each of them changed.
 
-    Of several updates where not all of them find all their rows, the last may be left undone and all count as what it changed.
+    On PostgreSQL every update counts what the last one changed: 0 where an earlier one missed a row (`_postgres_joint`).
     """
     if connection.dialect.name != "sqlite":
-        types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
+        pg_types = tuple(_POSTGRES_TYPES[python_type] for python_type in python_types)
         columns = list(zip(*rows, strict=True))
         single = tuple(
             kind not in _AS_TEXT and len(set(column)) == 1
-            for kind, column in zip(types, columns, strict=True)
+            for kind, column in zip(pg_types, columns, strict=True)
         )
-        made = [c[0] if one else _array(kind, c) for kind, c, one in zip(types, columns, single, strict=True)]
-        statement, guards = _postgres_joint(shapes, types, single)
+        made = [
+            c[0] if one else _array(kind, c) for kind, c, one in zip(pg_types, columns, single, strict=True)
+        ]
+        statement, guards = _postgres_joint(shapes, pg_types, single)
         changed = connection.exec_driver_sql(statement, (*made, *[len(rows)] * guards)).rowcount
         return [
             changed if shape.keys else len(rows) for shape in shapes
@@ -214,7 +221,7 @@ def _sqlite(shape: Shape, rows: int) -> str:
     names = shape.names
     row = "(" + ",".join("?" * len(names)) + ")"
     columns = ", ".join(f"column{n} AS {name}" for n, name in enumerate(names, 1))
-    return _over(
+    return _statement_from(
         shape,
         _DIALECTS["sqlite"].dialect(),
         f"(SELECT {columns} FROM (VALUES {','.join([row] * rows)})) AS v",
@@ -222,9 +229,11 @@ def _sqlite(shape: Shape, rows: int) -> str:
 
 
 @functools.cache
-def _postgres(shape: Shape, types: tuple[str, ...]) -> str:
-    arrays = ", ".join(f"%s::{kind}[]" for kind in types)
-    return _over(shape, _DIALECTS["postgresql"].dialect(), f"unnest({arrays}) AS v({', '.join(shape.names)})")
+def _postgres(shape: Shape, pg_types: tuple[str, ...]) -> str:
+    arrays = ", ".join(f"%s::{kind}[]" for kind in pg_types)
+    return _statement_from(
+        shape, _DIALECTS["postgresql"].dialect(), f"unnest({arrays}) AS v({', '.join(shape.names)})"
+    )
 
 
 def _stage(names: tuple[str, ...]) -> str:
@@ -241,19 +250,20 @@ def _sqlite_stage(names: tuple[str, ...], rows: int) -> str:
 @functools.cache
 def _sqlite_joint(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
     return tuple(
-        _over(shape, _DIALECTS["sqlite"].dialect(), f"{_stage(joint_names(shapes))} AS v") for shape in shapes
+        _statement_from(shape, _DIALECTS["sqlite"].dialect(), f"{_stage(joint_names(shapes))} AS v")
+        for shape in shapes
     )
 
 
 @functools.cache
 def _postgres_joint(
-    shapes: tuple[Shape, ...], types: tuple[str, ...], single: tuple[bool, ...]
+    shapes: tuple[Shape, ...], pg_types: tuple[str, ...], single: tuple[bool, ...]
 ) -> tuple[str, int]:
     """One statement: `v`, each shape as a part of it, the last update at its end; and how many guards it has.
 
-    A value that all rows share travels once. Only the end's count comes for nothing: to have each part return its rows and to count them
-    costs a fifth of the whole. So inserts, which take all rows or fail, return nothing, and each update but the last is guarded: where
-    it did not change as many rows as the guard says, the last changes none.
+    A value that all rows share travels once. Inserts take all rows or fail, so nothing counts theirs. PostgreSQL reports only the last
+    update's count. If an earlier update misses a row, its guard makes the last change nothing; all updates are then reported as 0.
+    (To count the rows of each part instead would cost a fifth of the whole.)
     """
     names = joint_names(shapes)
     dialect = _DIALECTS["postgresql"].dialect()
@@ -261,7 +271,7 @@ def _postgres_joint(
     # Parameters stand in the order of `names`: arrays and single values mixed, so each is a column of its own.
     columns = ", ".join(
         f"%s::{kind} AS {name}" if one else f"%s::{kind}[] AS {name}"
-        for name, kind, one in zip(names, types, single, strict=True)
+        for name, kind, one in zip(names, pg_types, single, strict=True)
     )
     arrays = ", ".join(f"g.{name}" for name in given)
     rows = ", ".join(given.get(name, f"g.{name}") for name in names)
@@ -272,14 +282,14 @@ def _postgres_joint(
         f"v AS MATERIALIZED (SELECT {rows} FROM (SELECT {columns}) AS g, unnest({arrays}) AS u({', '.join(given)}))"
     ]
     parts += [
-        f"s{n} AS ({_over(shape, dialect, 'v')}{' RETURNING 1' if shape.keys else ''})"
+        f"s{n} AS ({_statement_from(shape, dialect, 'v')}{' RETURNING 1' if shape.keys else ''})"
         for n, shape in enumerate(before)
     ]
     guards = [f" AND (SELECT count(*) FROM s{n}) = %s" for n, shape in enumerate(before) if shape.keys]
-    return f"WITH {', '.join(parts)} {_over(last, dialect, 'v')}{''.join(guards)}", len(guards)
+    return f"WITH {', '.join(parts)} {_statement_from(last, dialect, 'v')}{''.join(guards)}", len(guards)
 
 
-def _over(shape: Shape, dialect: Any, v: str) -> str:
+def _statement_from(shape: Shape, dialect: Any, v: str) -> str:
     columns = [(name, _expression(shape.table.c[name], value, dialect)) for name, value in shape.values]
     if not shape.keys:
         named = ", ".join(f'"{name}"' for name, _ in columns)

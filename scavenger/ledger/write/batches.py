@@ -90,10 +90,10 @@ def run_all(connection: sa.Connection, statements: tuple[Statement, ...], record
         and batch_sql.possible(connection)
     ):
         names = batch_sql.joint_names(shapes)
-        types, rows = tuples(names, each, records)
-        if batch_sql.apart(shapes, names, rows):
+        python_types, rows = tuples(names, each, records)
+        if batch_sql.keys_distinct(shapes, names, rows):
             for statement, changed in zip(
-                statements, batch_sql.run_jointly(connection, shapes, types, rows), strict=True
+                statements, batch_sql.run_jointly(connection, shapes, python_types, rows), strict=True
             ):
                 _compare(statement, records, len(rows), changed, counted=connection.dialect.name == "sqlite")
             return
@@ -105,10 +105,10 @@ def _run(connection: sa.Connection, statement: Statement, records: Sequence[Reco
     if statement.shape is not None and batch_sql.possible(connection):
         # By the number of rows: one group makes a row for each of its samples, many chunks of a sample make one.
         names = statement.shape.names
-        types, rows = tuples(names, statement.rows, records)
+        python_types, rows = tuples(names, statement.rows, records)
         wanted = len(rows)
         if wanted >= batch_sql.FEWEST:
-            changed = batch_sql.run(connection, statement.shape, types, rows)
+            changed = batch_sql.run(connection, statement.shape, python_types, rows)
         else:
             changed = (
                 connection.execute(
@@ -140,29 +140,31 @@ def tuples(
     names: tuple[str, ...], make: Rows, records: Sequence[Any]
 ) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
     """Rows of a batch of one kind for `batch_sql`: the Python type of each parameter, and values in the order of `names`."""
-    kind: type[Record] = type(records[0])
-    hints = _field_types(kind)
-    types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count
+    record_kind: type[Record] = type(records[0])
+    hints = _field_types(record_kind)
+    python_types = tuple(
+        hints.get(name.removeprefix("p_"), int) for name in names
+    )  # what is not a field is a count
     if make is not each:
-        return types, [tuple(row[name] for name in names) for row in make(records)]
+        return python_types, [tuple(row[name] for name in names) for row in make(records)]
     fields = [name.removeprefix("p_") for name in names]
     values = map(attrgetter(*fields), records)
     rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
     if any(
         "\0" in text
-        for at, kind in enumerate(types)
-        if kind is str
+        for at, python_type in enumerate(python_types)
+        if python_type is str
         for text in {row[at] for row in rows}
         if text
     ):
         rows = [tuple(map(clean, row)) for row in rows]
-    return types, rows
+    return python_types, rows
 
 
 @functools.cache
-def _field_types(kind: type[Record]) -> dict[str, type]:
+def _field_types(record_kind: type[Record]) -> dict[str, type]:
     """The Python type of each field; an optional one's without its None."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(record_kind)
     return {
         name: next((x for x in get_args(hint) if x is not type(None)), hint) for name, hint in hints.items()
     }

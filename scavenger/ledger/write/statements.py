@@ -9,8 +9,8 @@ Three sets of each kind say which records of another kind must be written before
 
 Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are in no set: their updates commute.
 
-A statement is written once, over one parameter row. A parameter has the name of the record's field, after `p_`. `SampleFinished` has one
-statement:
+A statement is written once, over one parameter row. A parameter has the name of the record's field, after `p_`. The SQL of every kind
+is in `sql/ledger/writes.sql`, which `sql_page` generates. `SampleFinished` has one statement:
 
     UPDATE samples
     SET state='complete', finish=:p_finish,

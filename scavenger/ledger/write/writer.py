@@ -29,13 +29,12 @@ from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
 from scavenger.ledger.records import LeaseMoved, Record
 from scavenger.ledger.store import open_engine, sqlite_file
+from scavenger.ledger.write.moves import QUIET_S, MoveLog
 from scavenger.ledger.write.statements import weigh
 from scavenger.ledger.write.transaction import (
     NO_WRITER,
-    QUIET_S,
     Announced,
     Generation,
-    MoveLog,
     commit_batch,
     grant_generation,
     open_connection,

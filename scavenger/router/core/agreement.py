@@ -63,7 +63,7 @@ def _act(core: Core, run: Run, verdict: Verdict, place: Place, *, report_only: b
     worker_id, reason = verdict.worker_id, verdict.reason
     subject = f"worker {worker_id}"
     where = {"node": place.node, "worker": place.kind, "job_id": place.job_id, "intent": place.intent_id}
-    numbers = verdict.numbers | where | {"step": run.step.newest[1]}
+    numbers = verdict.numbers | where | {"step": run.progress.newest[1]}
     action = "report" if report_only else "set-aside"
     decision_log.set_aside(core, run, action, subject, reason, numbers)
     run.agreement.window.forget(worker_id)  # it is no measure for the others

@@ -9,7 +9,7 @@ from scavenger.policy.interface import Standard
 from scavenger.router.core import policy_driver, policy_view, samples, worker_counts
 from scavenger.router.core.state import Run, Sample, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import Memory, SampleStatus, WorkerStatus
+from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
 
 
 def check(core: Core) -> None:
@@ -44,14 +44,14 @@ def _check_sample(core: Core, sample: Sample) -> None:
         f"sample {sample.id}: lengths out of order"
     )
     assert core.groups.get(sample.group.id) is sample.group, f"sample {sample.id}: its group is forgotten"
-    known = sample.seen
+    known = sample.cached_view
     assert known is None or known == policy_view.fresh_view(sample), (
         f"sample {sample.id} changed since policies saw it: {known}"
     )
 
 
 def _check_worker(core: Core, worker: Worker) -> None:
-    seen = worker.slots
+    seen = worker.cached_slots
     assert seen is None or seen.leases == len(worker.leases), (
         f"worker {worker.id}: its leases changed since policies saw it: {seen}"
     )
@@ -66,13 +66,8 @@ def _check_worker(core: Core, worker: Worker) -> None:
             f"worker {worker.id} is to give back an older lease of sample {sample_id}"
         )
     status, memory = worker.status, worker.memory.state
-    if status is WorkerStatus.FALLING_ASLEEP or status is WorkerStatus.ASLEEP:
-        expected = Memory.FALLING_ASLEEP if status is WorkerStatus.FALLING_ASLEEP else Memory.ASLEEP
-        assert memory is expected, f"worker {worker.id} is {status}, and its memory is {memory}"
-    elif status is not WorkerStatus.DRAINING and status is not WorkerStatus.AWAY:
-        assert memory in (Memory.AWAKE, Memory.WAKING), (
-            f"worker {worker.id} is {status}, and its memory is {memory}"
-        )
+    allowed = MEMORY_ALLOWED.get(status, frozenset())  # none for one that is new or gone: it is in no table
+    assert memory in allowed, f"worker {worker.id} is {status}, and its memory is {memory}"
     if worker.conn is not None:
         assert core.by_conn.get(worker.conn) is worker, (
             f"worker {worker.id}: connection {worker.conn} is not its own"

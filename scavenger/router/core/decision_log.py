@@ -120,7 +120,7 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
         code,
         run.name,
         why,
-        lambda: {"step": run.step.newest[1], "by": dict(inputs)},
+        lambda: {"step": run.progress.newest[1], "by": dict(inputs)},
     )
 
 

@@ -69,6 +69,11 @@ from scavenger.router.core.payloads import Payloads
 from scavenger.router.core.state import ReservedMemory, RouterLimits, Run, Worker
 from scavenger.router.core.tables import Core
 
+#: The frequent events, whose few consequences mark the run themselves (`state.Due`). Any other event counts as if it had set `due.fleet` of
+#: every run.
+_QUIET = frozenset({Committed, Tick, Heard, TopologyRead, GarbageReceived})
+_QUIET_MESSAGES = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
+
 
 class Router:
     """The state machine behind one door, `handle`. A core that has just begun is given `LedgerRead` first where there is a ledger."""
@@ -291,11 +296,6 @@ class Router:
     def check(self) -> None:
         """Raise AssertionError when the tables contradict each other. For tests: call it after every event."""
         audit.check(self.core)
-
-
-#: The frequent events, whose few consequences mark the run themselves.
-_QUIET = frozenset({Committed, Tick, Heard, TopologyRead, GarbageReceived})
-_QUIET_MESSAGES = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
 
 
 def _may_change_anything(event: RouterEvent) -> bool:

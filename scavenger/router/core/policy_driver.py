@@ -117,7 +117,7 @@ def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
     names = tuple((sample.id, sample.epoch) for _, sample in held)
     for move, sample in held:
         worker.yielding[sample.id] = SampleYield(sample.epoch, move.to_worker, move.reason, core.now)
-        sample.seen = None
+        sample.view_changed()
     core.send_durable(worker.conn, Yield(names, moves[0].reason))  # behind the leases themselves
 
 

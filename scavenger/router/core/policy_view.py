@@ -49,7 +49,7 @@ class LiveView:
     @cached_property
     def step(self) -> StepView:
         run = self._run
-        purpose, step = run.step.newest
+        purpose, step = run.progress.newest
         version = -1
         groups = finished = delivered = 0
         for group in run.by_key.values():
@@ -64,8 +64,8 @@ class LiveView:
             step=step,
             purpose=purpose,
             version=version,
-            submitted_at=run.step.submitted_at,
-            samples=run.step.samples,
+            submitted_at=run.progress.submitted_at,
+            samples=run.progress.samples,
             finished=finished,
             groups=groups,
             delivered=delivered,
@@ -81,7 +81,7 @@ class LiveView:
         for group in sorted(self._run.by_key.values(), key=lambda group: group.id):
             if not group.orphaned:
                 found += [
-                    sample.seen or sample_view(sample)
+                    sample.cached_view or sample_view(sample)
                     for sample in group.samples
                     if sample.status is not ended
                 ]
@@ -89,7 +89,7 @@ class LiveView:
 
     @cached_property
     def queued(self) -> Sequence[SampleView]:
-        return [sample.seen or sample_view(sample) for sample in self._run.queue.waiting(self.version)]
+        return [sample.cached_view or sample_view(sample) for sample in self._run.queue.waiting(self.version)]
 
     @cached_property
     def workers(self) -> Sequence[WorkerView]:
@@ -116,7 +116,9 @@ class LiveView:
         if run.cached.serving is None or run.cached.serving[0] != version:
             run.cached.serving = version, [w for w in run.workers.values() if samples.servable(w, version)]
         return [
-            w.slots if w.slots is not None and w.slots.max_batch == most else _slots_of(w, most)
+            w.cached_slots
+            if w.cached_slots is not None and w.cached_slots.max_batch == most
+            else _slots_of(w, most)
             for w in run.cached.serving[1]
         ]
 
@@ -141,15 +143,15 @@ class LiveView:
 
 
 def _slots_of(worker: Worker, most: int) -> Slots:
-    slots = worker.slots = Slots(worker.id, len(worker.leases), most, worker.node)
+    slots = worker.cached_slots = Slots(worker.id, len(worker.leases), most, worker.node)
     return slots
 
 
 def sample_view(sample: Sample) -> SampleView:
     """The sample as policies see it, cached until it changes: a step has a thousand samples, and policies read them every few seconds."""
-    if sample.seen is None:
-        sample.seen = fresh_view(sample)
-    return sample.seen
+    if sample.cached_view is None:
+        sample.cached_view = fresh_view(sample)
+    return sample.cached_view
 
 
 def fresh_view(sample: Sample) -> SampleView:

@@ -67,7 +67,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     if hello.leaving:
         worker.departure.reason = worker.departure.reason or "it registered to say goodbye"
         if worker.status is not WorkerStatus.DRAINING:
-            worker.step(WorkerStep.DRAIN)
+            worker.transition(WorkerStep.DRAIN)
     told_to_sleep = run.reserved.awake_stated and not run.reserved.awake
     if (
         worker.kind == "reserved"
@@ -226,7 +226,7 @@ def _back(core: Core, conn: int, worker: Worker) -> Worker:
     workers.disconnect(core, worker)
     worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
     if worker.status is WorkerStatus.AWAY:
-        worker.step(WorkerStep.RETURN)
+        worker.transition(WorkerStep.RETURN)
     return worker
 
 
@@ -254,7 +254,7 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
         idle_since=core.now,
     )
     worker.heartbeat.at = core.now
-    worker.step(WorkerStep.JOIN)
+    worker.transition(WorkerStep.JOIN)
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)
@@ -293,13 +293,13 @@ def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: boo
         return
     found = MEMORY_FOUND.get(Memory(hello.memory))
     if found is not None:
-        worker.step_memory(found)
+        worker.transition_memory(found)
     worker.memory.order, worker.memory.bytes_held = hello.memory_order, hello.bytes_held
     if worker.memory.state is Memory.FALLING_ASLEEP:
-        worker.step(WorkerStep.FOUND_FALLING_ASLEEP)
+        worker.transition(WorkerStep.FOUND_FALLING_ASLEEP)
         worker.memory.sleep_ordered_at = core.now
     elif worker.memory.state is Memory.ASLEEP:
-        worker.step(WorkerStep.FOUND_ASLEEP)
+        worker.transition(WorkerStep.FOUND_ASLEEP)
 
 
 def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
@@ -320,7 +320,7 @@ def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
                 other if sample.lease_version == disowned else "the worker does not hold it any more",
             )
         elif sample.status is SampleStatus.UNCONFIRMED:
-            sample.step(SampleStep.CONFIRM)
+            sample.transition(SampleStep.CONFIRM)
     stale = tuple((h.sample_id, h.epoch) for h in hello.held if h not in may)
     if stale:
         moved = (

@@ -59,8 +59,8 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         if run_id in by_id:
             by_id[run_id].retries[purpose, step, prompt_index] = retry + 1
     for run in by_id.values():
-        run.step.newest, run.step.samples = _newest_step(snapshot.groups, run.id)
-        run.step.submitted_at = run.reserved.awake_since = core.now
+        run.progress.newest, run.progress.samples = _newest_step(snapshot.groups, run.id)
+        run.progress.submitted_at = run.reserved.awake_since = core.now
 
 
 def _unsettled(run: Run, state: rec.GroupState) -> bool:
@@ -72,7 +72,7 @@ def _unsettled(run: Run, state: rec.GroupState) -> bool:
     if any(s.state in ("open", "complete") for s in state.samples):
         return True
     return (
-        state.created.step > run.step.last_committed
+        state.created.step > run.progress.last_committed
         if state.created.purpose == "train"
         else any(s.state == "poisoned" for s in state.samples)
     )
@@ -104,7 +104,11 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupS
         return
     for state in _newest_retries(groups):
         known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
-        if known is None and state.created.purpose == "train" and state.created.step > run.step.resumed_after:
+        if (
+            known is None
+            and state.created.purpose == "train"
+            and state.created.step > run.progress.resumed_after
+        ):
             adopt_state(core, run, state)
     run.trainer.conn, call_id, _ = run.trainer.opening
     run.trainer.opening = None
@@ -120,7 +124,7 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupS
                 run.attempt,
                 core.generation,
                 run.weights.next_version,
-                run.step.last_committed,
+                run.progress.last_committed,
                 versions,
                 core.ledger,
             ),
@@ -172,13 +176,13 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
 
 def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
     if row.state == "complete":
-        sample.step(SampleStep.RESTORE_COMPLETE)
+        sample.transition(SampleStep.RESTORE_COMPLETE)
     elif row.state != "open":
         sample.error = (row.reason or "poisoned") if row.state == "poisoned" else None
-        sample.step(SampleStep.RESTORE_ENDED)
+        sample.transition(SampleStep.RESTORE_ENDED)
     elif row.lease is not None and row.lease[1] in run.workers:
         epoch, worker_id, version = row.lease
-        sample.step(SampleStep.RESTORE_LEASED)
+        sample.transition(SampleStep.RESTORE_LEASED)
         sample.epoch, sample.lease_version = epoch, version
         sample.worker_id = sample.last_worker_id = worker_id
         sample.lease_offset, sample.leased_at, sample.chunk_at, sample.assigned_at = (
@@ -196,7 +200,7 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
                     sample.id, sample.epoch, "holder unknown after a restart", sample.accepted, 0, core.now
                 )
             )
-        sample.step(SampleStep.QUEUE)
+        sample.transition(SampleStep.QUEUE)
         run.queue.add(sample)
 
 
@@ -218,7 +222,7 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
         str(section.get("on_poison", "stop")),
         bool(config.get("weights", {}).get("encrypt", False)),
     )
-    run.attempt, run.step.resumed_after, run.step.last_committed = (
+    run.attempt, run.progress.resumed_after, run.progress.last_committed = (
         state.attempt,
         state.resume_step,
         state.last_step,
@@ -248,6 +252,6 @@ def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
         joined_at=core.now,
         idle_since=core.now,
     )
-    worker.step(WorkerStep.RESTORE)
+    worker.transition(WorkerStep.RESTORE)
     core.workers[worker.id] = run.workers[worker.id] = worker
     agreement.joined(worker)

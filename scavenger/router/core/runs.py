@@ -157,8 +157,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
         case PublishVersion():
             return _publish(core, run, body)
         case CommitStep():
-            before, reply = run.step.last_committed, steps.commit(core, run, body)
-            if run.step.last_committed > before:
+            before, reply = run.progress.last_committed, steps.commit(core, run, body)
+            if run.progress.last_committed > before:
                 core.advanced(f"calls {run.id}")
                 registration.advanced(core, run)
             return reply
@@ -227,7 +227,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
-    run.step.resumed_after, run.stopped, run.ended = body.resume_step, "", False
+    run.progress.resumed_after, run.stopped, run.ended = body.resume_step, "", False
     run.trainer = TrainerLink(opening=(conn, call.id, body), seen_at=core.now, job_id=body.job_id)
     # Another trainer: its engines are its own, and it counts its orders anew. Those of the one before ended with it.
     run.reserved.order, run.reserved.unaccounted, run.reserved.set_aside = 0, {}, {}
@@ -253,9 +253,9 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         )
     )
     # Behind it where the ledger never had the run: it begins at its checkpoint's step.
-    if run.step.last_committed != body.resume_step:
+    if run.progress.last_committed != body.resume_step:
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
-    run.step.last_committed = body.resume_step
+    run.progress.last_committed = body.resume_step
     core.read_history(run)
 
 
@@ -282,10 +282,10 @@ def _open_fault(run: Run, body: OpenRun) -> Denied | None:
     if run.seed != body.seed:
         why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
         return Denied("invalid", why, "choose another run.name")
-    if body.resume_step > run.step.last_committed:
-        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.step.last_committed}"
+    if body.resume_step > run.progress.last_committed:
+        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.progress.last_committed}"
         remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"
-        return Denied("ahead", why, remedy, run.step.last_committed)
+        return Denied("ahead", why, remedy, run.progress.last_committed)
     return None
 
 

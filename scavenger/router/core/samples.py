@@ -1,7 +1,7 @@
 """What happens to samples: leases granted and ended, chunks accepted or refused, groups completed. Pure.
 
 Holds I1 (accepted tokens only grow, and only under the current lease), I2 (delivered after the commit), I5 (one budget over all leases) and
-I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has).
+I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has). In the order of a sample's life.
 """
 
 from __future__ import annotations
@@ -30,6 +30,79 @@ from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerSt
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
 ERROR_CHARS = 400
+
+
+# ---------------------------------------------------------------- leased
+
+
+def servable(worker: Worker, version: int) -> bool:
+    """Whether a worker may take leases of this version now."""
+    return (
+        worker.status is WorkerStatus.READY
+        and worker.conn is not None
+        and not worker.suspect
+        and worker.weights.loaded == version
+        and worker.weights.asked == version
+    )
+
+
+def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
+    """Lease samples, taken out of the queue before, to a worker. It is sent once it is durable."""
+    leases = [_grant(core, sample, worker) for sample in samples]
+    for part in _in_messages(leases):
+        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
+
+
+def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
+    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
+    part: list[tuple[Lease, int]] = []
+    nbytes = 0
+    for lease, accepted in leases:
+        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
+        if part and nbytes + size > ASSIGN_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append((lease, accepted))
+        nbytes += size
+    if part:
+        yield part
+
+
+def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
+    """The lease, and how many accepted tokens go with it."""
+    sample.transition(SampleStep.LEASE)
+    group, accepted, now = sample.group, sample.accepted, core.now
+    run, version = group.run, group.version
+    sample.epoch = epoch = sample.epoch + 1
+    sample.moves += accepted > 0
+    sample.worker_id = sample.last_worker_id = worker.id
+    sample.lease_version, sample.lease_offset = version, accepted
+    sample.leased_at = sample.chunk_at = now
+    sample.largest_flush = 0
+    sample.reported = accepted
+    worker.leases[sample.id] = sample
+    worker.leases_altered()
+    sample.view_changed()
+    run.leased[version] = run.leased.get(version, 0) + 1
+    sample.assigned_at = None
+    core.lease_granted(sample)
+    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
+
+
+def target_version(run: Run) -> int:
+    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
+
+    With steps in advance, who has nothing left to do for one step begins with the next.
+    """
+    for wanted in (run.queue.versions(), run.leased):
+        held = [version for version in wanted if run.weights.available(version)]
+        if held:
+            return min(held)
+    return max(run.weights.versions, default=-1)
+
+
+# ---------------------------------------------------------------- chunks
 
 
 class Fault(NamedTuple):
@@ -152,7 +225,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     else:
         sample.by_harvested += length
     note_span(sample.spans, worker.id, length)
-    sample.seen = None
+    sample.view_changed()
     sample.chunk_at = core.now
     if length > sample.largest_flush:
         sample.largest_flush = length
@@ -181,9 +254,8 @@ def note_span(spans: list[tuple[int, int]], worker_id: int, tokens: int) -> None
 
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
-    """Count and record a refusal, unless it only repeats what is complete, which is acknowledged again.
-
-    What the worker may not hold is revoked; a sample whose engine sends what cannot be is given to another.
+    """Record why, revoke the sample and, if this worker holds its lease, queue it again. A completed sample's last worker only gets its
+    ack again.
     """
     done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
     if sample is not None and done and sample.last_worker_id == worker.id:
@@ -205,9 +277,12 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
         release(core, sample, f"chunk refused: {fault.reason}", crashed=fault.engine)
 
 
+# ---------------------------------------------------------------- finished
+
+
 def finish(core: Core, sample: Sample, reason: str) -> None:
     """The sample has its last token."""
-    sample.step(SampleStep.FINISH)
+    sample.transition(SampleStep.FINISH)
     sample.finish = reason
     core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
     _notify_finished(core, sample)
@@ -235,6 +310,9 @@ def _notify_finished(core: Core, sample: Sample) -> None:
     )
 
 
+# ---------------------------------------------------------------- its lease ends
+
+
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
     worker, leased, version = (
         core.workers.get(sample.worker_id),
@@ -249,13 +327,14 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)
-        worker.heartbeat.leases_changed, worker.slots = True, None
+        worker.leases_altered()
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.due.idle_workers.append(worker)
     sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
-    sample.worker_id, sample.seen = 0, None
+    sample.worker_id = 0
+    sample.view_changed()
 
 
 def lost_tokens(core: Core, sample: Sample) -> int:
@@ -278,7 +357,7 @@ def lost_tokens(core: Core, sample: Sample) -> int:
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
     """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead."""
     worker = core.workers.get(sample.worker_id)
-    sample.step(SampleStep.RELEASE)
+    sample.transition(SampleStep.RELEASE)
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
     run = sample.group.run
@@ -292,93 +371,13 @@ def charge(core: Core, sample: Sample, node: str) -> bool:
     """Count an engine's death on `node` against the sample that it held; True when these were too many."""
     sample.failures += 1
     sample.failed_nodes |= {node}
-    sample.seen = None
+    sample.view_changed()
     enough = sample.group.run.settings.poison_after
     # A site of one node could never reach `poison_after` different ones.
     return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
 
 
-def poison(core: Core, sample: Sample, reason: str) -> None:
-    """Give a sample up: the run stops with its id, or the sample is masked and counted (`on_poison`)."""
-    run = sample.group.run
-    cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
-    abandon(core, sample, "poisoned", cause)
-    sample.give_up(cause)
-    core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
-    if run.settings.on_poison == "stop":
-        if run.stopped:
-            return  # its trainer was told of the first
-        stop_run(sample, cause)
-        core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
-    else:
-        deliver_if_done(core, sample.group)
-
-
-def stop_run(sample: Sample, cause: str) -> None:
-    """The run cannot go on, and says why and what to do to every trainer that attaches."""
-    run = sample.group.run
-    run.stopped = cause or f"sample {sample.id} is poisoned"
-    run.stop_remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
-
-
-def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
-    """End a sample that nobody will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
-    sample.step(SampleStep.ABANDON)
-    worker = core.workers.get(sample.worker_id)
-    if worker is not None:
-        core.send_durable(
-            worker.conn, Revoke(((sample.id, sample.epoch),), reason)
-        )  # behind the lease's own Assign
-        _end_lease(core, sample, end, 0)
-    sample.group.run.queue.discard(sample)
-    core.record(
-        rec.SampleEnded(
-            sample_id=sample.id,
-            state=end,
-            reason=reason,
-            step=0,
-            attempt=sample.group.run.attempt
-            if end == "poisoned"
-            else 0,  # it stops this attempt, and none after it
-            reward=sample.reward,
-            advantage=None,
-            at=core.now,
-            reward_version=sample.reward_version,
-        )
-    )
-
-
-def supersede(core: Core, group: Group, reason: str) -> None:
-    """The group's prompt is generated again: what exists of it is recorded and forgotten."""
-    for sample in group.samples:
-        if sample.status is not SampleStatus.ENDED:
-            abandon(core, sample, "superseded", reason)
-        elif sample.error is None:
-            core.record(
-                rec.SampleEnded(
-                    sample.id,
-                    "superseded",
-                    reason,
-                    0,
-                    0,
-                    sample.reward,
-                    None,
-                    core.now,
-                    sample.reward_version,
-                )
-            )
-    group.run.retries[group.key] = group.retry + 1
-    forget(core, group)
-
-
-def forget(core: Core, group: Group) -> None:
-    for sample in group.samples:
-        core.samples.pop(sample.id, None)
-        core.payloads.drop(sample.id)
-    group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
-    core.groups.pop(group.id, None)
-    if group.run.by_key.get(group.key) is group:
-        del group.run.by_key[group.key]
+# ---------------------------------------------------------------- durable, delivered
 
 
 def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
@@ -445,67 +444,87 @@ def deliver_if_done(core: Core, group: Group) -> None:
     core.send_filled(run.trainer.conn, done, tuple(s.accepted for s in group.samples))
 
 
-def servable(worker: Worker, version: int) -> bool:
-    """Whether a worker may take leases of this version now."""
-    return (
-        worker.status is WorkerStatus.READY
-        and worker.conn is not None
-        and not worker.suspect
-        and worker.weights.loaded == version
-        and worker.weights.asked == version
+# ---------------------------------------------------------------- given up
+
+
+def poison(core: Core, sample: Sample, reason: str) -> None:
+    """Give a sample up: the run stops with its id, or the sample is masked and counted (`on_poison`)."""
+    run = sample.group.run
+    cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
+    abandon(core, sample, "poisoned", cause)
+    sample.give_up(cause)
+    core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
+    if run.settings.on_poison == "stop":
+        if run.stopped:
+            return  # its trainer was told of the first
+        stop_run(sample, cause)
+        core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
+    else:
+        deliver_if_done(core, sample.group)
+
+
+def stop_run(sample: Sample, cause: str) -> None:
+    """The run cannot go on, and says why and what to do to every trainer that attaches."""
+    run = sample.group.run
+    run.stopped = cause or f"sample {sample.id} is poisoned"
+    run.stop_remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
+
+
+def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
+    """End a sample that nobody will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
+    sample.transition(SampleStep.ABANDON)
+    worker = core.workers.get(sample.worker_id)
+    if worker is not None:
+        core.send_durable(
+            worker.conn, Revoke(((sample.id, sample.epoch),), reason)
+        )  # behind the lease's own Assign
+        _end_lease(core, sample, end, 0)
+    sample.group.run.queue.discard(sample)
+    core.record(
+        rec.SampleEnded(
+            sample_id=sample.id,
+            state=end,
+            reason=reason,
+            step=0,
+            attempt=sample.group.run.attempt
+            if end == "poisoned"
+            else 0,  # it stops this attempt, and none after it
+            reward=sample.reward,
+            advantage=None,
+            at=core.now,
+            reward_version=sample.reward_version,
+        )
     )
 
 
-def lease(core: Core, worker: Worker, samples: Sequence[Sample]) -> None:
-    """Lease samples, taken out of the queue before, to a worker. It is sent once it is durable."""
-    leases = [_grant(core, sample, worker) for sample in samples]
-    for part in _in_messages(leases):
-        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
+def supersede(core: Core, group: Group, reason: str) -> None:
+    """The group's prompt is generated again: what exists of it is recorded and forgotten."""
+    for sample in group.samples:
+        if sample.status is not SampleStatus.ENDED:
+            abandon(core, sample, "superseded", reason)
+        elif sample.error is None:
+            core.record(
+                rec.SampleEnded(
+                    sample.id,
+                    "superseded",
+                    reason,
+                    0,
+                    0,
+                    sample.reward,
+                    None,
+                    core.now,
+                    sample.reward_version,
+                )
+            )
+    group.run.retries[group.key] = group.retry + 1
+    forget(core, group)
 
 
-def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
-    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
-    part: list[tuple[Lease, int]] = []
-    nbytes = 0
-    for lease, accepted in leases:
-        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
-        if part and nbytes + size > ASSIGN_BYTES:
-            yield part
-            part, nbytes = [], 0
-        part.append((lease, accepted))
-        nbytes += size
-    if part:
-        yield part
-
-
-def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
-    """The lease, and how many accepted tokens go with it."""
-    sample.step(SampleStep.LEASE)
-    group, accepted, now = sample.group, sample.accepted, core.now
-    run, version = group.run, group.version
-    sample.epoch = epoch = sample.epoch + 1
-    sample.moves += accepted > 0
-    sample.worker_id = sample.last_worker_id = worker.id
-    sample.lease_version, sample.lease_offset = version, accepted
-    sample.leased_at = sample.chunk_at = now
-    sample.largest_flush = 0
-    sample.reported = accepted
-    worker.leases[sample.id] = sample
-    worker.heartbeat.leases_changed, worker.slots, sample.seen = True, None, None
-    run.leased[version] = run.leased.get(version, 0) + 1
-    sample.assigned_at = None
-    core.lease_granted(sample)
-    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
-    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
-
-
-def target_version(run: Run) -> int:
-    """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
-
-    With steps in advance, who has nothing left to do for one step begins with the next.
-    """
-    for wanted in (run.queue.versions(), run.leased):
-        held = [version for version in wanted if run.weights.available(version)]
-        if held:
-            return min(held)
-    return max(run.weights.versions, default=-1)
+def forget(core: Core, group: Group) -> None:
+    for sample in group.samples:
+        core.samples.pop(sample.id, None)
+        core.payloads.drop(sample.id)
+    group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
+    core.groups.pop(group.id, None)
+    if group.run.by_key.get(group.key) is group:
+        del group.run.by_key[group.key]

@@ -171,16 +171,19 @@ class Sample:
     #: (worker, tokens) of those who generated it, in the order of its tokens.
     spans: list[tuple[int, int]] = field(default_factory=list)
     regenerated: int = 0  # tokens that died with a worker, since then
-    seen: SampleView | None = (
-        None  # how policies see it (`policy_view`), until any of that changes; `audit` makes it anew and compares
-    )
+    #: How policies see it (`policy_view`), until any of that changes. `audit` makes it anew and compares.
+    cached_view: SampleView | None = None
 
-    def step(self, step: SampleStep) -> None:
+    def view_changed(self) -> None:
+        """Something changed that policies see of it."""
+        self.cached_view = None
+
+    def transition(self, step: SampleStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = SAMPLE_TRANSITIONS.get((self.status, step))
+        target = SAMPLE_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
-        self.seen = None
+        self.cached_view = None
         group = self.group
         if target in UNFINISHED:  # and so was where it came from: what is done is not opened again
             self.status = target
@@ -192,7 +195,7 @@ class Sample:
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
-        before, self.seen = self.done, None
+        before, self.cached_view = self.done, None
         self.error = cause
         self.group.unfinished += before - self.done
 
@@ -428,14 +431,27 @@ class Agreement:
 
 @dataclass(slots=True)
 class Due:
-    """What may be due since the run was settled last (`machine.Router`)."""
+    """What may be due since the run was settled last: `Router._do_what_is_due` reads it after an event, and clears it.
 
-    fleet: bool = True  # something changed that may let a worker load, or a sample be placed
-    samples: bool = True  # the same, but only samples changed, and no worker
-    recount: bool = True  # the fleet's sizes may have changed
-    ask: bool = True  # the step or the window changed: the policy is to be asked
-    changed_workers: list[Worker] = field(default_factory=list)  # that took another status one by one
-    idle_workers: list[Worker] = field(default_factory=list)  # whose last lease ended
+    flag             set when                                              by                              triggers
+    fleet            a worker came, left, or fell silent, or its order     registration, workers,          orders to all idle workers,
+                     changed; a version can be pulled, or no more          worker_commands, runs           placement, a new count
+    samples          a sample took another status, a worker has loaded     Sample, worker_commands         orders to `idle_workers`,
+                                                                                                           placement
+    recount          a worker has loaded                                   worker_commands                 sizes corrected
+    ask              a step was submitted, reserved engines were           steps, runs                     rebalancing and the window asked
+                     told to sleep or to wake                                                              of the policy
+    changed_workers  a worker was given an order or has loaded it          worker_commands                 sizes corrected for these alone,
+                                                                                                           serving workers found again
+    idle_workers     a worker's last lease ended                           samples                         orders to these alone
+    """
+
+    fleet: bool = True
+    samples: bool = True
+    recount: bool = True
+    ask: bool = True
+    changed_workers: list[Worker] = field(default_factory=list)
+    idle_workers: list[Worker] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -461,7 +477,7 @@ class Run:
     policy: RouterPolicy = field(default_factory=Standard)
     trainer: TrainerLink = field(default_factory=TrainerLink)
     weights: PublishedWeights = field(default_factory=PublishedWeights)
-    step: StepProgress = field(default_factory=StepProgress)
+    progress: StepProgress = field(default_factory=StepProgress)
     #: (purpose, step, prompt index) -> the group in flight.
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
     #: The same key -> the next retry's number, where a group was superseded.
@@ -510,7 +526,7 @@ class WorkerWeights:
 class WorkerMemory:
     """What a worker does with its GPUs' memory: the orders it was sent, and what it acknowledged."""
 
-    state: Memory = Memory.AWAKE  # changed by `Worker.step_memory` only
+    state: Memory = Memory.AWAKE  # changed by `Worker.transition_memory` only
     order: int = 0  # number of the last order to sleep or wake
     sleep_ordered_at: float = 0.0  # Unix seconds
     bytes_held: int = 0  # as it last said
@@ -581,19 +597,24 @@ class Worker:
     engine: EngineMetrics = field(default_factory=EngineMetrics)
     heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     departure: Departure = field(default_factory=Departure)
-    slots: Slots | None = None  # how policies see its leases, until one comes or goes
+    cached_slots: Slots | None = None  # how policies see its leases, until one comes or goes
     counted_as: int = -1  # index in its run's `cached.sizes`; -1 = not counted
 
-    def step(self, step: WorkerStep) -> None:
+    def leases_altered(self) -> None:
+        """A lease of it came or went."""
+        self.heartbeat.leases_changed = True
+        self.cached_slots = None
+
+    def transition(self, step: WorkerStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = WORKER_TRANSITIONS.get((self.status, step))
+        target = WORKER_TRANSITIONS[self.status].get(step)
         if target is None:
             raise IllegalTransition(f"worker {self.id} is {self.status} and cannot {step}")
         self.status = target
 
-    def step_memory(self, step: MemoryStep) -> None:
+    def transition_memory(self, step: MemoryStep) -> None:
         """Take one legal step, or raise and change nothing."""
-        target = MEMORY_TRANSITIONS.get((self.memory.state, step))
+        target = MEMORY_TRANSITIONS[self.memory.state].get(step)
         if target is None:
             raise IllegalTransition(f"worker {self.id}'s memory is {self.memory.state} and cannot {step}")
         self.memory.state = target

@@ -88,11 +88,11 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
     if body.purpose not in OUTCOMES:
         return Denied("invalid", f"purpose {body.purpose!r}", 'use "train" or "eval"')
-    if run.ended or (body.purpose == "train" and body.step <= run.step.last_committed):
+    if run.ended or (body.purpose == "train" and body.step <= run.progress.last_committed):
         why = (
             "the run has ended"
             if run.ended
-            else f"step {body.step} is not after the last committed one, {run.step.last_committed}"
+            else f"step {body.step} is not after the last committed one, {run.progress.last_committed}"
         )
         return Denied("invalid", why, "open the run again to go on from a checkpoint")
     indices = [spec.prompt_index for spec in body.groups]
@@ -119,12 +119,14 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
                 "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data",
             )
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
-    run.step.samples = sum(
+    run.progress.samples = sum(
         len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step)
     )
-    run.step.newest, run.step.submitted_at, run.due.ask = (body.purpose, body.step), core.now, True
+    run.progress.newest, run.progress.submitted_at, run.due.ask = (body.purpose, body.step), core.now, True
     cap = max((spec.sampling.max_tokens for spec in body.groups), default=0)
-    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step.samples, len(groups), cap), core.now)
+    run.policy.observe(
+        StepSubmitted(body.step, body.purpose, run.progress.samples, len(groups), cap), core.now
+    )
     for group in groups:
         samples.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
@@ -162,7 +164,7 @@ def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
     core.record(rec.GroupAdopted(group.id, version, core.now))
     for sample in group.samples:
         if sample.status is SampleStatus.ENDED and sample.error is None:
-            sample.step(SampleStep.REOPEN)
+            sample.transition(SampleStep.REOPEN)
             core.record(rec.SampleReopened(sample.id, run.attempt, core.now))
 
 
@@ -187,7 +189,7 @@ def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root:
     for index in range(spec.n):
         sample = Sample(first + index, group, index)
         group.add(sample)
-        sample.step(SampleStep.QUEUE)
+        sample.transition(SampleStep.QUEUE)
         core.samples[sample.id] = sample
         run.queue.add(sample)
     core.groups[group.id] = run.by_key[group.key] = group
@@ -217,7 +219,7 @@ def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
     ]
     if not groups:
         known = (
-            body.step <= run.step.last_committed
+            body.step <= run.progress.last_committed
             if body.purpose == "train"
             else all(o.sample_id < core.next_sample_id for o in body.outcomes)
         )
@@ -248,7 +250,7 @@ def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
     )
     run.policy.observe(StepFinished(body.step, body.purpose, _seconds_are_times(body.metrics)), core.now)
     if body.purpose == "train":
-        run.step.last_committed = body.step
+        run.progress.last_committed = body.step
         for group in [
             g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step
         ]:
@@ -276,7 +278,7 @@ def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
 
 
 def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: SampleOutcome) -> None:
-    sample.step(SampleStep.END)
+    sample.transition(SampleStep.END)
     core.record(
         rec.SampleEnded(
             sample.id,
@@ -294,8 +296,8 @@ def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: Sample
 
 def trained(core: Core, run: Run, body: Trained) -> None:
     """How far the trainer is; pings repeat it."""
-    if run.step.newest == ("train", body.step) and body != run.step.trained:
-        run.step.trained = body
+    if run.progress.newest == ("train", body.step) and body != run.progress.trained:
+        run.progress.trained = body
         run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
 
 

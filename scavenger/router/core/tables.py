@@ -142,7 +142,7 @@ class Core:
             self._event_actions.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
     def read_history(self, run: Run) -> None:
-        self._event_actions.append(ReadHistory(run.id, run.attempt, run.step.resumed_after))
+        self._event_actions.append(ReadHistory(run.id, run.attempt, run.progress.resumed_after))
 
     def length_accepted(self, sample: Sample) -> None:
         """The sample's accepted length becomes durable with this event's records."""

@@ -2,15 +2,15 @@
 
 All three state machines of the router are here, and nothing else:
 
-    sample   (SampleStatus, SampleStep) -> SampleStatus    in SAMPLE_TRANSITIONS
-    worker   (WorkerStatus, WorkerStep) -> WorkerStatus    in WORKER_TRANSITIONS
-    memory   (Memory, MemoryStep) -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
+    sample   SampleStatus -> SampleStep -> SampleStatus    in SAMPLE_TRANSITIONS; beside it `Sample.give_up` marks one that ended without
+                                                           a completion
+    worker   WorkerStatus -> WorkerStep -> WorkerStatus    in WORKER_TRANSITIONS
+    memory   Memory -> MemoryStep -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
 
-A worker's status and its memory move together: FALLING_ASLEEP with FALLING_ASLEEP, ASLEEP with ASLEEP, LOADING and READY with AWAKE or
-WAKING; DRAINING and AWAY with any. `audit` checks it after every event of a test.
+A worker's status and its memory move together: MEMORY_ALLOWED says how, and `audit` checks it after every event of a test.
 
-`Sample.step`, `Worker.step` and `Worker.step_memory` (`state`) look a step up and raise `IllegalTransition`, changing nothing, where the
-table has none. Pure.
+`Sample.transition`, `Worker.transition` and `Worker.transition_memory` (`state`) look a step up and raise `IllegalTransition`, changing
+nothing, where the table has none. Pure.
 """
 
 from __future__ import annotations
@@ -50,23 +50,27 @@ class SampleStep(StrEnum):
     RESTORE_ENDED = "restore-ended"
 
 
-#: What may happen to a sample: (state, step) -> state. Anything else is a bug.
-SAMPLE_TRANSITIONS: dict[tuple[SampleStatus, SampleStep], SampleStatus] = {
-    (SampleStatus.NEW, SampleStep.QUEUE): SampleStatus.QUEUED,
-    (SampleStatus.NEW, SampleStep.RESTORE_LEASED): SampleStatus.UNCONFIRMED,
-    (SampleStatus.NEW, SampleStep.RESTORE_COMPLETE): SampleStatus.COMPLETE,
-    (SampleStatus.NEW, SampleStep.RESTORE_ENDED): SampleStatus.ENDED,
-    (SampleStatus.QUEUED, SampleStep.LEASE): SampleStatus.LEASED,
-    (SampleStatus.LEASED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    (SampleStatus.LEASED, SampleStep.FINISH): SampleStatus.COMPLETE,
-    (SampleStatus.UNCONFIRMED, SampleStep.CONFIRM): SampleStatus.LEASED,
-    (SampleStatus.UNCONFIRMED, SampleStep.RELEASE): SampleStatus.QUEUED,
-    (SampleStatus.COMPLETE, SampleStep.END): SampleStatus.ENDED,
-    (SampleStatus.ENDED, SampleStep.REOPEN): SampleStatus.COMPLETE,
-    (SampleStatus.QUEUED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.LEASED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.UNCONFIRMED, SampleStep.ABANDON): SampleStatus.ENDED,
-    (SampleStatus.COMPLETE, SampleStep.ABANDON): SampleStatus.ENDED,
+#: What may happen to a sample: state -> step -> state. Anything else is a bug.
+SAMPLE_TRANSITIONS: dict[SampleStatus, dict[SampleStep, SampleStatus]] = {
+    SampleStatus.NEW: {
+        SampleStep.QUEUE: SampleStatus.QUEUED,
+        SampleStep.RESTORE_LEASED: SampleStatus.UNCONFIRMED,
+        SampleStep.RESTORE_COMPLETE: SampleStatus.COMPLETE,
+        SampleStep.RESTORE_ENDED: SampleStatus.ENDED,
+    },
+    SampleStatus.QUEUED: {SampleStep.LEASE: SampleStatus.LEASED, SampleStep.ABANDON: SampleStatus.ENDED},
+    SampleStatus.LEASED: {
+        SampleStep.RELEASE: SampleStatus.QUEUED,
+        SampleStep.FINISH: SampleStatus.COMPLETE,
+        SampleStep.ABANDON: SampleStatus.ENDED,
+    },
+    SampleStatus.UNCONFIRMED: {
+        SampleStep.CONFIRM: SampleStatus.LEASED,
+        SampleStep.RELEASE: SampleStatus.QUEUED,
+        SampleStep.ABANDON: SampleStatus.ENDED,
+    },
+    SampleStatus.COMPLETE: {SampleStep.END: SampleStatus.ENDED, SampleStep.ABANDON: SampleStatus.ENDED},
+    SampleStatus.ENDED: {SampleStep.REOPEN: SampleStatus.COMPLETE},
 }
 #: Still to be generated. (NEW exists within one event only.)
 UNFINISHED = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
@@ -100,30 +104,40 @@ class WorkerStep(StrEnum):
     LEAVE = "leave"
 
 
-#: What may happen to a worker: (state, step) -> state. Anything else is a bug. What is asked to leave does nothing else.
-WORKER_TRANSITIONS: dict[tuple[WorkerStatus, WorkerStep], WorkerStatus] = {
-    (WorkerStatus.NEW, WorkerStep.JOIN): WorkerStatus.LOADING,
-    (WorkerStatus.NEW, WorkerStep.RESTORE): WorkerStatus.AWAY,
-    (WorkerStatus.AWAY, WorkerStep.RETURN): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SERVE): WorkerStatus.READY,
-    (WorkerStatus.READY, WorkerStep.LOAD): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.SLEEP): WorkerStatus.FALLING_ASLEEP,
-    (WorkerStatus.READY, WorkerStep.SLEEP): WorkerStatus.FALLING_ASLEEP,
-    (WorkerStatus.FALLING_ASLEEP, WorkerStep.SLEPT): WorkerStatus.ASLEEP,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_FALLING_ASLEEP): WorkerStatus.FALLING_ASLEEP,
-    (WorkerStatus.LOADING, WorkerStep.FOUND_ASLEEP): WorkerStatus.ASLEEP,
-    (WorkerStatus.ASLEEP, WorkerStep.WAKE): WorkerStatus.LOADING,
-    (WorkerStatus.LOADING, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.READY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.FALLING_ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.ASLEEP, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.AWAY, WorkerStep.DRAIN): WorkerStatus.DRAINING,
-    (WorkerStatus.LOADING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.READY, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.FALLING_ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.ASLEEP, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.DRAINING, WorkerStep.LEAVE): WorkerStatus.GONE,
-    (WorkerStatus.AWAY, WorkerStep.LEAVE): WorkerStatus.GONE,
+#: What may happen to a worker: state -> step -> state. Anything else is a bug. What is asked to leave does nothing else.
+WORKER_TRANSITIONS: dict[WorkerStatus, dict[WorkerStep, WorkerStatus]] = {
+    WorkerStatus.NEW: {WorkerStep.JOIN: WorkerStatus.LOADING, WorkerStep.RESTORE: WorkerStatus.AWAY},
+    WorkerStatus.AWAY: {
+        WorkerStep.RETURN: WorkerStatus.LOADING,
+        WorkerStep.DRAIN: WorkerStatus.DRAINING,
+        WorkerStep.LEAVE: WorkerStatus.GONE,
+    },
+    WorkerStatus.LOADING: {
+        WorkerStep.SERVE: WorkerStatus.READY,
+        WorkerStep.SLEEP: WorkerStatus.FALLING_ASLEEP,
+        WorkerStep.FOUND_FALLING_ASLEEP: WorkerStatus.FALLING_ASLEEP,
+        WorkerStep.FOUND_ASLEEP: WorkerStatus.ASLEEP,
+        WorkerStep.DRAIN: WorkerStatus.DRAINING,
+        WorkerStep.LEAVE: WorkerStatus.GONE,
+    },
+    WorkerStatus.READY: {
+        WorkerStep.LOAD: WorkerStatus.LOADING,
+        WorkerStep.SLEEP: WorkerStatus.FALLING_ASLEEP,
+        WorkerStep.DRAIN: WorkerStatus.DRAINING,
+        WorkerStep.LEAVE: WorkerStatus.GONE,
+    },
+    WorkerStatus.FALLING_ASLEEP: {
+        WorkerStep.SLEPT: WorkerStatus.ASLEEP,
+        WorkerStep.DRAIN: WorkerStatus.DRAINING,
+        WorkerStep.LEAVE: WorkerStatus.GONE,
+    },
+    WorkerStatus.ASLEEP: {
+        WorkerStep.WAKE: WorkerStatus.LOADING,
+        WorkerStep.DRAIN: WorkerStatus.DRAINING,
+        WorkerStep.LEAVE: WorkerStatus.GONE,
+    },
+    WorkerStatus.DRAINING: {WorkerStep.LEAVE: WorkerStatus.GONE},
+    WorkerStatus.GONE: {},
 }
 
 
@@ -148,17 +162,27 @@ class MemoryStep(StrEnum):
     FOUND_WAKING = "found-waking"
 
 
-#: What may happen to a worker's memory: (state, step) -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
+#: What may happen to a worker's memory: state -> step -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
 #: to wake never overtakes the acknowledgement of the order before.
-MEMORY_TRANSITIONS: dict[tuple[Memory, MemoryStep], Memory] = {
-    (Memory.AWAKE, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.WAKING, MemoryStep.SLEEP): Memory.FALLING_ASLEEP,
-    (Memory.FALLING_ASLEEP, MemoryStep.SLEPT): Memory.ASLEEP,
-    (Memory.ASLEEP, MemoryStep.WAKE): Memory.WAKING,
-    (Memory.WAKING, MemoryStep.WOKEN): Memory.AWAKE,
-    (Memory.AWAKE, MemoryStep.FOUND_FALLING_ASLEEP): Memory.FALLING_ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_ASLEEP): Memory.ASLEEP,
-    (Memory.AWAKE, MemoryStep.FOUND_WAKING): Memory.WAKING,
+MEMORY_TRANSITIONS: dict[Memory, dict[MemoryStep, Memory]] = {
+    Memory.AWAKE: {
+        MemoryStep.SLEEP: Memory.FALLING_ASLEEP,
+        MemoryStep.FOUND_FALLING_ASLEEP: Memory.FALLING_ASLEEP,
+        MemoryStep.FOUND_ASLEEP: Memory.ASLEEP,
+        MemoryStep.FOUND_WAKING: Memory.WAKING,
+    },
+    Memory.WAKING: {MemoryStep.SLEEP: Memory.FALLING_ASLEEP, MemoryStep.WOKEN: Memory.AWAKE},
+    Memory.FALLING_ASLEEP: {MemoryStep.SLEPT: Memory.ASLEEP},
+    Memory.ASLEEP: {MemoryStep.WAKE: Memory.WAKING},
+}
+#: What a worker's memory may be in each status. What is asked to leave, or has not come back, keeps its memory as it was.
+MEMORY_ALLOWED: dict[WorkerStatus, frozenset[Memory]] = {
+    WorkerStatus.LOADING: frozenset({Memory.AWAKE, Memory.WAKING}),
+    WorkerStatus.READY: frozenset({Memory.AWAKE, Memory.WAKING}),
+    WorkerStatus.FALLING_ASLEEP: frozenset({Memory.FALLING_ASLEEP}),
+    WorkerStatus.ASLEEP: frozenset({Memory.ASLEEP}),
+    WorkerStatus.DRAINING: frozenset(Memory),
+    WorkerStatus.AWAY: frozenset(Memory),
 }
 #: What a registration says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
 MEMORY_FOUND: dict[Memory, MemoryStep] = {

@@ -47,7 +47,7 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         worker.weights.loaded = -1  # until it says, with the root hash, what it loaded
         worker.run.due.fleet = True
         if worker.status is WorkerStatus.READY:
-            worker.step(WorkerStep.LOAD)
+            worker.transition(WorkerStep.LOAD)
     asked_long_ago = core.now - worker.weights.asked_at > 5 * core.limits.heartbeat_s
     if (
         worker.weights.asked != worker.weights.loaded
@@ -104,7 +104,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
         core.now,
     )
     if worker.status is WorkerStatus.LOADING:
-        worker.step(WorkerStep.SERVE)
+        worker.transition(WorkerStep.SERVE)
     steer(core, worker)
 
 
@@ -139,8 +139,8 @@ def load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
 
 
 def put_to_sleep(core: Core, worker: Worker) -> None:
-    worker.step(WorkerStep.SLEEP)
-    worker.step_memory(MemoryStep.SLEEP)
+    worker.transition(WorkerStep.SLEEP)
+    worker.transition_memory(MemoryStep.SLEEP)
     worker.run.due.fleet, worker.memory.sleep_ordered_at = True, core.now
     worker.memory.order += 1
     core.send_durable(worker.conn, Sleep(worker.memory.order))
@@ -154,11 +154,11 @@ def asleep(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
     if order != worker.memory.order or worker.memory.state is not Memory.FALLING_ASLEEP:
         return
     worker.memory.bytes_held = bytes_held
-    worker.step_memory(MemoryStep.SLEPT)
+    worker.transition_memory(MemoryStep.SLEPT)
     for sample in list(worker.leases.values()):
         samples.release(core, sample, "reserved worker sleeps")
     if worker.status is WorkerStatus.FALLING_ASLEEP:
-        worker.step(WorkerStep.SLEPT)
+        worker.transition(WorkerStep.SLEPT)
         worker.run.policy.observe(
             Toggled(worker.id, False, core.now - worker.memory.sleep_ordered_at), core.now
         )
@@ -171,7 +171,7 @@ def awake(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
     """It has its memory again. Leases were sent behind the order to wake: it takes them in turn."""
     if order == worker.memory.order and worker.memory.state is Memory.WAKING:
         worker.memory.bytes_held = bytes_held
-        worker.step_memory(MemoryStep.WOKEN)
+        worker.transition_memory(MemoryStep.WOKEN)
 
 
 def wake(core: Core, worker: Worker) -> None:
@@ -179,12 +179,12 @@ def wake(core: Core, worker: Worker) -> None:
     that it gave its own memory back."""
     if worker.status is WorkerStatus.ASLEEP and worker.run.reserved.awake_stated:
         worker.run.due.fleet = True
-        worker.step_memory(MemoryStep.WAKE)
+        worker.transition_memory(MemoryStep.WAKE)
         worker.memory.order += 1
         core.send_durable(worker.conn, Wake(worker.memory.order))
-        worker.step(WorkerStep.WAKE)
+        worker.transition(WorkerStep.WAKE)
         if worker.weights.loaded >= 0:
-            worker.step(WorkerStep.SERVE)
+            worker.transition(WorkerStep.SERVE)
         # It may have been asked to load another version before it slept, and not have heard: `steer` asks again.
         worker.weights.asked = worker.weights.loaded
         steer(core, worker)
@@ -210,7 +210,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     ):
         if worker.status is not WorkerStatus.READY or worker.weights.asked != wanted:
             if worker.status is WorkerStatus.LOADING:
-                worker.step(WorkerStep.SERVE)
+                worker.transition(WorkerStep.SERVE)
             worker.weights.asked, worker.run.due.fleet = wanted, True
             worker.run.due.changed_workers.append(worker)
         return
@@ -219,7 +219,7 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if worker.weights.failures and core.now - worker.weights.asked_at < RETRY_LOAD_S:
         return
     if worker.status is WorkerStatus.READY:
-        worker.step(WorkerStep.LOAD)
+        worker.transition(WorkerStep.LOAD)
     worker.weights.asked, worker.weights.asked_at, worker.run.due.fleet = wanted, core.now, True
     worker.run.due.changed_workers.append(worker)
     _send_to_holders(core, worker, version)
@@ -280,6 +280,6 @@ def more_holders(core: Core, worker: Worker) -> None:
 def drain(core: Core, worker: Worker, reason: str) -> None:
     """Ask a worker to flush and leave for good."""
     if worker.status is not WorkerStatus.DRAINING:
-        worker.step(WorkerStep.DRAIN)
+        worker.transition(WorkerStep.DRAIN)
         worker.departure.reason, worker.run.due.fleet = reason, True
         core.send_durable(worker.conn, Drain(reason))

@@ -28,9 +28,10 @@ from scavenger.router.core.transitions import Memory, WorkerStatus, WorkerStep
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
-#: Of the time between two heartbeats: what comes sooner comes after one that was late.
+#: A heartbeat is early when less than this share of the heartbeat interval passed since the last one, which then was late.
 LEAST_BEAT = 0.9
-#: Where all samples of an engine ran throughout, what they gained on average is this near the most that one of them did, as a share of it.
+#: The mean gain of an engine's samples between two heartbeats lies within this share of the largest (or within one token) when all of them
+#: ran throughout.
 ALIKE = 0.05
 
 
@@ -105,7 +106,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
                 gained += gain
                 if gain > most:
                     most = gain
-            sample.reported, sample.seen = length, None
+            sample.reported, sample.cached_view = length, None
         context += len(sample.group.prompt) // 4 + length
     if here < len(leases):
         _release_lost(core, worker, beat)
@@ -132,11 +133,11 @@ def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
 
 
 def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -> None:
-    """What its engine did since its last heartbeat; for the policy only where it ran the same samples throughout.
+    """The engine's rate since its last heartbeat. `gained`: tokens of all its samples; `most`: of the one that gained most.
 
-    A beat that comes early is one that comes after a late one: on a busy machine an engine would look several times as fast as it is.
-    All samples that run gain a token a step, `most` of them in this beat: where they gained less on average, some were prefilled meanwhile
-    or waited for room in its KV cache, and the batch was not that of its leases.
+    The policy gets a rate only if the batch was constant: no lease changed, the beat was not early, and the mean gain per sample is within
+    5 % (or one token) of the largest. An early beat follows a late one: by it an engine would look several times as fast as it is. Samples
+    that run gain one token a step each; a lower mean shows that some were prefilled meanwhile, or waited for room in the KV cache.
     """
     seconds, batch = core.now - worker.heartbeat.at, len(worker.leases)
     steady = (
@@ -228,7 +229,7 @@ def gone(
                 worker.slot,
                 worker.process.session,
             )
-    worker.step(WorkerStep.LEAVE)
+    worker.transition(WorkerStep.LEAVE)
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
     worker.run.due.fleet = True
