@@ -83,7 +83,7 @@ def test_random_schedules_hold_over_a_real_ledger(seed: int, tmp_path: Path) -> 
 
 
 def test_a_schedule_plays_again_from_its_log() -> None:
-    first = schedule.run(1, OPS)
+    first = schedule.run(11, OPS)
     again = schedule.play(json.loads(json.dumps(first.log)), alone=True)
     rows = {i: (row.state, row.epoch, row.tokens) for i, row in first.truth.ledger.samples.items()}
     assert {i: (row.state, row.epoch, row.tokens) for i, row in again.truth.ledger.samples.items()} == rows
