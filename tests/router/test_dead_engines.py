@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.config import DaemonConfig
+from scavenger.policy.agreement import AgreementRules
 from scavenger.protocol.messages import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
 from scavenger.router.core.events import JobGone
 from scavenger.router.core.state import RouterLimits
@@ -165,6 +166,12 @@ def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> N
         "engine_stalled_s": 301.0,
     }
     options = ("speculative_config",)
-    config = {"daemon": {"state_dir": tmp_path, **keys}, "harvest": {"vllm_options": options}}
+    config = {
+        "daemon": {"state_dir": tmp_path, **keys},
+        "harvest": {"vllm_options": options},
+        "router": {"disagreement": "report", "disagreement_ratio": 4.0, "disagreement_samples": 20},
+    }
     limits = RouterLimits.of(DaemonConfig.model_validate(config))
-    assert dataclasses.astuple(limits) == (*keys.values(), options)
+    rules = AgreementRules(samples=20, ratio=4.0)
+    found = tuple(getattr(limits, field.name) for field in dataclasses.fields(limits))
+    assert found == (*keys.values(), options, "report", rules)
