@@ -9,7 +9,8 @@ One owner's broken run is no other owner's affair: where engines of an owner's r
 the runs are at fault and no node is, until `quarantine_s` pass without such a death.
 
 Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, everybody's where it
-concerns all runs, and then one engine of a run is tried at a time, until an engine has worked.
+concerns all runs, and then one engine of a run is tried at a time, beside those that run, until an engine that started since has worked.
+Nothing is held against a set-up whose last such engine ended `MAX_SENTENCE` times `quarantine_s` ago.
 
 A node where an engine's numbers are wrong is quarantined at once. This is its trainer's word: where the trainers of one owner's runs say
 so of more than two nodes within `quarantine_s`, they are at fault, and those nodes are free again.
@@ -20,11 +21,14 @@ Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from scavenger.backoff import backoff_s
+from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.track.set_up import NO_DAEMON, OF_ALL_RUNS, REMEDIES, FailedStart, SetUps
+from scavenger.policy.fleet_size import Demand
 
 MAX_BACKOFF_S = 600.0
 MAX_SENTENCE = 8
@@ -238,14 +242,30 @@ class Health:
         """Another configuration: what could not begin with the old one is tried afresh."""
         self._backoffs = {owner: one for owner, one in self._backoffs.items() if not one.set_up}
 
+    def forget(self, now: float) -> None:
+        """A set-up with which nothing failed for long is tried afresh, though no engine has proved it."""
+        memory_s = MAX_SENTENCE * self._rules.quarantine_s
+        self._backoffs = {
+            owner: one
+            for owner, one in self._backoffs.items()
+            if not one.set_up or now < max(one.not_before, one.failed_at + memory_s)
+        }
+
     def set_up_fault(self) -> str:
         """Why engines cannot start, everybody's reason first; "" when none is known."""
         return next((one.set_up for _, one in sorted(self._backoffs.items()) if one.set_up), "")
 
     def on_trial(self, run_id: int) -> str:
         """Why one engine of this run is tried before more are submitted, or ""."""
+        return next((one.set_up for one in self._doubts_of(run_id)), "")
+
+    def on_trial_since(self, run_id: int) -> float:
+        """When the last engine failed for which one is tried now (Unix s): only one that starts later can prove that others would work."""
+        return max((one.failed_at for one in self._doubts_of(run_id)), default=0.0)
+
+    def _doubts_of(self, run_id: int) -> list[_BackOff]:
         both = (self._backoffs.get(self._owner(run_id)), self._backoffs.get(_SITE))
-        return next((one.set_up for one in both if one is not None and one.set_up), "")
+        return [one for one in both if one is not None and one.set_up]
 
     def doubted(self, now: float) -> frozenset[str]:
         """Nodes that are tried last: engines could not start there, and whether others can is not known."""
@@ -267,3 +287,31 @@ class Health:
         """The same of one run's owner alone."""
         one = self._backoffs.get(self._owner(run_id), _BackOff())
         return one.not_before, one.why
+
+
+def without_failing(
+    health: Health, demand: Sequence[Demand], jobs: Sequence[OurJob], now: float
+) -> list[Demand]:
+    """The demand, of which an owner whose jobs die at once wants no more than there is for a while, and then one engine of a run more than
+    there is, until an engine has proved that others would work. Other owners' runs go on."""
+    health.forget(now)
+    health.asking = frozenset(d.run_id for d in demand if d.engines)
+    if now < health.backoff()[0]:
+        return list(demand)  # nobody's jobs are submitted: the decision says why
+    staying = [job for job in jobs if job.drain_kind is DrainKind.NO]
+    present = Counter(job.run_id for job in staying)
+    engines = [job for job in staying if not job.standby]
+
+    def within(d: Demand) -> Demand:
+        not_before, why = health.backoff_of(d.run_id)
+        most, then = d.engines, ""
+        if now < not_before:
+            most, then = present[d.run_id], f"backs off: {why}"
+        elif trial := health.on_trial(d.run_id):
+            failed_at = health.on_trial_since(d.run_id)
+            of_run = [job for job in engines if job.run_id == d.run_id]
+            tried = any(job.waits or job.started_at >= failed_at for job in of_run)
+            most, then = len(of_run) + (0 if tried else 1), f"one engine is tried first: {trial}"
+        return replace(d, engines=most, reason=f"{d.reason}; {then}") if most < d.engines else d
+
+    return [within(d) for d in demand]
