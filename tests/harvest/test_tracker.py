@@ -831,6 +831,37 @@ def test_a_node_where_an_engine_computes_wrong_gets_no_engines_and_is_named_with
     assert tracker.health.quarantined(over + 1.5 * RULES.health.quarantine_s), "twice as long"
 
 
+def test_the_word_of_one_owner_keeps_two_nodes_from_others_at_most() -> None:
+    """However patient its trainer is: an accusation stands for as long as it costs others the node."""
+    health, quarantine_s = Health(RULES.health), RULES.health.quarantine_s
+    health.owners = {4: "mallory"}
+    accused, held = dict.fromkeys((f"n{n:02}" for n in range(16)), 0), []
+    for turn in range(100):
+        now = 100.0 + turn * (quarantine_s + 1.0)
+        out = {name for name, _ in health.quarantined(now)}
+        for name in sorted(accused.keys() - out, key=lambda name: (-accused[name], name))[:2]:
+            health.condemned(name, "disagrees", now, 4)
+            accused[name] += 1
+        held.append(len(health.quarantined(now)))
+    assert max(held) == 2
+
+
+def test_accusations_lengthen_no_quarantine_for_deaths() -> None:
+    health, quarantine_s = Health(RULES.health), RULES.health.quarantine_s
+    health.owners = {4: "mallory", 5: "alice"}
+    now = 100.0
+    for _ in range(4):
+        health.condemned("n1", "disagrees", now, 4)
+        now = health.quarantined_until("n1") + 1.0
+    assert health.quarantined_until("n1") - 100.0 > (1 + 2 + 4 + 8) * quarantine_s, "its own word counts"
+    health.condemned("n1", "disagrees", now, 5)
+    assert health.quarantined_until("n1") == now + quarantine_s, "another owner's does not"
+    now = health.quarantined_until("n1") + 1.0
+    for n in range(3):
+        health.died("n1", "x", now + n)
+    assert health.quarantined_until("n1") == now + 2 + quarantine_s
+
+
 def test_an_owner_whose_trainers_accuse_every_node_is_not_believed() -> None:
     """A trainer's word costs others the node: it is good for two."""
     health = Health(RULES.health)

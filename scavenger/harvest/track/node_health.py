@@ -13,7 +13,8 @@ concerns all runs, and then one engine of a run is tried at a time, beside those
 Nothing is held against a set-up whose last such engine ended `MAX_SENTENCE` times `quarantine_s` ago.
 
 A node where an engine's numbers are wrong is quarantined at once. This is its trainer's word: where the trainers of one owner's runs say
-so of more than two nodes within `quarantine_s`, they are at fault, and those nodes are free again.
+so of more than two nodes within `quarantine_s`, or while those are still quarantined, they are at fault, and those nodes are free again.
+So one owner's word keeps two nodes from others at most, and it never lengthens what other owners' engines, or their deaths, bring on.
 
 Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) never come here.
 """
@@ -46,15 +47,24 @@ class HealthRules:
 @dataclass(slots=True)
 class _Record:
     """What is held against one node. `deaths`: (time, run). `strikes` are past quarantines not yet forgotten; `until` is when the present
-    one ends, and `runs` are those for whose deaths it is."""
+    one ends, and `runs` are those for whose deaths it is. `strikes_of`: by owner, those on whose trainers' word alone they were."""
 
     deaths: list[tuple[float, int]] = field(default_factory=list)
     strikes: int = 0
+    strikes_of: Counter[str] = field(default_factory=Counter)
     until: float = 0.0
     reason: str = ""
     runs: frozenset[int] = frozenset()
     clean_since: float = 0.0
     accused_by: str = ""  # the owner on whose trainers' word alone the present one is
+
+    def acquit(self, now: float) -> None:
+        """The present quarantine was for nothing."""
+        if self.accused_by:
+            self.strikes_of[self.accused_by] -= 1
+        else:
+            self.strikes -= 1
+        self.until, self.clean_since, self.accused_by = 0.0, now, ""
 
 
 @dataclass(slots=True)
@@ -109,8 +119,8 @@ class Health:
             return ""
         if len(record.deaths) < rules.quarantine_after or now < record.until:
             return ""
-        sentence_s = self._sentence(record, now)
-        record.accused_by = ""
+        sentence_s = self._sentence(record, record.strikes, now)
+        record.strikes, record.accused_by = record.strikes + 1, ""
         count, record.runs = len(record.deaths), frozenset(run for _, run in record.deaths)
         record.deaths = []
         record.reason = f"{count} engines died on it within {rules.quarantine_s:g} s, the last: {reason}; for {sentence_s:g} s"
@@ -123,25 +133,24 @@ class Health:
         said = self._accusations.setdefault(owner, {})
         said[node] = now
         for other, at in list(said.items()):
-            if now - at >= self._rules.quarantine_s:
+            if now >= max(at + self._rules.quarantine_s, self._nodes[other].until):
                 del said[other]
         if len(said) > NODES_OF_A_FAULT:
             for accused in self._nodes.values():
                 if accused.accused_by == owner and now < accused.until:
-                    accused.until, accused.strikes, accused.clean_since = 0.0, accused.strikes - 1, now
-                    accused.accused_by = ""
+                    accused.acquit(now)
             return ""
         if now < record.until:
             return ""
-        sentence_s = self._sentence(record, now)
+        sentence_s = self._sentence(record, record.strikes + record.strikes_of[owner], now)
+        record.strikes_of[owner] += 1
         record.runs, record.accused_by = frozenset((run_id,)), owner
         record.reason = f"an engine on it was set aside: {reason}; for {sentence_s:g} s"
         return record.reason
 
-    def _sentence(self, record: _Record, now: float) -> float:
+    def _sentence(self, record: _Record, strikes: int, now: float) -> float:
         """Quarantine a node; returns for how many seconds."""
-        sentence_s: float = self._rules.quarantine_s * min(2**record.strikes, MAX_SENTENCE)
-        record.strikes += 1
+        sentence_s: float = self._rules.quarantine_s * min(2**strikes, MAX_SENTENCE)
         record.until = record.clean_since = now + sentence_s
         return sentence_s
 
@@ -170,13 +179,16 @@ class Health:
         for record in blamed:
             record.deaths = [(at, run) for at, run in record.deaths if not at_fault(run)]
             if now < record.until and all(map(at_fault, record.runs)):
-                record.until, record.strikes, record.clean_since = 0.0, record.strikes - 1, now
+                record.acquit(now)
         return True
 
     def _forget(self, record: _Record, now: float) -> None:
         steps = max(0, int((now - record.clean_since) // self._rules.quarantine_s))
         if steps:
             record.strikes = max(0, record.strikes - steps)
+            record.strikes_of = Counter(
+                {owner: strikes - steps for owner, strikes in record.strikes_of.items() if strikes > steps}
+            )
             record.clean_since += steps * self._rules.quarantine_s
 
     def quarantined(self, now: float) -> tuple[tuple[str, str], ...]:
