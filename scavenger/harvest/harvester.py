@@ -45,6 +45,7 @@ from scavenger.harvest.execute.execute import (
 from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.poller import Poller
+from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
 from scavenger.harvest.track.tracker import Output, Tracker
 from scavenger.harvest.track.waits import OtherUsersWaits
@@ -410,28 +411,8 @@ class Harvester:
         demand = within_owners(asked, self.config.owners.most_gpus)
         if self._poller.refused:
             return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
-        return self._without_failing(demand)
-
-    def _without_failing(self, demand: list[Demand]) -> list[Demand]:
-        """The demand, of which an owner whose jobs die at once wants no more than there is for a while; the others go on."""
-        health, now = self.tracker.health, self._clock()
-        health.owners, health.asking = self._owners, frozenset(d.run_id for d in demand if d.engines)
-        if now < health.backoff()[0]:
-            return demand  # nobody's jobs are submitted: the decision says why
-        staying = [job for job in self.tracker.jobs({}) if job.drain_kind is decide.DrainKind.NO]
-        present = Counter(job.run_id for job in staying)
-        engines = Counter(job.run_id for job in staying if not job.standby)
-
-        def within(d: Demand) -> Demand:
-            not_before, why = health.backoff_of(d.run_id)
-            most, then = d.engines, ""
-            if now < not_before:
-                most, then = present[d.run_id], f"backs off: {why}"
-            elif trial := health.on_trial(d.run_id):
-                most, then = max(1, engines[d.run_id]), f"one engine is tried first: {trial}"
-            return replace(d, engines=most, reason=f"{d.reason}; {then}") if most < d.engines else d
-
-        return [within(d) for d in demand]
+        self.tracker.health.owners = self._owners
+        return without_failing(self.tracker.health, demand, self.tracker.jobs({}), self._clock())
 
     async def _overtaken(self) -> bool:
         """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and somebody may have stopped us."""

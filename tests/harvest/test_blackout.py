@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -233,6 +234,59 @@ def test_shares_give_turns() -> None:
     why = [action.reason for action in found.actions if isinstance(action, DrainAllocated)]
     assert len(why) == 3
     assert "run run2 may use 1 engines (owners.share_of: bob has 1)" in why[0]
+
+
+FOUR = limits_with("scavenge", max_engines=4, max_pending=4, pin=True)
+ADA, BOB = replace(demand(9), owner="ada"), replace(demand(9, run_id=2), owner="bob")
+
+
+def played(rule: OwnerRule, *jobs: OurJob, taken: int = 0) -> Decision:
+    """Bob's engines and ada's on two kinds of nodes, of whose only a100 other users hold `taken` GPUs."""
+    shown = []
+    for one in jobs:
+        where = {"nodes": (one.node,), "gpus_by_node": ((one.node, one.gpus),)}
+        shown.append(ours(one.intent_id, one.job_id, JobState.RUNNING, **where))
+    held = Counter(one.node for one in jobs)
+    cluster = two_kinds()
+    nodes = [
+        replace(one, gpus_allocated=held[one.name] + (taken if one.name == "node3" else 0))
+        for one in cluster.nodes
+    ]
+    cluster = replace(cluster, nodes=tuple(nodes), jobs=tuple(shown))
+    return decide(cluster, [ADA, BOB], jobs, replace(FOUR, owners=(rule,)), NOW)
+
+
+def drained(found: Decision) -> list[str]:
+    return [action.intent_id for action in found.actions if isinstance(action, DrainAllocated)]
+
+
+V100, A100 = (OwnerRule("ada", 3, gpu_types=frozenset({kind})) for kind in ("v100", "a100"))
+
+
+@pytest.mark.parametrize(("rule", "taken"), [(V100, 0), (A100, 4)])
+def test_who_may_use_no_node_with_room_takes_nobody_s_turn(rule: OwnerRule, taken: int) -> None:
+    """There is no such node, or it is full with other users' jobs."""
+    four = [mine(n, node="node1", run_id=2, owner="bob") for n in range(4)]
+    assert not drained(played(rule, *four, taken=taken))
+    assert [one.run_id for one in submits(played(rule, taken=taken))] == [2, 2, 2, 2]
+
+
+def test_engines_are_drained_where_who_needs_their_node_may_start() -> None:
+    busy = [mine(n, node="node1", run_id=2, owner="bob") for n in range(3)]
+    there = mine(3, node="node3", run_id=2, owner="bob", leases=9)
+    found = played(A100, *busy, there, taken=3)
+    assert drained(found) == [there.intent_id], "one, though ada has three turns of four"
+    hers = mine(4, node="node3", run_id=1, owner="ada")
+    after = played(A100, *busy, hers, taken=3)
+    assert not after.actions, "and that is stable"
+    assert len(drained(played(A100, *busy, there))) == 3, "three GPUs are idle there: any will do"
+
+
+def test_an_engine_that_runs_where_its_owner_may_start_no_more_stays() -> None:
+    hers = mine(0, node="node1", run_id=1, owner="ada")
+    found = played(V100, hers)
+    assert not drained(found)
+    assert [one.run_id for one in submits(found)] == [2, 2, 2]
 
 
 # ---------------------------------------------------------------- on the local backend

@@ -12,10 +12,11 @@ import pytest
 from scavenger.cluster.model import Job, JobFlag, JobState, Node
 from scavenger.harvest.decide.decide import DrainKind
 from scavenger.harvest.track import observed_jobs, set_up
-from scavenger.harvest.track.node_health import Health, HealthRules
+from scavenger.harvest.track.node_health import MAX_SENTENCE, Health, HealthRules, without_failing
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.tracker import Output, Rules, Tracker
 from scavenger.ledger import records as rec
+from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import CondemnedNode, WorkerLife
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
@@ -646,6 +647,52 @@ def test_one_run_that_cannot_begin_holds_up_no_other_owner() -> None:
     assert not w.tracker.health.on_trial(2)
 
 
+def wanted_beside(w: Watch, now: float, engines: int = 8) -> int:
+    """Engines of run 1 that may be there, of so many that are wanted."""
+    [found] = without_failing(
+        w.tracker.health, [Demand(1, "run-1", engines, 1, "useful")], w.tracker.jobs({}), now
+    )
+    return found.engines
+
+
+@pytest.mark.parametrize("code", [70, 72])
+def test_one_bad_node_does_not_freeze_a_fleet_that_works(code: int) -> None:
+    """An engine is tried beside those that run, and another only once this one has failed or worked."""
+    w = Watch()
+    beside = [running(f"scv-{n:016x}", n, nodes=("node1",), start_time=1.0) for n in (1, 2, 3)]
+    for n in (1, 2, 3):
+        w.tracker.intend(intended(f"scv-{n:016x}", 0.0), 0.0)
+        w.keep(w.tracker.submitted(f"scv-{n:016x}", n, 0.0))
+    w.see(2.0, *beside)
+    w.tracker.works([f"scv-{n:016x}" for n in (1, 2, 3)])
+    assert wanted_beside(w, 3.0) == 8
+    bad = f"scv-{4:016x}"
+    w.tracker.intend(intended(bad, 10.0), 10.0)
+    w.keep(w.tracker.submitted(bad, 4, 10.0))
+    how: dict[str, Any] = {"nodes": ("node2",), "start_time": 11.0, "end_time": 12.0, "exit_code": code}
+    w.see(12.0, *beside, ours(bad, 4, JobState.FAILED, **how))
+    assert w.tracker.health.backoff()[0] == 17.0
+    assert wanted_beside(w, 100.0) == 4, "a trial"
+    trial = f"scv-{5:016x}"
+    w.tracker.intend(intended(trial, 100.0), 100.0)
+    w.keep(w.tracker.submitted(trial, 5, 100.0))
+    w.see(101.0, *beside, ours(trial, 5))
+    assert wanted_beside(w, 101.0) == 4, "it waits"
+    w.see(105.0, *beside, running(trial, 5, nodes=("node3",), start_time=104.0))
+    assert wanted_beside(w, 106.0) == 4, "it has not worked yet"
+    w.tracker.works([trial])
+    assert wanted_beside(w, 107.0) == 8
+
+
+def test_a_set_up_that_failed_long_ago_is_tried_afresh() -> None:
+    w = Watch()
+    started(w, 1, 10.0, "node2", exit_code=72)
+    memory_s = MAX_SENTENCE * RULES.health.quarantine_s
+    assert wanted_beside(w, memory_s + 10.0) == 1
+    assert wanted_beside(w, memory_s + 11.0) == 8
+    assert w.tracker.health.set_up_fault() == ""
+
+
 def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -> None:
     """Each that waited starts, finds another release than it was submitted for, and leaves; what is submitted since is of ours."""
     w = Watch()
@@ -782,6 +829,37 @@ def test_a_node_where_an_engine_computes_wrong_gets_no_engines_and_is_named_with
     assert not tracker.health.quarantined(over), "each is heard once"
     tracker.condemned([*wrong, CondemnedNode(2, "n1", 4, "again", over)], over)
     assert tracker.health.quarantined(over + 1.5 * RULES.health.quarantine_s), "twice as long"
+
+
+def test_the_word_of_one_owner_keeps_two_nodes_from_others_at_most() -> None:
+    """However patient its trainer is: an accusation stands for as long as it costs others the node."""
+    health, quarantine_s = Health(RULES.health), RULES.health.quarantine_s
+    health.owners = {4: "mallory"}
+    accused, held = dict.fromkeys((f"n{n:02}" for n in range(16)), 0), []
+    for turn in range(100):
+        now = 100.0 + turn * (quarantine_s + 1.0)
+        out = {name for name, _ in health.quarantined(now)}
+        for name in sorted(accused.keys() - out, key=lambda name: (-accused[name], name))[:2]:
+            health.condemned(name, "disagrees", now, 4)
+            accused[name] += 1
+        held.append(len(health.quarantined(now)))
+    assert max(held) == 2
+
+
+def test_accusations_lengthen_no_quarantine_for_deaths() -> None:
+    health, quarantine_s = Health(RULES.health), RULES.health.quarantine_s
+    health.owners = {4: "mallory", 5: "alice"}
+    now = 100.0
+    for _ in range(4):
+        health.condemned("n1", "disagrees", now, 4)
+        now = health.quarantined_until("n1") + 1.0
+    assert health.quarantined_until("n1") - 100.0 > (1 + 2 + 4 + 8) * quarantine_s, "its own word counts"
+    health.condemned("n1", "disagrees", now, 5)
+    assert health.quarantined_until("n1") == now + quarantine_s, "another owner's does not"
+    now = health.quarantined_until("n1") + 1.0
+    for n in range(3):
+        health.died("n1", "x", now + n)
+    assert health.quarantined_until("n1") == now + 2 + quarantine_s
 
 
 def test_an_owner_whose_trainers_accuse_every_node_is_not_believed() -> None:

@@ -78,7 +78,8 @@ class OurJob:
     `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
-    `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known.
+    `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known. `started_at`: when Slurm started it
+    where it runs (Unix s), 0 while it waits.
     """
 
     intent_id: str
@@ -98,6 +99,7 @@ class OurJob:
     why_draining: Code | None = None
     standby: bool = False
     owner: str = ""
+    started_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

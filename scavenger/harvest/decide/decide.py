@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from types import MappingProxyType
+from dataclasses import dataclass
+from functools import partial
 
 from scavenger.cluster.model import ClusterView, Node
 from scavenger.harvest.decide import standby
@@ -37,6 +36,7 @@ from scavenger.harvest.decide.actions import (
     Release,
     Submit,
 )
+from scavenger.harvest.decide.allotment import allot, allot_within_reach, placeable, worth
 from scavenger.harvest.decide.drain import Drain, asked_to_drain, cancel_overdue
 from scavenger.harvest.decide.free_capacity import (
     FreeCapacity,
@@ -72,7 +72,8 @@ class Facts:
     """What one decision is made from: the arguments of `decide`, sorted, and what several clauses need of them.
 
     `jobs`: all of ours; `engines`: those that are no standby jobs, pending or running. `wanted`: demand for engines, by run id.
-    `allotted`: engines a run may have. `closed`: why nothing may be harvested at all. `queue`, `capacity`: the view, read once.
+    `allotted`: engines a run may have. `vacate`: nodes that runs need which may use no others.
+    `closed`: why nothing may be harvested at all. `queue`, `capacity`: the view, read once.
     """
 
     view: ClusterView
@@ -84,6 +85,7 @@ class Facts:
     standby_jobs: list[OurJob]
     wanted: list[Demand]
     allotted: dict[int, int]
+    vacate: frozenset[str]
     closed: tuple[Code, str] | None
     queue: QueueScan
     capacity: NodeCapacity
@@ -134,25 +136,24 @@ def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
-    demand = placeable(demand, view, limits)
+    demand = placeable(demand, view, ours, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = _harvesting_closed(limits, now)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
+    engines = [job for job in ours if not job.standby]
+    free = partial(free_capacity_of, view, queue, capacity, limits, now)
+    allotment = allot_within_reach(wanted, engines, free, limits, 0 if closed else limits.caps.max_engines)
     return Facts(
         view,
         demand,
         limits,
         now,
         jobs=ours,
-        engines=[job for job in ours if not job.standby],
+        engines=engines,
         standby_jobs=[job for job in ours if job.standby],
         wanted=wanted,
-        allotted=allot(
-            wanted,
-            0 if closed else limits.caps.max_engines,
-            limits.caps.max_gpus,
-            {rule.owner: rule.share for rule in limits.owners},
-        ),
+        allotted=allotment.engines,
+        vacate=allotment.vacate,
         closed=closed,
         queue=queue,
         capacity=capacity,
@@ -212,56 +213,6 @@ def blackout_near(limits: Limits, now: float) -> str:
     return f"a blackout begins in {max(0.0, one.start - now):.0f} s ({one.words}): no engine would live for long enough"
 
 
-def allot(
-    demand: Sequence[Demand],
-    most: int,
-    most_gpus: int | None = None,
-    shares: Mapping[str, int] = MappingProxyType({}),
-) -> dict[int, int]:
-    """Share `most` engines and `most_gpus` GPUs: one engine to each owner in turn, for the run of the owner that was given fewest.
-
-    An owner with a share of n has n turns for each of others: the next is whoever has least for its share. In the order of
-    run ids, until nobody wants more or what is left is too small.
-    """
-    wanted = sorted(demand, key=lambda d: d.run_id)
-    left = {d.run_id: d.engines for d in wanted}
-    given = dict.fromkeys(left, 0)
-    runs_of = {
-        owner: [d for d in wanted if d.owner == owner] for owner in dict.fromkeys(d.owner for d in wanted)
-    }
-    gpus = float("inf") if most_gpus is None else most_gpus
-    turns = dict.fromkeys(runs_of, 0)
-    while most > 0:
-        for d in wanted:
-            if d.gpus_per_engine > gpus:
-                left[d.run_id] = 0
-        asking = [owner for owner, runs in runs_of.items() if any(left[d.run_id] for d in runs)]
-        if not asking:
-            break
-        owner = min(
-            asking, key=lambda owner: Fraction(turns[owner], shares.get(owner, 1))
-        )  # of equals the first
-        d = min((d for d in runs_of[owner] if left[d.run_id]), key=lambda d: (given[d.run_id], d.run_id))
-        left[d.run_id] -= 1
-        given[d.run_id] += 1
-        turns[owner] += 1
-        most, gpus = most - 1, gpus - d.gpus_per_engine
-    return given
-
-
-def placeable(demand: Sequence[Demand], view: ClusterView, limits: Limits) -> list[Demand]:
-    """The demand, of which a run wants no engine where no node of the partition has GPUs for one: others take no turn behind it."""
-    partition = view.partition(limits.partition)
-    if partition is None:
-        return list(demand)
-    largest = max((node.gpus for node in view.nodes if node.name in partition.nodes), default=0)
-    why = f"no node of partition {limits.partition} has the {{}} GPUs of an engine"
-    return [
-        d if d.gpus_per_engine <= largest else replace(d, engines=0, reason=why.format(d.gpus_per_engine))
-        for d in demand
-    ]
-
-
 def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
     """What no demand covers, the least worth first: pending jobs before engines, idle engines before busy ones.
 
@@ -273,7 +224,7 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
     left = dict(allotted)
     pending: list[Drain] = []
     engines: list[Drain] = []
-    for job in sorted(jobs, key=_worth):
+    for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
         want = by_run.get(job.run_id)
         if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0:
             left[job.run_id] -= 1
@@ -312,11 +263,6 @@ def _share(want: Demand, limits: Limits) -> str:
     """What its owner's share is, where somebody's is not 1."""
     shares = {rule.owner: rule.share for rule in limits.owners if rule.share != 1}
     return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
-
-
-def _worth(job: OurJob) -> tuple[bool, bool, int, float, str]:
-    """Sorts what to keep first: engines before pending jobs, the most leases, the least long idle; known jobs before lost submissions."""
-    return (job.waits, job.job_id == 0, -job.leases, -job.idle_since, job.intent_id)
 
 
 def _summary(facts: Facts, actions: Sequence[Action], serving: Sequence[OurJob], why: str) -> str:

@@ -9,10 +9,12 @@ One owner's broken run is no other owner's affair: where engines of an owner's r
 the runs are at fault and no node is, until `quarantine_s` pass without such a death.
 
 Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, everybody's where it
-concerns all runs, and then one engine of a run is tried at a time, until an engine has worked.
+concerns all runs, and then one engine of a run is tried at a time, beside those that run, until an engine that started since has worked.
+Nothing is held against a set-up whose last such engine ended `MAX_SENTENCE` times `quarantine_s` ago.
 
 A node where an engine's numbers are wrong is quarantined at once. This is its trainer's word: where the trainers of one owner's runs say
-so of more than two nodes within `quarantine_s`, they are at fault, and those nodes are free again.
+so of more than two nodes within `quarantine_s`, or while those are still quarantined, they are at fault, and those nodes are free again.
+So one owner's word keeps two nodes from others at most, and it never lengthens what other owners' engines, or their deaths, bring on.
 
 Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) never come here.
 """
@@ -20,11 +22,14 @@ Deaths that are Slurm's doing (preempted, cancelled, a lost node, a time limit) 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from scavenger.backoff import backoff_s
+from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.track.set_up import NO_DAEMON, OF_ALL_RUNS, REMEDIES, FailedStart, SetUps
+from scavenger.policy.fleet_size import Demand
 
 MAX_BACKOFF_S = 600.0
 MAX_SENTENCE = 8
@@ -42,15 +47,24 @@ class HealthRules:
 @dataclass(slots=True)
 class _Record:
     """What is held against one node. `deaths`: (time, run). `strikes` are past quarantines not yet forgotten; `until` is when the present
-    one ends, and `runs` are those for whose deaths it is."""
+    one ends, and `runs` are those for whose deaths it is. `strikes_of`: by owner, those on whose trainers' word alone they were."""
 
     deaths: list[tuple[float, int]] = field(default_factory=list)
     strikes: int = 0
+    strikes_of: Counter[str] = field(default_factory=Counter)
     until: float = 0.0
     reason: str = ""
     runs: frozenset[int] = frozenset()
     clean_since: float = 0.0
     accused_by: str = ""  # the owner on whose trainers' word alone the present one is
+
+    def acquit(self, now: float) -> None:
+        """The present quarantine was for nothing."""
+        if self.accused_by:
+            self.strikes_of[self.accused_by] -= 1
+        else:
+            self.strikes -= 1
+        self.until, self.clean_since, self.accused_by = 0.0, now, ""
 
 
 @dataclass(slots=True)
@@ -105,8 +119,8 @@ class Health:
             return ""
         if len(record.deaths) < rules.quarantine_after or now < record.until:
             return ""
-        sentence_s = self._sentence(record, now)
-        record.accused_by = ""
+        sentence_s = self._sentence(record, record.strikes, now)
+        record.strikes, record.accused_by = record.strikes + 1, ""
         count, record.runs = len(record.deaths), frozenset(run for _, run in record.deaths)
         record.deaths = []
         record.reason = f"{count} engines died on it within {rules.quarantine_s:g} s, the last: {reason}; for {sentence_s:g} s"
@@ -119,25 +133,24 @@ class Health:
         said = self._accusations.setdefault(owner, {})
         said[node] = now
         for other, at in list(said.items()):
-            if now - at >= self._rules.quarantine_s:
+            if now >= max(at + self._rules.quarantine_s, self._nodes[other].until):
                 del said[other]
         if len(said) > NODES_OF_A_FAULT:
             for accused in self._nodes.values():
                 if accused.accused_by == owner and now < accused.until:
-                    accused.until, accused.strikes, accused.clean_since = 0.0, accused.strikes - 1, now
-                    accused.accused_by = ""
+                    accused.acquit(now)
             return ""
         if now < record.until:
             return ""
-        sentence_s = self._sentence(record, now)
+        sentence_s = self._sentence(record, record.strikes + record.strikes_of[owner], now)
+        record.strikes_of[owner] += 1
         record.runs, record.accused_by = frozenset((run_id,)), owner
         record.reason = f"an engine on it was set aside: {reason}; for {sentence_s:g} s"
         return record.reason
 
-    def _sentence(self, record: _Record, now: float) -> float:
+    def _sentence(self, record: _Record, strikes: int, now: float) -> float:
         """Quarantine a node; returns for how many seconds."""
-        sentence_s: float = self._rules.quarantine_s * min(2**record.strikes, MAX_SENTENCE)
-        record.strikes += 1
+        sentence_s: float = self._rules.quarantine_s * min(2**strikes, MAX_SENTENCE)
         record.until = record.clean_since = now + sentence_s
         return sentence_s
 
@@ -166,13 +179,16 @@ class Health:
         for record in blamed:
             record.deaths = [(at, run) for at, run in record.deaths if not at_fault(run)]
             if now < record.until and all(map(at_fault, record.runs)):
-                record.until, record.strikes, record.clean_since = 0.0, record.strikes - 1, now
+                record.acquit(now)
         return True
 
     def _forget(self, record: _Record, now: float) -> None:
         steps = max(0, int((now - record.clean_since) // self._rules.quarantine_s))
         if steps:
             record.strikes = max(0, record.strikes - steps)
+            record.strikes_of = Counter(
+                {owner: strikes - steps for owner, strikes in record.strikes_of.items() if strikes > steps}
+            )
             record.clean_since += steps * self._rules.quarantine_s
 
     def quarantined(self, now: float) -> tuple[tuple[str, str], ...]:
@@ -238,14 +254,30 @@ class Health:
         """Another configuration: what could not begin with the old one is tried afresh."""
         self._backoffs = {owner: one for owner, one in self._backoffs.items() if not one.set_up}
 
+    def forget(self, now: float) -> None:
+        """A set-up with which nothing failed for long is tried afresh, though no engine has proved it."""
+        memory_s = MAX_SENTENCE * self._rules.quarantine_s
+        self._backoffs = {
+            owner: one
+            for owner, one in self._backoffs.items()
+            if not one.set_up or now < max(one.not_before, one.failed_at + memory_s)
+        }
+
     def set_up_fault(self) -> str:
         """Why engines cannot start, everybody's reason first; "" when none is known."""
         return next((one.set_up for _, one in sorted(self._backoffs.items()) if one.set_up), "")
 
     def on_trial(self, run_id: int) -> str:
         """Why one engine of this run is tried before more are submitted, or ""."""
+        return next((one.set_up for one in self._doubts_of(run_id)), "")
+
+    def on_trial_since(self, run_id: int) -> float:
+        """When the last engine failed for which one is tried now (Unix s): only one that starts later can prove that others would work."""
+        return max((one.failed_at for one in self._doubts_of(run_id)), default=0.0)
+
+    def _doubts_of(self, run_id: int) -> list[_BackOff]:
         both = (self._backoffs.get(self._owner(run_id)), self._backoffs.get(_SITE))
-        return next((one.set_up for one in both if one is not None and one.set_up), "")
+        return [one for one in both if one is not None and one.set_up]
 
     def doubted(self, now: float) -> frozenset[str]:
         """Nodes that are tried last: engines could not start there, and whether others can is not known."""
@@ -267,3 +299,31 @@ class Health:
         """The same of one run's owner alone."""
         one = self._backoffs.get(self._owner(run_id), _BackOff())
         return one.not_before, one.why
+
+
+def without_failing(
+    health: Health, demand: Sequence[Demand], jobs: Sequence[OurJob], now: float
+) -> list[Demand]:
+    """The demand, of which an owner whose jobs die at once wants no more than there is for a while, and then one engine of a run more than
+    there is, until an engine has proved that others would work. Other owners' runs go on."""
+    health.forget(now)
+    health.asking = frozenset(d.run_id for d in demand if d.engines)
+    if now < health.backoff()[0]:
+        return list(demand)  # nobody's jobs are submitted: the decision says why
+    staying = [job for job in jobs if job.drain_kind is DrainKind.NO]
+    present = Counter(job.run_id for job in staying)
+    engines = [job for job in staying if not job.standby]
+
+    def within(d: Demand) -> Demand:
+        not_before, why = health.backoff_of(d.run_id)
+        most, then = d.engines, ""
+        if now < not_before:
+            most, then = present[d.run_id], f"backs off: {why}"
+        elif trial := health.on_trial(d.run_id):
+            failed_at = health.on_trial_since(d.run_id)
+            of_run = [job for job in engines if job.run_id == d.run_id]
+            tried = any(job.waits or job.started_at >= failed_at for job in of_run)
+            most, then = len(of_run) + (0 if tried else 1), f"one engine is tried first: {trial}"
+        return replace(d, engines=most, reason=f"{d.reason}; {then}") if most < d.engines else d
+
+    return [within(d) for d in demand]

@@ -347,6 +347,7 @@ class Tracker:
                     one.drain_code,
                     one.standby and one.allocation is None,
                     owners.get(one.intended.run_id, ""),
+                    one.allocation.started_at if one.allocation is not None else 0.0,
                 )
             )
         return found
