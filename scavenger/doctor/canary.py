@@ -35,9 +35,13 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor.findings import Finding, Level
 from scavenger.errors import ClusterError, ScavengerError, WireError
+from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.harvester import DRAIN_NOTICE_S
+from scavenger.harvest.limits import StopState, limits_of
 from scavenger.harvest.track import observed_jobs, set_up
+from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.spool import Spool
@@ -177,6 +181,25 @@ def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair) -> Iterat
         context.destroy(linger=0)
 
 
+def stopped(config: DaemonConfig, now: float) -> str:
+    """Why a daemon would start no engine now: a stop file, a blackout, or limits of none. "" when it would."""
+    harvest, stops = config.harvest, StopState(lambda: config)
+    stops.poll()
+    health = Health(HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s))
+    limits = limits_of(config, health, DRAIN_NOTICE_S, now, stop=stops.stop_read)
+    if closed := decide.harvesting_closed(limits, now):
+        return f"nothing may be harvested now: {closed[1]}"
+    if stops.files.paused:
+        return f"whether somebody stopped harvesting is not known: {stops.files.paused}"
+    for one in limits.blackouts[:1]:
+        if now + MOST_S > one.start - harvest.drain_before_s:
+            return f"a blackout begins in {one.start - now:.0f} s ({one.words}), and a canary may take {MOST_S:g} s"
+    for name, most in (("max_engines", limits.caps.max_engines), ("max_gpus", limits.caps.max_gpus)):
+        if most == 0:
+            return f"harvest.{name} is 0 now"
+    return ""
+
+
 class Canary:
     """One engine's life. `say` gets each finding as it comes."""
 
@@ -220,7 +243,11 @@ class Canary:
 
     def _stages(self) -> None:
         self._enter("checked")
-        choose.preflight(self._config, self._cluster)
+        # What a daemon would harvest once it is enabled, and this does now, is checked in any case.
+        enabled = self._config.harvest.model_copy(update={"enabled": True})
+        choose.preflight(self._config.model_copy(update={"harvest": enabled}), self._cluster)
+        if why := stopped(self._config, time.time()):
+            raise _Failed(why, "ask again when that is over (`scavenger status`, check-config)", busy=True)
         worker = keys.generate(RUN, self._intent)
         (self._folder / "logs").mkdir(mode=0o700, parents=True)
         keys.write_keypair(keys.worker_key_path(self._folder, self._intent), worker)

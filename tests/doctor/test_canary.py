@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.config import DaemonConfig
 from scavenger.doctor import canary
+from scavenger.harvest.limits import drain
 from tests.clusters import unfinished, wait_for
 from tests.harvest.world import spec
 
@@ -118,6 +123,87 @@ def test_an_engine_that_finds_no_daemon_is_told_with_its_address(
         cluster = LocalCluster(tmp_path / "local")
         wait_for("its job is cancelled", lambda: not unfinished(cluster.view()))
         cluster.close()
+
+
+def test_a_partition_that_would_be_in_others_way_is_refused_though_nothing_is_harvested_yet(
+    tmp_path: Path,
+) -> None:
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            partition="normal",
+            enabled=False,
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert not cluster.jobs(), "nothing was submitted"
+        cluster.close()
+    assert done.exit_code == 2
+    assert "not preemptible" in told(done)["checked"]["observed"]
+
+
+def test_while_harvesting_is_stopped_no_engine_is_harvested(tmp_path: Path) -> None:
+    (tmp_path / "stop").write_text("drain power cut")
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            enabled=False,
+            stop_file=tmp_path / "stop",
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert not cluster.jobs(), "nothing was submitted"
+        cluster.close()
+    assert done.exit_code == 1, "nothing is wrong with the site"
+    assert "the stop file: power cut" in told(done)["checked"]["observed"]
+
+
+NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
+
+
+def dark(begins: datetime) -> dict[str, Any]:
+    return {"blackout": [{"start": begins, "end": begins + timedelta(hours=1), "reason": "exams"}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, ""),
+        (dark(NOW - timedelta(minutes=30)), "a blackout is on"),
+        (dark(NOW + timedelta(minutes=1)), "nothing may be harvested now: a blackout begins in 60 s"),
+        (dark(NOW + timedelta(minutes=14)), "a blackout begins in 840 s"),
+        (dark(NOW + timedelta(minutes=20)), ""),
+        ({"max_engines": 0}, "harvest.max_engines is 0 now"),
+        ({"schedule": [{"hours": "8-18", "max_gpus": 0}]}, "harvest.max_gpus is 0 now"),
+        ({"schedule": [{"hours": "18-8", "max_gpus": 0}]}, ""),
+    ],
+)
+def test_what_keeps_a_daemon_from_harvesting_keeps_a_canary_too(
+    tmp_path: Path, keys: dict[str, Any], said: str
+) -> None:
+    sections = {"daemon": {"state_dir": tmp_path}, "harvest": {"enabled": False, **keys}}
+    found = canary.stopped(DaemonConfig.model_validate(sections), NOW.timestamp())
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_a_stop_that_cannot_be_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Path, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}})
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "stat", fails)
+        assert "is not known" in canary.stopped(config, NOW.timestamp())
+
+
+def test_what_scavenger_drain_stopped_is_stopped(tmp_path: Path) -> None:
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}})
+    assert canary.stopped(config, 0.0) == ""
+    drain(tmp_path, "three at night", at_once=False)
+    assert "scavenger drain: three at night" in canary.stopped(config, 0.0)
 
 
 @pytest.mark.slurm
