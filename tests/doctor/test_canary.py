@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,11 +22,12 @@ from scavenger import toml
 from scavenger.cli.main import app
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
-from scavenger.cluster.model import PreemptMode
+from scavenger.cluster.model import JobSpec, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import canary
+from scavenger.errors import SubmitUnknown
 from scavenger.harvest.limits import drain
 from tests.clusters import unfinished, wait_for
 from tests.harvest.world import spec
@@ -51,11 +55,27 @@ def sandbox() -> Iterator[SlurmSandbox]:
 
 def ask(
     folder: Path,
-    *,
+    *more: str,
     daemon: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
     **harvest: Any,
 ) -> Result:
+    path, state = folder / "scavenger.toml", folder / "state"
+    written(folder, daemon=daemon, cluster=cluster, **harvest)
+    done = CliRunner().invoke(
+        app, ["doctor", "--config", str(path), "--harvest-one", "--format", "json", *more]
+    )
+    assert list(state.iterdir()) == [], "its folder is gone"
+    return done
+
+
+def written(
+    folder: Path,
+    *,
+    daemon: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **harvest: Any,
+) -> Path:
     path, state = folder / "scavenger.toml", folder / "state"
     state.mkdir(mode=0o700, exist_ok=True)
     sections = {
@@ -64,9 +84,7 @@ def ask(
         "harvest": {"partition": "scavenge", **harvest},
     }
     path.write_text(toml.dumps({name: keys for name, keys in sections.items() if keys}))
-    done = CliRunner().invoke(app, ["doctor", "--config", str(path), "--harvest-one", "--format", "json"])
-    assert list(state.iterdir()) == [], "its folder is gone"
-    return done
+    return path
 
 
 def told(done: Result) -> dict[str, dict[str, str]]:
@@ -204,6 +222,124 @@ def test_what_scavenger_drain_stopped_is_stopped(tmp_path: Path) -> None:
     assert canary.stopped(config, 0.0) == ""
     drain(tmp_path, "three at night", at_once=False)
     assert "scavenger drain: three at night" in canary.stopped(config, 0.0)
+
+
+# ---------------------------------------------------------------- what it leaves, and what it takes
+
+
+SLEEPS = "#!/bin/bash\nexec sleep 60\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_canary_that_is_told_to_end_takes_its_job_and_folder_with_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    with LocalServer(tmp_path / "local", harmless()):
+        path = written(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            job_template=tmp_path / "own.j2",
+        )
+        argv = [sys.executable, "-m", "scavenger", "doctor", "--config", str(path), "--harvest-one"]
+        asked = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        cluster = LocalCluster(tmp_path / "local")
+        try:
+            wait_for("its job runs", lambda: any(job.has_gpus_allocated for job in cluster.jobs()))
+            asked.send_signal(number)
+            said, _ = asked.communicate(timeout=30)
+        finally:
+            asked.kill()
+            asked.wait()
+        assert "job and folder are gone" in said
+        assert asked.returncode > 0, "it did not die of the signal"
+        wait_for("its job is cancelled", lambda: not unfinished(cluster.view()))
+        cluster.close()
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_job_whose_submission_got_no_answer_is_looked_for_and_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    submit, names = LocalCluster.submit, []
+
+    def lost(self: LocalCluster, spec: JobSpec) -> int:
+        names.append(spec.name)
+        if reached:
+            submit(self, spec)
+        raise SubmitUnknown("sbatch gave no answer within 20 s")
+
+    monkeypatch.setattr(LocalCluster, "submit", lost)
+    monkeypatch.setattr(canary, "FIND_S", 0.5)
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            job_template=tmp_path / "own.j2",
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert len(cluster.jobs()) == (1 if reached else 0)
+        wait_for("it is cancelled", lambda: not unfinished(cluster.view()))
+        cluster.close()
+    found = told(done)
+    assert "sbatch gave no answer" in found["submitted"]["observed"]
+    last = found["cleaned up"]
+    assert last["level"] == ("ok" if reached else "warning")
+    if not reached:
+        assert f"perhaps job {names[0]}" in last["observed"]
+        assert f"scancel --name={names[0]}" in last["remedy"]
+
+
+def test_folders_of_canaries_that_were_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    now = time.time()
+    for name, age_s in (("canary-0123abcd", 3600.0), ("canary-00000000", 60.0), ("canary-of-mine", 3600.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key").touch()
+        os.utime(tmp_path / name, (now - age_s, now - age_s))
+    canary.sweep(tmp_path, now)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["canary-00000000", "canary-of-mine"]
+    canary.sweep(tmp_path / "nowhere", now)
+    old = tmp_path / "state" / "canary-89abcdef"
+    old.mkdir(parents=True)
+    os.utime(old, (now - 3600.0, now - 3600.0))
+    with LocalServer(tmp_path / "local", harmless()):
+        ask(
+            tmp_path, cluster={"backend": "local", "local_dir": tmp_path / "local"}, partition="normal"
+        )  # it looks that the folder is gone
+
+
+def test_the_daemon_s_port_stays_free_unless_the_canary_is_to_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "CONNECT_S", 1.0)
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with LocalServer(tmp_path / "local", harmless()):
+
+        def tried(*more: str) -> dict[str, dict[str, str]]:
+            return told(
+                ask(
+                    tmp_path,
+                    *more,
+                    daemon={"port": port},
+                    cluster={"backend": "local", "local_dir": tmp_path / "local"},
+                    job_template=tmp_path / "own.j2",
+                )
+            )
+
+        found = tried()
+        assert f":{port}" not in found["checked"]["observed"]
+        assert f"daemon.port = {port} alone? Then add --daemon-port" in found["connected"]["remedy"]
+        found = tried("--daemon-port")
+        assert f"tcp://127.0.0.1:{port}" in found["checked"]["observed"]
+        assert "--daemon-port" not in found["connected"]["remedy"]
+        with socket.create_server(("127.0.0.1", port)):
+            found = tried("--daemon-port")
+        assert f"cannot listen on 127.0.0.1 port {port}" in found["checked"]["observed"]
+        assert "leave --daemon-port out" in found["checked"]["remedy"]
 
 
 @pytest.mark.slurm
