@@ -36,7 +36,7 @@ class DaemonSection(Section):
     another one, or an empty one, unless it is started with `--new-ledger`."""
     listen: Host = "127.0.0.1"
     """Interface that the daemon binds. `0.0.0.0`: all of them. Loopback is refused where the partition has nodes on
-    other hosts."""
+    other hosts, unless `advertise` names another address (a proxy or a tunnel)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port. 0: the system chooses one, and another one after each restart."""
     advertise: Annotated[str, Allowed("host name")] = ""
