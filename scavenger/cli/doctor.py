@@ -77,6 +77,13 @@ def doctor(
             help="HOST:PORT that the test job is to reach too, as the weights' ports of training nodes; may be repeated"
         ),
     ] = None,
+    daemon_port: Annotated[
+        bool,
+        typer.Option(
+            "--daemon-port",
+            help="with --harvest-one: listen on daemon.port, where a firewall opens no other; no daemon can start meanwhile",
+        ),
+    ] = False,
     layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
 ) -> None:
     """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
@@ -94,9 +101,11 @@ def doctor(
             raise typer.BadParameter(f"{word!r}: HOST:PORT, as train1:7800")
     if others and not submit:
         raise typer.BadParameter("--reach is what the test job tries: add --submit")
+    if daemon_port and not harvest_one:
+        raise typer.BadParameter("--daemon-port is where the harvested engine connects: add --harvest-one")
     settings = _settings(config_path, partition)
     if harvest_one:
-        _harvest_one(settings, partition, qos, engine or "reference", layout)
+        _harvest_one(settings, partition, qos, engine or "reference", layout, daemon_port=daemon_port)
     wanted = wanted_of(settings)
     wanted = dataclasses.replace(
         wanted, partition=partition or wanted.partition, qos=qos or wanted.qos, engine=engine
@@ -110,7 +119,9 @@ def doctor(
     raise typer.Exit(findings.exit_code(found))
 
 
-def _harvest_one(settings: DaemonConfig, partition: str, qos: str, engine: str, layout: str) -> NoReturn:
+def _harvest_one(
+    settings: DaemonConfig, partition: str, qos: str, engine: str, layout: str, *, daemon_port: bool
+) -> NoReturn:
     from scavenger.cluster import choose
     from scavenger.doctor import canary, findings
 
@@ -123,7 +134,7 @@ def _harvest_one(settings: DaemonConfig, partition: str, qos: str, engine: str, 
             print(canary.line(found), flush=True)
 
     try:
-        stages = canary.Canary(asked, cluster, say, engine).run()
+        stages = canary.Canary(asked, cluster, say, engine, daemon_port=daemon_port).run()
     finally:
         cluster.close()
     if layout == "json":

@@ -20,6 +20,7 @@ from scavenger.cluster.pyslurm.client import PyslurmCluster, unfit
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
+from scavenger.host import addresses
 
 log = structlog.get_logger()
 
@@ -105,9 +106,11 @@ def preflight(config: DaemonConfig, cluster: Cluster) -> None:
                 timeout_s=config.cluster.command_timeout_s, output=config.cluster.command_output
             ).node_hosts()
             here = socket.gethostname()
-            reach.check(
-                config.daemon.listen, config.daemon.advertise, here, reach.elsewhere(hosts, inside, here)
-            )
+            d, own = config.daemon, addresses.own(host.address for host in hosts.values())
+            others = reach.elsewhere(hosts, inside, here, own)
+            reach.check(d.listen, d.advertise, here, others)
+            if why := reach.doubted(d.listen, d.advertise, here, others):
+                log.warning("daemon address", reason=why, remedy=f"without one: {reach.REMEDY}")
 
 
 def answer(cluster: Cluster) -> ClusterInfo:

@@ -36,7 +36,7 @@ class DaemonSection(Section):
     another one, or an empty one, unless it is started with `--new-ledger`."""
     listen: Host = "127.0.0.1"
     """Interface that the daemon binds. `0.0.0.0`: all of them. Loopback is refused where the partition has nodes on
-    other hosts."""
+    other hosts, unless `advertise` names another address (a proxy or a tunnel)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port. 0: the system chooses one, and another one after each restart."""
     advertise: Annotated[str, Allowed("host name")] = ""
@@ -219,7 +219,8 @@ class Blackout(Section):
     (`harvest.drain_before_s` and a poll), and no engine starts that would have less than `harvest.min_runtime_s` before."""
 
     start: Annotated[datetime.datetime, Allowed("date and time: `2026-12-24T18:00:00`")]
-    """When it begins. Without an offset (`+01:00`, `Z`) it is of `harvest.timezone`."""
+    """When it begins. Without an offset (`+01:00`, `Z`) it is of `harvest.timezone`. Where clocks are put forward or back
+    at that time, the blackout begins at the earlier of two readings and ends at the later."""
     end: Annotated[datetime.datetime, Allowed("the same, later")]
     """When it is over. One that is over holds nothing up, and may stay in the file."""
     reason: str = ""
@@ -387,18 +388,23 @@ class HarvestSection(Section):
     @model_validator(mode="after")
     def _blackouts_end(self) -> HarvestSection:
         for one in self.blackout:
-            start, end = self.moment(one.start), self.moment(one.end)
-            if not 0 <= start < end:
+            start, end = self.span(one)
+            clocks_alone = one.start.tzinfo is None and one.end.tzinfo is None
+            if not 0 <= start < end or (clocks_alone and one.start >= one.end):
                 raise ValueError(f"blackout: its end {one.end} is not after its start {one.start}")
         return self
 
-    def moment(self, at: datetime.datetime) -> float:
-        """Unix seconds of a time of the file."""
+    def span(self, blackout: Blackout) -> tuple[float, float]:
+        """When it begins and ends, Unix seconds. A time that the zone's clocks show twice, or leave out, has two readings: the earlier one
+        begins it, the later one ends it."""
+        return min(self._moments(blackout.start)), max(self._moments(blackout.end))
+
+    def _moments(self, at: datetime.datetime) -> tuple[float, float]:
         if at.tzinfo is None:
             at = at.replace(
                 tzinfo=datetime.UTC if self.timezone == "UTC" else zoneinfo.ZoneInfo(self.timezone)
             )
-        return at.timestamp()
+        return at.replace(fold=0).timestamp(), at.replace(fold=1).timestamp()
 
     @field_validator("timezone")
     @classmethod

@@ -3,9 +3,11 @@
     checked -> submitted -> started -> connected -> loaded -> generated -> drained -> cleaned up
 
 The job is the site's own: its template, partition, key, Python and container. The engine is real, its model tiny and of random weights.
-It connects to a socket of this process at the address that the daemon announces, and at its port unless a daemon has that.
+It connects to a socket of this process at the address that the daemon announces, at a port of its own: a daemon that starts meanwhile
+finds its port free. `daemon_port`: at the daemon's, where a firewall opens no other.
 
-Owns the stages, a folder of its own below the state directory, and the job. Whatever happens, the job is cancelled and the folder removed.
+Owns the stages, a folder of its own below the state directory, and the job. Whatever happens, the job is cancelled and the folder removed;
+SIGTERM and SIGHUP end it as Ctrl-C does. After a SIGKILL the job's time limit ends the job, and the next canary removes the folder.
 A daemon beside it goes on: the job carries another ledger's id. Nothing is written to a ledger.
 
 Boundary: a job, a socket and files; all that it says is in findings.
@@ -16,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import numpy as np
@@ -34,10 +39,14 @@ from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor.findings import Finding, Level
-from scavenger.errors import ClusterError, ScavengerError, WireError
+from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown, WireError
+from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.harvester import DRAIN_NOTICE_S
+from scavenger.harvest.limits import StopState, limits_of
 from scavenger.harvest.track import observed_jobs, set_up
+from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.spool import Spool
@@ -48,6 +57,10 @@ START_S, CONNECT_S, LOAD_S, GENERATE_S, DRAIN_S = 180.0, 180.0, 300.0, 120.0, 60
 #: The job's time limit: nothing of it outlives a canary that was killed for long.
 MOST_S = 900.0
 POLL_S = 2.0
+#: How long a job is looked for of which it is not known whether Slurm has it.
+FIND_S = 10.0
+FOLDER = re.compile(r"canary-[0-9a-f]{8}")
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 HEARTBEAT_S = 5.0
 BUSY_REASONS = ("Resources", "Priority", "None", "")
 CHECK_LOG = "its log is above; `scavenger doctor --submit` tries the paths and the engines' Python one by one"
@@ -143,7 +156,39 @@ class _Daemon:
 
 
 @contextlib.contextmanager
-def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair) -> Iterator[_Daemon]:
+def _ending_cleanly() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGHUP raise `KeyboardInterrupt`, once. What it gives: from then on they are ignored, for cleaning up is under way.
+    One that was ignored before stays so (nohup)."""
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in kept.items() if handler is not signal.SIG_IGN]
+
+    def ignore() -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_IGN)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        ignore()
+        raise KeyboardInterrupt
+
+    try:
+        for number in ours:
+            signal.signal(number, interrupt)
+        yield ignore
+    finally:
+        for number in ours:
+            signal.signal(number, kept[number] or signal.SIG_DFL)
+
+
+def sweep(state_dir: Path, now: float) -> None:
+    """Remove the folders of canaries that were killed: no canary, and no job of one, lives for so long."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in state_dir.iterdir():
+            if FOLDER.fullmatch(folder.name) and now - folder.lstat().st_mtime > 2 * MOST_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair, fixed_port: int) -> Iterator[_Daemon]:
     d = config.daemon
     host = reach.announced(d.listen, d.advertise, socket.gethostname())
     pair, context = keys.generate(), zmq.Context()
@@ -159,10 +204,15 @@ def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair) -> Iterat
         router.setsockopt(zmq.LINGER, 0)
         interface = socket.gethostbyname(d.listen)
         try:
-            port = d.port
-            router.bind(f"tcp://{interface}:{port or '*'}")
-        except zmq.ZMQError:  # a daemon serves there
-            router.bind(f"tcp://{interface}:*")
+            router.bind(f"tcp://{interface}:{fixed_port or '*'}")
+        except zmq.ZMQError as error:
+            where = f"{d.listen} port {fixed_port}" if fixed_port else d.listen
+            remedy = (
+                "a daemon serves there? Then leave --daemon-port out"
+                if fixed_port
+                else "daemon.listen must be an address of this host"
+            )
+            raise _Failed(f"cannot listen on {where}: {error}", remedy) from error
         bound = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         port = int(bound.rstrip(b"\0").rpartition(b":")[2])
@@ -177,8 +227,27 @@ def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair) -> Iterat
         context.destroy(linger=0)
 
 
+def stopped(config: DaemonConfig, now: float) -> str:
+    """Why a daemon would start no engine now: a stop file, a blackout, or limits of none. "" when it would."""
+    harvest, stops = config.harvest, StopState(lambda: config)
+    stops.poll()
+    health = Health(HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s))
+    limits = limits_of(config, health, DRAIN_NOTICE_S, now, stop=stops.stop_read)
+    if closed := decide.harvesting_closed(limits, now):
+        return f"nothing may be harvested now: {closed[1]}"
+    if stops.files.paused:
+        return f"whether somebody stopped harvesting is not known: {stops.files.paused}"
+    for one in limits.blackouts[:1]:
+        if now + MOST_S > one.start - harvest.drain_before_s:
+            return f"a blackout begins in {one.start - now:.0f} s ({one.words}), and a canary may take {MOST_S:g} s"
+    for name, most in (("max_engines", limits.caps.max_engines), ("max_gpus", limits.caps.max_gpus)):
+        if most == 0:
+            return f"harvest.{name} is 0 now"
+    return ""
+
+
 class Canary:
-    """One engine's life. `say` gets each finding as it comes."""
+    """One engine's life. `say` gets each finding as it comes. `daemon_port`: see the module."""
 
     def __init__(
         self,
@@ -186,12 +255,16 @@ class Canary:
         cluster: Cluster,
         say: Callable[[Finding], None],
         engine: str = "reference",
+        *,
+        daemon_port: bool = False,
     ) -> None:
         self._cluster, self._say, self._engine = cluster, say, engine
         self._config, self._found = config, list[Finding]()
+        self._uid = secrets.token_hex(4)  # no ledger's
         self._intent = observed_jobs.intent_name(secrets.token_hex(8))
         self._stage, self._began = "", time.monotonic()
-        self._job_id = 0
+        self._job_id, self._asked = 0, False  # `_asked`: Slurm may have a job, known or not
+        self._port = config.daemon.port if daemon_port else 0
         state_dir = config.daemon.state_dir.resolve()
         self._folder, self._new = state_dir / f"canary-{secrets.token_hex(4)}", not state_dir.exists()
         daemon = config.daemon.model_copy(update={"state_dir": self._folder})
@@ -199,6 +272,10 @@ class Canary:
 
     def run(self) -> list[Finding]:
         """All stages, or those up to the one that failed. Nothing is raised for what a site may have wrong."""
+        with _ending_cleanly() as cleaning_up:
+            return self._run(cleaning_up)
+
+    def _run(self, cleaning_up: Callable[[], None]) -> list[Finding]:
         try:
             self._stages()
         except _Failed as failed:
@@ -213,6 +290,7 @@ class Canary:
                 Level.PROBLEM, f"{error}", "the state directory must be writable, and its address this host's"
             )
         finally:
+            cleaning_up()
             self._clean_up()
         return self._found
 
@@ -220,13 +298,18 @@ class Canary:
 
     def _stages(self) -> None:
         self._enter("checked")
-        choose.preflight(self._config, self._cluster)
+        sweep(self._folder.parent, time.time())
+        # What a daemon would harvest once it is enabled, and this does now, is checked in any case.
+        enabled = self._config.harvest.model_copy(update={"enabled": True})
+        choose.preflight(self._config.model_copy(update={"harvest": enabled}), self._cluster)
+        if why := stopped(self._config, time.time()):
+            raise _Failed(why, "ask again when that is over (`scavenger status`, check-config)", busy=True)
         worker = keys.generate(RUN, self._intent)
         (self._folder / "logs").mkdir(mode=0o700, parents=True)
         keys.write_keypair(keys.worker_key_path(self._folder, self._intent), worker)
         manifest, blob = weights()
         source = Spool(self._folder / "weights").write(manifest, blob)
-        with _serving(self._config, self._folder, worker) as daemon:
+        with _serving(self._config, self._folder, worker, self._port) as daemon:
             self._done(f"partition {self._config.harvest.partition}; engines connect to {daemon.endpoint}")
             self._enter("submitted")
             self._submit()
@@ -275,8 +358,15 @@ class Canary:
         )
         backend = "local" if choose.is_local(self._config) else "slurm"
         template = job_script.read_template(harvest.job_template)
-        spec = job_script.job_spec(self._own, template, backend, secrets.token_hex(4), self._intent, submit)
-        self._job_id = cluster.submit(spec)
+        spec = job_script.job_spec(self._own, template, backend, self._uid, self._intent, submit)
+        self._asked = True
+        try:
+            self._job_id = cluster.submit(spec)
+        except (SubmitUnknown, ClusterUnavailable):
+            raise
+        except ClusterError:
+            self._asked = False  # refused: there is no job
+            raise
         self._done(f"job {self._job_id} ({self._intent})")
 
     def _start(self, daemon: _Daemon) -> str:
@@ -391,10 +481,10 @@ class Canary:
         return _Failed(why + self._log(), remedy)
 
     def _no_word(self, daemon: _Daemon, node: str) -> tuple[str, str]:
-        return (
-            f"job {self._job_id} runs on {node}, and its engine did not reach {daemon.endpoint}",
-            set_up.REMEDIES[set_up.NO_DAEMON],
-        )
+        remedy, fixed = set_up.REMEDIES[set_up.NO_DAEMON], self._config.daemon.port
+        if fixed and not self._port:
+            remedy += f". Does a firewall open daemon.port = {fixed} alone? Then add --daemon-port while no daemon runs"
+        return (f"job {self._job_id} runs on {node}, and its engine did not reach {daemon.endpoint}", remedy)
 
     def _log(self) -> str:
         with contextlib.suppress(OSError):
@@ -415,16 +505,42 @@ class Canary:
         self._found.append(Finding(self._stage, level, took + what, remedy))
         self._say(self._found[-1])
 
-    def _clean_up(self) -> None:
-        self._enter("cleaned up")
-        left = []
+    def _cancel(self) -> str:
+        """Cancel the job; what may be left of it, "" for nothing."""
         try:
+            if self._asked and not self._job_id and not self._find():
+                return f"perhaps job {self._intent}: its submission got no answer, and the queue does not list it"
             if self._job_id and (job := self._job()) is not None and (job.has_gpus_allocated or job.waits):
                 self._cluster.cancel((self._job_id,))
         except ClusterError as error:
-            left.append(
-                f"job {self._job_id}, which ends by itself within {MOST_S / 60:g} minutes ({error.cause})"
-            )
+            return f"job {self._job_id or self._intent} ({error.cause})"
+        return ""
+
+    def _find(self) -> bool:
+        """Whether the queue lists the job by now. Raises the last poll's `ClusterError`."""
+        deadline = time.monotonic() + FIND_S
+        while True:
+            over = time.monotonic() >= deadline
+            try:
+                jobs = self._cluster.jobs()
+                named = [
+                    job for job in jobs if observed_jobs.intent_in(job, self._uid) == (self._intent, True)
+                ]
+                if named:
+                    self._job_id = named[0].job_id
+                    return True
+            except ClusterError:
+                if over:
+                    raise
+            if over:
+                return False
+            time.sleep(min(POLL_S, FIND_S))
+
+    def _clean_up(self) -> None:
+        self._enter("cleaned up")
+        left = []
+        if why := self._cancel():
+            left.append(f"{why}; once it runs, it ends by itself within {MOST_S / 60:g} minutes")
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._folder.exists():
             left.append(str(self._folder))
@@ -432,7 +548,8 @@ class Canary:
             with contextlib.suppress(OSError):  # somebody put something there meanwhile: theirs now
                 self._folder.parent.rmdir()
         if left:
-            self._tell(Level.WARNING, f"left: {', '.join(left)}", "remove it: scancel, rm -r")
+            remedy = f"remove it: scancel --name={self._intent}, rm -r"
+            self._tell(Level.WARNING, f"left: {', '.join(left)}", remedy)
         else:
             self._done("job and folder are gone")
 

@@ -18,6 +18,7 @@ from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, Facts, Wanted
 from scavenger.errors import ClusterError
+from scavenger.host import addresses
 
 DEADLINE_S = 20.0
 NO_SLURM = (
@@ -69,10 +70,26 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
     installed = pyslurm_version()
     unfit = pyslurm_unfit(clean, deadline_s) if installed else ""
     answers["queue"] = ask(commands.squeue_argv(QUEUE_MARK), clean, deadline_s)
-    facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), installed, unfit)
+    facts = Facts(
+        answers,
+        asked_at,
+        float(time.localtime().tm_gmtoff),
+        installed,
+        unfit,
+        own_addresses(answers["nodes"]),
+    )
     if facts.accounting:
         answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}
     return facts
+
+
+def own_addresses(nodes: CommandOutput) -> frozenset[str]:
+    """Of the nodes' addresses those that are this host's. Nodes that cannot be read have none: the rules say why."""
+    try:
+        hosts = commands.parse_node_hosts(nodes.text)
+    except ClusterError:
+        return frozenset()
+    return addresses.own(host.address for host in hosts.values())
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> CommandOutput:

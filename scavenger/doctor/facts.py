@@ -69,6 +69,7 @@ class Facts:
     utc_offset_s: float = 0.0
     pyslurm: str = ""  # the installed one's version, "" = none
     pyslurm_unfit: str = ""  # why it cannot read this site, "" = it can
+    own_addresses: frozenset[str] = frozenset()  # those of the nodes' addresses that are this host's
     probe: CommandOutput | None = None  # what the test job said of its node; None = it was not asked for
     _cache: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 

@@ -42,7 +42,7 @@ from scavenger.harvest.execute.execute import (
     WorkerKeys,
     as_json,
 )
-from scavenger.harvest.limits import StopState, pace_of, rules_of, stale_s
+from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Pace, Poll
 from scavenger.harvest.poller import Poller
 from scavenger.harvest.track.node_health import without_failing
@@ -456,9 +456,15 @@ class Harvester:
         return *self._pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest, by=by), moved
 
     def _drain_while_slurm_fails(self) -> None:
-        """Somebody stopped us, and there is no poll to decide on: what needs no Slurm is done now."""
-        if self._pace.failures and self.stop_state.stop_read is not None:
-            for action in unseen(self.tracker.jobs(self._router.leases()), self.stop_state.stop_read.reason):
+        """Somebody stopped us or a blackout comes, and there is no poll to decide on: what needs no Slurm is done now."""
+        if not self._pace.failures:
+            return
+        now = self._clock()
+        known = limits_of(
+            self.config, self.tracker.health, self._drain_notice_s, now, stop=self.stop_state.stop_read
+        )
+        if closed := decide.harvesting_closed(known, now):
+            for action in unseen(self.tracker.jobs(self._router.leases()), *closed):
                 self._performer.drain(action, "{}")
 
 

@@ -187,7 +187,7 @@ def blackouts(harvest: HarvestSection, now: float) -> tuple[BlackoutTime, ...]:
     """Those that are not over, the first to begin first."""
     found = []
     for one in harvest.blackout:
-        start, end = harvest.moment(one.start), harvest.moment(one.end)
+        start, end = harvest.span(one)
         if now < end:
             words = f"from {one.start:%Y-%m-%d %H:%M} to {one.end:%Y-%m-%d %H:%M}"
             zone = f" {harvest.timezone}" if one.start.tzinfo is None else f" ({one.start:%z})"

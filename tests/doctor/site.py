@@ -43,7 +43,7 @@ def site(
         0.0,
         pyslurm,
         pyslurm_unfit,
-        probe,
+        probe=probe,
     )
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +22,13 @@ from scavenger import toml
 from scavenger.cli.main import app
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
-from scavenger.cluster.model import PreemptMode
+from scavenger.cluster.model import JobSpec, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.config import DaemonConfig
 from scavenger.doctor import canary
+from scavenger.errors import SubmitUnknown
+from scavenger.harvest.limits import drain
 from tests.clusters import unfinished, wait_for
 from tests.harvest.world import spec
 
@@ -46,11 +55,27 @@ def sandbox() -> Iterator[SlurmSandbox]:
 
 def ask(
     folder: Path,
-    *,
+    *more: str,
     daemon: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
     **harvest: Any,
 ) -> Result:
+    path, state = folder / "scavenger.toml", folder / "state"
+    written(folder, daemon=daemon, cluster=cluster, **harvest)
+    done = CliRunner().invoke(
+        app, ["doctor", "--config", str(path), "--harvest-one", "--format", "json", *more]
+    )
+    assert list(state.iterdir()) == [], "its folder is gone"
+    return done
+
+
+def written(
+    folder: Path,
+    *,
+    daemon: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **harvest: Any,
+) -> Path:
     path, state = folder / "scavenger.toml", folder / "state"
     state.mkdir(mode=0o700, exist_ok=True)
     sections = {
@@ -59,9 +84,7 @@ def ask(
         "harvest": {"partition": "scavenge", **harvest},
     }
     path.write_text(toml.dumps({name: keys for name, keys in sections.items() if keys}))
-    done = CliRunner().invoke(app, ["doctor", "--config", str(path), "--harvest-one", "--format", "json"])
-    assert list(state.iterdir()) == [], "its folder is gone"
-    return done
+    return path
 
 
 def told(done: Result) -> dict[str, dict[str, str]]:
@@ -118,6 +141,205 @@ def test_an_engine_that_finds_no_daemon_is_told_with_its_address(
         cluster = LocalCluster(tmp_path / "local")
         wait_for("its job is cancelled", lambda: not unfinished(cluster.view()))
         cluster.close()
+
+
+def test_a_partition_that_would_be_in_others_way_is_refused_though_nothing_is_harvested_yet(
+    tmp_path: Path,
+) -> None:
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            partition="normal",
+            enabled=False,
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert not cluster.jobs(), "nothing was submitted"
+        cluster.close()
+    assert done.exit_code == 2
+    assert "not preemptible" in told(done)["checked"]["observed"]
+
+
+def test_while_harvesting_is_stopped_no_engine_is_harvested(tmp_path: Path) -> None:
+    (tmp_path / "stop").write_text("drain power cut")
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            enabled=False,
+            stop_file=tmp_path / "stop",
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert not cluster.jobs(), "nothing was submitted"
+        cluster.close()
+    assert done.exit_code == 1, "nothing is wrong with the site"
+    assert "the stop file: power cut" in told(done)["checked"]["observed"]
+
+
+NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
+
+
+def dark(begins: datetime) -> dict[str, Any]:
+    return {"blackout": [{"start": begins, "end": begins + timedelta(hours=1), "reason": "exams"}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, ""),
+        (dark(NOW - timedelta(minutes=30)), "a blackout is on"),
+        (dark(NOW + timedelta(minutes=1)), "nothing may be harvested now: a blackout begins in 60 s"),
+        (dark(NOW + timedelta(minutes=14)), "a blackout begins in 840 s"),
+        (dark(NOW + timedelta(minutes=20)), ""),
+        ({"max_engines": 0}, "harvest.max_engines is 0 now"),
+        ({"schedule": [{"hours": "8-18", "max_gpus": 0}]}, "harvest.max_gpus is 0 now"),
+        ({"schedule": [{"hours": "18-8", "max_gpus": 0}]}, ""),
+    ],
+)
+def test_what_keeps_a_daemon_from_harvesting_keeps_a_canary_too(
+    tmp_path: Path, keys: dict[str, Any], said: str
+) -> None:
+    sections = {"daemon": {"state_dir": tmp_path}, "harvest": {"enabled": False, **keys}}
+    found = canary.stopped(DaemonConfig.model_validate(sections), NOW.timestamp())
+    assert said in found
+    assert bool(said) == bool(found)
+
+
+def test_a_stop_that_cannot_be_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Path, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}})
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "stat", fails)
+        assert "is not known" in canary.stopped(config, NOW.timestamp())
+
+
+def test_what_scavenger_drain_stopped_is_stopped(tmp_path: Path) -> None:
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}})
+    assert canary.stopped(config, 0.0) == ""
+    drain(tmp_path, "three at night", at_once=False)
+    assert "scavenger drain: three at night" in canary.stopped(config, 0.0)
+
+
+# ---------------------------------------------------------------- what it leaves, and what it takes
+
+
+SLEEPS = "#!/bin/bash\nexec sleep 60\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_canary_that_is_told_to_end_takes_its_job_and_folder_with_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    with LocalServer(tmp_path / "local", harmless()):
+        path = written(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            job_template=tmp_path / "own.j2",
+        )
+        argv = [sys.executable, "-m", "scavenger", "doctor", "--config", str(path), "--harvest-one"]
+        asked = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        cluster = LocalCluster(tmp_path / "local")
+        try:
+            wait_for("its job runs", lambda: any(job.has_gpus_allocated for job in cluster.jobs()))
+            asked.send_signal(number)
+            said, _ = asked.communicate(timeout=30)
+        finally:
+            asked.kill()
+            asked.wait()
+        assert "job and folder are gone" in said
+        assert asked.returncode > 0, "it did not die of the signal"
+        wait_for("its job is cancelled", lambda: not unfinished(cluster.view()))
+        cluster.close()
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_job_whose_submission_got_no_answer_is_looked_for_and_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    submit, names = LocalCluster.submit, []
+
+    def lost(self: LocalCluster, spec: JobSpec) -> int:
+        names.append(spec.name)
+        if reached:
+            submit(self, spec)
+        raise SubmitUnknown("sbatch gave no answer within 20 s")
+
+    monkeypatch.setattr(LocalCluster, "submit", lost)
+    monkeypatch.setattr(canary, "FIND_S", 0.5)
+    with LocalServer(tmp_path / "local", harmless()):
+        done = ask(
+            tmp_path,
+            cluster={"backend": "local", "local_dir": tmp_path / "local"},
+            job_template=tmp_path / "own.j2",
+        )
+        cluster = LocalCluster(tmp_path / "local")
+        assert len(cluster.jobs()) == (1 if reached else 0)
+        wait_for("it is cancelled", lambda: not unfinished(cluster.view()))
+        cluster.close()
+    found = told(done)
+    assert "sbatch gave no answer" in found["submitted"]["observed"]
+    last = found["cleaned up"]
+    assert last["level"] == ("ok" if reached else "warning")
+    if not reached:
+        assert f"perhaps job {names[0]}" in last["observed"]
+        assert f"scancel --name={names[0]}" in last["remedy"]
+
+
+def test_folders_of_canaries_that_were_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    now = time.time()
+    for name, age_s in (("canary-0123abcd", 3600.0), ("canary-00000000", 60.0), ("canary-of-mine", 3600.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "key").touch()
+        os.utime(tmp_path / name, (now - age_s, now - age_s))
+    canary.sweep(tmp_path, now)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["canary-00000000", "canary-of-mine"]
+    canary.sweep(tmp_path / "nowhere", now)
+    old = tmp_path / "state" / "canary-89abcdef"
+    old.mkdir(parents=True)
+    os.utime(old, (now - 3600.0, now - 3600.0))
+    with LocalServer(tmp_path / "local", harmless()):
+        ask(
+            tmp_path, cluster={"backend": "local", "local_dir": tmp_path / "local"}, partition="normal"
+        )  # it looks that the folder is gone
+
+
+def test_the_daemon_s_port_stays_free_unless_the_canary_is_to_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "CONNECT_S", 1.0)
+    (tmp_path / "own.j2").write_text(SLEEPS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with LocalServer(tmp_path / "local", harmless()):
+
+        def tried(*more: str) -> dict[str, dict[str, str]]:
+            return told(
+                ask(
+                    tmp_path,
+                    *more,
+                    daemon={"port": port},
+                    cluster={"backend": "local", "local_dir": tmp_path / "local"},
+                    job_template=tmp_path / "own.j2",
+                )
+            )
+
+        found = tried()
+        assert f":{port}" not in found["checked"]["observed"]
+        assert f"daemon.port = {port} alone? Then add --daemon-port" in found["connected"]["remedy"]
+        found = tried("--daemon-port")
+        assert f"tcp://127.0.0.1:{port}" in found["checked"]["observed"]
+        assert "--daemon-port" not in found["connected"]["remedy"]
+        with socket.create_server(("127.0.0.1", port)):
+            found = tried("--daemon-port")
+        assert f"cannot listen on 127.0.0.1 port {port}" in found["checked"]["observed"]
+        assert "leave --daemon-port out" in found["checked"]["remedy"]
 
 
 @pytest.mark.slurm

@@ -362,6 +362,20 @@ CASES = [
         PROBLEM,
         "daemon.advertise = 'localhost'",
     ),
+    (
+        "daemon address",
+        ELSEWHERE,
+        replace(WANTED, host="head", listen="127.0.0.1", advertise="gateway"),
+        WARNING,
+        "a proxy or a tunnel must take them",
+    ),
+    (
+        "daemon address",
+        replace(ELSEWHERE, own_addresses=frozenset({"10.0.0.1"})),
+        replace(WANTED, host="head", listen="127.0.0.1"),
+        OK,
+        "all of them on this host",
+    ),
     ("compute node", site(), WANTED, UNKNOWN, "not tried"),
     (
         "compute node",

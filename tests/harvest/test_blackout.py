@@ -33,6 +33,7 @@ from scavenger.harvest.limits import blackouts, limits_of, owner_rules
 from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
+from scavenger.router.core.events import IntentRevoked
 from tests.harvest.conftest import world  # noqa: F401  a fixture
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.test_policy import demand, mine, submits
@@ -150,6 +151,25 @@ def test_a_blackout_is_of_the_zone_that_it_names_or_of_the_file_s() -> None:
 def test_a_blackout_that_ends_before_it_begins_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="is not after its start"):
         harvest(blackout=[wrong])
+
+
+def test_a_time_that_clocks_show_twice_or_never_makes_the_blackout_longer_and_not_shorter() -> None:
+    def span(start: str, end: str) -> tuple[datetime, datetime]:
+        (one,) = blackouts(harvest(timezone="Europe/Berlin", blackout=[{"start": start, "end": end}]), 0.0)
+        return datetime.fromtimestamp(one.start, UTC), datetime.fromtimestamp(one.end, UTC)
+
+    back = span("2026-10-25T02:15:00", "2026-10-25T02:30:00")
+    assert back == (datetime(2026, 10, 25, 0, 15, tzinfo=UTC), datetime(2026, 10, 25, 1, 30, tzinfo=UTC)), (
+        "from the first 02:15 to the second 02:30"
+    )
+    forward = span("2026-03-29T02:30:00", "2026-03-29T03:15:00")
+    assert forward[0] <= datetime(2026, 3, 29, 1, tzinfo=UTC), "before the hour that is left out"
+    assert forward[1] == datetime(2026, 3, 29, 1, 15, tzinfo=UTC)
+    exact = span("2026-10-25T02:15:00+01:00", "2026-10-25T02:30:00+01:00")
+    assert exact == (datetime(2026, 10, 25, 1, 15, tzinfo=UTC), back[1]), "an offset leaves no choice"
+    for wrong in ("2026-10-25T02:15:00", "2026-10-25T02:10:00"):
+        with pytest.raises(ValueError, match="is not after its start"):
+            span("2026-10-25T02:15:00", wrong)
 
 
 def test_the_limits_of_an_hour_have_the_file_s_blackouts_caps_and_owners() -> None:
@@ -314,3 +334,26 @@ def test_engines_are_gone_before_a_blackout_begins_and_come_back_after_it(world:
 
     asyncio.run(play())
     assert any("a course" in one.reason for one in world.of(rec.Decision))
+
+
+def test_engines_leave_for_a_blackout_while_slurm_does_not_answer(world: World) -> None:  # noqa: F811
+    begins = datetime.now(UTC) + timedelta(seconds=6)
+    dates = Blackout(start=begins, end=begins + timedelta(hours=1), reason="maintenance of slurmctld")
+
+    async def play() -> None:
+        world.want(1)
+        harvester = world.harvester(
+            drain_notice_s=1.0, drain_before_s=0.5, min_runtime_s=0.5, time_limit_s=600.0, blackout=(dates,)
+        )
+        async with running(harvester):
+            await until("it holds", lambda: world.of(rec.AllocationStarted))
+            world.cluster.fail_view = True
+            await until("it is not seen", lambda: world.events("cluster_unavailable"))
+            assert not world.of(IntentRevoked), "the blackout is not near yet"
+            await until("it is asked to leave", lambda: world.of(IntentRevoked))
+            assert time.time() < begins.timestamp(), "before it begins"
+
+    asyncio.run(play())
+    (asked,) = world.acted("drain")
+    assert (asked.code, "maintenance of slurmctld" in asked.reason) == ("blackout", True)
+    assert "Slurm does not answer" in asked.reason

@@ -196,9 +196,12 @@ def purge(facts: Facts, wanted: Wanted) -> Finding:
 
 def address(facts: Facts, wanted: Wanted) -> Finding:
     """As far as names tell; what a firewall closes is for the test job to try."""
-    others = reach.elsewhere(facts.node_hosts, facts.partition(wanted.partition).nodes, wanted.host)
+    inside = facts.partition(wanted.partition).nodes
+    others = reach.elsewhere(facts.node_hosts, inside, wanted.host, facts.own_addresses)
     if why := reach.unreachable(wanted.listen, wanted.advertise, wanted.host, others):
         return Finding("daemon address", Level.PROBLEM, f"{why}; the daemon refuses to start", reach.REMEDY)
+    if why := reach.doubted(wanted.listen, wanted.advertise, wanted.host, others):
+        return Finding("daemon address", Level.WARNING, why, f"without one: {reach.REMEDY}")
     at = reach.announced(wanted.listen, wanted.advertise, wanted.host)
     where = f"{len(others)} nodes on other hosts" if others else "nodes, all of them on this host,"
     return Finding(

@@ -138,7 +138,7 @@ def _facts(
     ours = sorted(jobs, key=lambda job: job.intent_id)
     demand = placeable(demand, view, ours, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
-    closed = _harvesting_closed(limits, now)
+    closed = harvesting_closed(limits, now)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     engines = [job for job in ours if not job.standby]
     free = partial(free_capacity_of, view, queue, capacity, limits, now)
@@ -184,7 +184,7 @@ def _could_start(facts: Facts) -> tuple[int, ...]:
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def _harvesting_closed(limits: Limits, now: float) -> tuple[Code, str] | None:
+def harvesting_closed(limits: Limits, now: float) -> tuple[Code, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.restrictions.stop:
         return Code.STOPPED, limits.restrictions.stop

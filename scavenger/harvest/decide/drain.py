@@ -125,12 +125,10 @@ def _go(job: OurJob, why: str, code: Code) -> Drain:
     return Cancel(job.intent_id, f"{why}; no engine of it is connected", code)
 
 
-def unseen(jobs: Sequence[OurJob], why: str) -> list[DrainAllocated]:
-    """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a poll."""
+def unseen(jobs: Sequence[OurJob], code: Code, why: str) -> list[DrainAllocated]:
+    """Nothing may be harvested and Slurm does not answer: engines that the router knows drain without it. The rest waits for a poll."""
     staying = [job for job in jobs if job.connected and job.drain_kind is DrainKind.NO]
     return [
-        DrainAllocated(
-            job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", Code.STOPPED
-        )
+        DrainAllocated(job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", code)
         for job in staying
     ]
