@@ -365,7 +365,7 @@ class OtherUserWaited(Record, frozen=True):
 
     job_id: int
     submitted_at: float
-    outcome: str  # started | requeued | cancelled | left
+    outcome: str  # started | held (or waits for something else than GPUs) | requeued | cancelled | left
     started_at: float | None
     harvested_gpus: int
     harvested_gpu_s: float
