@@ -171,15 +171,18 @@ def test_waits_are_bounded_and_the_first_come_first(monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------- training jobs
 
 
+ADA = (1, 50, "ada")  # run, job, the Unix user of the run's owner
+
+
 def training(state: JobState = JobState.RUNNING, **more: Any) -> Job:
     return Job(50, "ada", "reserved", state, **{"gpus": 8, "n_nodes": 2, "start_time": T0 - 5, **more})
 
 
 def test_a_training_job_s_gpus_are_recorded_from_start_to_end() -> None:
     one = TrainingGpus()
-    assert one.observe([(1, 0)], [training()], T0) == (), "a run of no Slurm job"
-    assert one.observe([(1, 50)], [training(JobState.PENDING, start_time=0.0)], T0) == ()
-    assert one.observe([(1, 50)], [training()], T0) == (rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 - 5),)
+    assert one.observe([(1, 0, "ada")], [training()], T0) == (), "a run of no Slurm job"
+    assert one.observe([ADA], [training(JobState.PENDING, start_time=0.0)], T0) == ()
+    assert one.observe([ADA], [training()], T0) == (rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 - 5),)
     assert one.observe([], [training()], T0 + 10) == (), "its run has ended, and it holds its GPUs"
     ended = training(JobState.COMPLETED, end_time=T0 + 12)
     assert one.observe([], [ended], T0 + 20) == (rec.TrainingJobEnded(1, 50, T0 + 12),)
@@ -188,21 +191,42 @@ def test_a_training_job_s_gpus_are_recorded_from_start_to_end() -> None:
 
 def test_a_requeued_training_job_has_two_spans_and_a_vanished_one_ends() -> None:
     one = TrainingGpus()
-    one.observe([(1, 50)], [training()], T0)
+    one.observe([ADA], [training()], T0)
     back = training(start_time=T0 + 30, submit_time=T0 + 20)
-    assert one.observe([(1, 50)], [back], T0 + 40) == (
+    assert one.observe([ADA], [back], T0 + 40) == (
         rec.TrainingJobEnded(1, 50, T0 + 20),
         rec.TrainingJobStarted(1, 50, "ada", 2, 8, T0 + 30),
     )
-    assert one.observe([(1, 50)], [], T0 + 60) == (rec.TrainingJobEnded(1, 50, T0 + 60),)
+    assert one.observe([ADA], [], T0 + 60) == (rec.TrainingJobEnded(1, 50, T0 + 60),)
 
 
 def test_a_restarted_daemon_goes_on_with_the_same_span() -> None:
     one = TrainingGpus()
-    (began,) = one.observe([(1, 50)], [training()], T0)
+    (began,) = one.observe([ADA], [training()], T0)
     assert isinstance(began, rec.TrainingJobStarted)
     successor = TrainingGpus()
     successor.restore([began])
-    assert successor.observe([(1, 50)], [training()], T0 + 10) == ()
+    assert successor.observe([ADA], [training()], T0 + 10) == ()
     waits_again = training(JobState.PENDING, submit_time=T0 + 15, start_time=0.0)
-    assert successor.observe([(1, 50)], [waits_again], T0 + 20) == (rec.TrainingJobEnded(1, 50, T0 + 15),)
+    assert successor.observe([ADA], [waits_again], T0 + 20) == (rec.TrainingJobEnded(1, 50, T0 + 15),)
+
+
+def test_a_job_of_another_user_s_that_a_trainer_names_is_not_recorded() -> None:
+    one = TrainingGpus()
+    bobs = replace(training(), user="bob")
+    assert one.observe([ADA], [bobs], T0) == (), "neither his name nor his GPUs"
+    assert one.observe([(1, 50, "")], [training()], T0) == (), "of an owner whom nobody knows"
+    assert one.observe([(1, 50, "")], [replace(training(), user="")], T0) == ()
+    assert one.observe([ADA, (2, 50, "bob")], [bobs], T0) == (
+        rec.TrainingJobStarted(2, 50, "bob", 2, 8, T0 - 5),
+    )
+
+
+def test_runs_of_one_job_have_rows_from_one_time_on() -> None:
+    one = TrainingGpus()
+    soon = training(start_time=T0 + 1)  # the controller's clock is ahead
+    [first] = one.observe([ADA], [soon], T0)
+    [second] = one.observe([ADA, (2, 50, "ada")], [soon], T0 + 60)
+    assert isinstance(first, rec.TrainingJobStarted)
+    assert isinstance(second, rec.TrainingJobStarted)
+    assert (first.run_id, first.at, second.run_id, second.at) == (1, T0, 2, T0)

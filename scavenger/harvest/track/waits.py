@@ -117,6 +117,13 @@ class OtherUsersWaits:
         return max(self._idle.get(job.job_id, 0.0), min(now, job.eligible_time or job.submit_time or now))
 
 
+def unseen(waits: Iterable[rec.OtherUserWaits], now: float) -> tuple[rec.Record, ...]:
+    """The ends of those that a daemon without a harvester takes over: it polls no queue, and would never see them end."""
+    return tuple(
+        rec.OtherUserWaited(one.job_id, one.submitted_at, "unseen", None, 0, 0.0, now) for one in waits
+    )
+
+
 class _OurGpus:
     """GPUs that we hold on the nodes of a job's partitions."""
 
