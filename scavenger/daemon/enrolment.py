@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from scavenger.errors import AuthError
 from scavenger.ledger.records import Event, Record
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
@@ -43,6 +44,7 @@ class Enrolment:
         self._reported = dict(in_force)
         self._owners: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._local = ""  # the key that runs of the state directory's own owner are recorded under
         self._warned: set[str] = set()
 
     def read(self) -> None:
@@ -56,6 +58,10 @@ class Enrolment:
         self._owners = owners
         # The ledger's runs name their owner's first key; its reports find the name here.
         names = {its[-1].public: name for name, its in enrolled.items()}
+        own = self._own_key()
+        self._local = next(
+            (its[-1].public for its in enrolled.values() if own in [key.public for key in its]), ""
+        )
         now = self._clock()
         fresh = {key: name for key, name in names.items() if self._names.get(key) != name}
         events: list[Record] = [
@@ -86,6 +92,17 @@ class Enrolment:
             log.error(
                 "an owner's file cannot be used: no key of theirs is accepted", owner=name, reason=str(error)
             )
+
+    def _own_key(self) -> str:
+        """The public key in `keys/owner.key`, with which the daemon's own user trains; "" where no such file can be used."""
+        try:
+            return keys.read_keypair(keys.owner_key_path(self._state_dir)).public
+        except (AuthError, OSError):
+            return ""
+
+    def unix_user(self, owner_key: str, daemon_user: str) -> str:
+        """As whom this owner's training jobs run: the owner is called so, or is the daemon's own user. "" for an unknown owner."""
+        return daemon_user if owner_key and owner_key == self._local else self._names.get(owner_key, "")
 
     def of_owners(self, demand: Iterable[Demand]) -> list[Demand]:
         """The runs' demand with their owners' names instead of keys. A run of an owner none of whose keys is accepted wants nothing: its

@@ -39,6 +39,7 @@ from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
+from scavenger.harvest.track import training_jobs, waits
 from scavenger.harvest.track.training_jobs import TrainingGpus
 from scavenger.host import descriptors, listening, storage
 from scavenger.ledger import identity, retention, store
@@ -301,7 +302,12 @@ class Daemon:
         self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
         if self.harvester is not None:
             self.harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
-        self._training_gpus.restore(snapshot.training_jobs)
+            self._training_gpus.restore(snapshot.training_jobs)
+        elif snapshot.waits or snapshot.training_jobs:  # nobody polls: they would grow with every commit
+            now = self.clock()
+            server.write(
+                [*waits.unseen(snapshot.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)]
+            )
         return snapshot
 
     async def _bind_ports(self, server: Server) -> int:
@@ -485,7 +491,13 @@ class Daemon:
         ]
         for job in self.training.observe(opened, view.jobs):
             log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
-        held = [(run.id, run.trainer.job_id) for run in runs if not run.ended]
+        assert self.harvester is not None  # whose view it is
+        user = self.harvester.tracker.rules.user
+        held = [
+            (run.id, run.trainer.job_id, self._enrolment.unix_user(run.owner_key, user))
+            for run in runs
+            if not run.ended
+        ]
         if records := self._training_gpus.observe(held, view.jobs, self.clock()):
             self.server.write(records)
 

@@ -94,7 +94,7 @@ class Harvester:
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.stop_state = StopState(lambda: self.config)
         self.idling = Idling()
-        self._waits = OtherUsersWaits()
+        self._waits = OtherUsersWaits(self.tracker.rules.user)
         self._thread = OneThread("cluster")
         self._keys = WorkerKeys(self._state_dir, router)
         self._performer = Performer(
@@ -331,7 +331,7 @@ class Harvester:
 
     def _record_waits(self, view: ClusterView) -> None:
         now, held = self._clock(), self.tracker.held()
-        waiting = waiting_jobs(view, self.tracker.job_ids(), now) if held else []
+        waiting = waiting_jobs(view, self.tracker.job_ids(), now)
         if records := self._waits.observe(view, waiting, held, now):
             self._write(records)
 

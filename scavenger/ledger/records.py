@@ -365,7 +365,9 @@ class OtherUserWaited(Record, frozen=True):
 
     job_id: int
     submitted_at: float
-    outcome: str  # started | requeued | cancelled | left
+    outcome: (
+        str  # started | held (or waits for something else than GPUs) | requeued | cancelled | left | unseen
+    )
     started_at: float | None
     harvested_gpus: int
     harvested_gpu_s: float

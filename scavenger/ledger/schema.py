@@ -411,7 +411,8 @@ other_users_waits = Table(
     _time("seen_at"),  # the first poll that saw it wait while we held GPUs there
     _maybe_time("started_at"),  # Slurm's; null while it waits, and where it left the queue unseen
     _maybe_time("ended_at"),
-    _text("outcome"),  # "" while it waits | started | requeued | cancelled | left
+    _text("outcome"),  # "" while it waits | started | held (or not waiting for GPUs) | requeued | cancelled
+    # | left (the queue, between two polls) | unseen (harvesting was disabled)
     _int("harvested_gpus"),  # the most that we held on the nodes of its partitions meanwhile
     _time("harvested_gpu_s"),  # GPU-seconds that we held there meanwhile
     Index("ix_other_users_waits_job", "job_id"),

@@ -1,8 +1,8 @@
 -- Which other users' jobs waited while harvested jobs had GPUs there, for how long, and how many GPUs were ours meanwhile? (The newest; "bounds": how many, of which Unix seconds.)
 -- One row for each wait that a poll saw while we held GPUs on nodes of the job's partitions; a job array is one row. "waited_s" counts
--- from when the job could have started (submitted, or its begin time) to Slurm's start time, to when it was seen to be gone, or up to the
--- ledger's last commit. Not every such wait is due to us: the job may wait for more GPUs than we held, or for its turn. A job that Slurm's
--- preemption is about to start waits too: for a poll's seconds.
+-- from when the job could have started (submitted, its begin time, or no longer held) to Slurm's start time, to when it was seen to be
+-- gone or held, or up to the ledger's last commit. Not every such wait is due to us: the job may wait for more GPUs than we held, or for
+-- its turn. A job that Slurm's preemption is about to start waits too: for a poll's seconds.
 WITH bounds AS (SELECT 1000 AS most, 0.0 AS since, 9999999999.0 AS until),
 newest AS (
   SELECT * FROM v_other_users_waits WHERE seen_at >= (SELECT since FROM bounds) AND seen_at < (SELECT until FROM bounds)

@@ -1,6 +1,7 @@
 -- What did each run cost: reserved and harvested GPU-hours, how much of them brought no token, and what came of it?
 -- Reserved: the GPUs of the run's training jobs as Slurm showed them, from start to end; of a trainer that is no Slurm job, or was not seen,
--- those of its reserved engines while they were registered ("reserved_from" says which). Harvested: the allocations of its engines' jobs;
+-- those of its reserved engines while they were registered ("reserved_from" says which). Runs that name one job share its GPUs equally;
+-- what a daemon recorded anew, after one that did not harvest, counts once. Harvested: the allocations of its engines' jobs;
 -- wasted: those that ended without a token (report wasted_starts). What is open counts up to the ledger's last commit. Steps are
 -- training steps that survive; tokens are all that were accepted, regenerated ones those that were lost and generated again.
 WITH brought AS (
@@ -26,9 +27,16 @@ spent AS (
     LEFT JOIN brought b ON b.kind = 'harvested' AND b.intent_id = h.intent_id AND b.incarnation = h.restart_count
 ),
 harvested AS (SELECT run_id, count(*) AS allocations, sum(gpu_s) AS gpu_s, sum(wasted * gpu_s) AS wasted_gpu_s FROM spent GROUP BY run_id),
+sharing AS (SELECT job_id, started_at, count(DISTINCT run_id) AS runs FROM v_training_jobs GROUP BY job_id, started_at),
+held AS (
+    SELECT id, run_id, job_id, gpus, started_at, ended_at,
+           max(ended_at) OVER (PARTITION BY run_id, job_id ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS counted_until
+    FROM v_training_jobs
+),
 trained AS (
-    SELECT t.run_id, sum(t.gpus * (COALESCE(t.ended_at, n.unix_s, t.started_at) - t.started_at)) AS gpu_s
-    FROM v_training_jobs t CROSS JOIN v_now n GROUP BY t.run_id
+    SELECT h.run_id, sum(h.gpus * (COALESCE(h.ended_at, n.unix_s, h.started_at)
+                                   - CASE WHEN h.counted_until > h.started_at THEN h.counted_until ELSE h.started_at END) / s.runs) AS gpu_s
+    FROM held h JOIN sharing s ON s.job_id = h.job_id AND s.started_at = h.started_at CROSS JOIN v_now n GROUP BY h.run_id
 ),
 engines AS (
     SELECT w.run_id, sum(w.gpus * (COALESCE(w.left_at, n.unix_s, w.joined_at) - w.joined_at)) AS gpu_s

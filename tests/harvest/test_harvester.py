@@ -14,6 +14,7 @@ from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import poller as polling
 from scavenger.harvest.track.observed_jobs import comment_of
+from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
 from scavenger.observe import status
 from scavenger.policy.fleet_size import Benefit, Demand
@@ -608,7 +609,10 @@ def test_another_user_s_wait_beside_our_engines_is_recorded(world: World) -> Non
         first = world.site.submit(spec())
         await until("their job holds a node", lambda: world.jobs(JobState.RUNNING))
         world.want(2)
-        async with running(world.harvester()):
+        harvester = world.harvester()
+        # The local cluster gives every job the user of this test.
+        harvester._waits = OtherUsersWaits("nobody")
+        async with running(harvester):
             await until("two engines hold GPUs", lambda: len(world.of(rec.AllocationStarted)) == 2)
             second = world.site.submit(spec(nodes=2))
             await until("its wait is seen", lambda: world.of(rec.OtherUserWaits))

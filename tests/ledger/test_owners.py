@@ -130,3 +130,55 @@ def test_a_run_of_an_owner_without_an_accepted_key_wants_no_engines(tmp_path: Pa
     assert wanted() == ("ada", 4), "another key of the owner's is accepted"
     (state / "keys" / "owners" / "ada.pub").unlink()
     assert wanted() == ("", 0)
+
+
+def test_training_jobs_run_as_the_user_whom_the_owner_is_called_after_or_as_the_daemon_s(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    keys.init_state(state, "us")
+    ours = keys.read_keypair(keys.owner_key_path(state)).public
+    bob, stranger = keys.generate().public, keys.generate().public
+    keys.enroll(state, "bob", bob)
+    enrolment = Enrolment(state, "server", KeyRing(), lambda _: None, lambda: T0, {})
+
+    def users() -> list[str]:
+        enrolment.read()
+        return [enrolment.unix_user(key, "scavenger") for key in (ours, bob, stranger, "")]
+
+    assert users() == ["scavenger", "bob", "", ""]
+    keys.rotate_owner(state, "us")
+    assert users() == ["scavenger", "bob", "", ""], "runs are recorded under the owner's first key"
+    keys.owner_key_path(state).unlink()
+    assert users() == ["us", "bob", "", ""]
+
+
+def test_a_daemon_that_does_not_harvest_ends_what_it_cannot_follow(tmp_path: Path, url: str) -> None:
+    """What an earlier one left open would be charged, and wait, for as long as this one commits."""
+    state_dir = tmp_path / "state"
+    keys.init_state(state_dir, "ada")
+    config = DaemonConfig.model_validate(
+        {"daemon": {"state_dir": state_dir, "ledger": url}, "harvest": {"enabled": False}}
+    )
+    left_open: list[r.Record] = [
+        r.TrainingJobStarted(1, 800, "ada", 1, 4, T0),
+        r.OtherUserWaits(901, "bob", "gpu", 4, T0, T0, T0),
+    ]
+    written(url, [*restorable(), left_open])
+    ended = (
+        "SELECT outcome FROM v_other_users_waits WHERE job_id = 901 AND ended_at IS NOT NULL"
+        " UNION ALL SELECT user_name FROM v_training_jobs WHERE job_id = 800 AND ended_at IS NOT NULL"
+    )
+
+    async def live() -> None:
+        daemon = Daemon(config, None, Manner.TAKE_OVER)
+        serving = asyncio.create_task(daemon.run())
+        async with asyncio.timeout(WAIT_S):
+            while not await asyncio.to_thread(fetch, url, NOTED):
+                assert not serving.done(), await serving
+                await asyncio.sleep(0.02)
+        daemon.stop.set()
+        await serving
+
+    asyncio.run(live())
+    assert sorted(fetch(url, ended)) == [("ada",), ("unseen",)]

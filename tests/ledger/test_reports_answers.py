@@ -531,6 +531,34 @@ def test_what_a_run_cost_is_told_with_its_reserved_gpus(url: str) -> None:
     assert rows[0]["gpu_hours_per_step"] == round((2 + harvested) / 2, 4)
 
 
+def test_runs_of_one_training_job_share_its_gpus(url: str) -> None:
+    """Runs 1 and 2 are of job 800; once it is requeued run 1 alone is."""
+    records: list[r.Record] = [
+        r.TrainingJobStarted(1, 800, "ada", 8, 64, T0),
+        r.TrainingJobStarted(2, 800, "ada", 8, 64, T0),
+        r.TrainingJobEnded(1, 800, T0 + 900),
+        r.TrainingJobEnded(2, 800, T0 + 900),
+        r.TrainingJobStarted(1, 800, "ada", 8, 64, T0 + 1800),
+    ]
+    written_until(url, [*fleet(), records], T0 + 2700)
+    assert picked(answers(url, "run_cost"), "run", "reserved_gpu_hours") == [
+        ("sorting", 8 + 16),
+        ("adding", 8),
+    ]
+
+
+def test_gpus_of_a_job_that_is_recorded_anew_are_counted_once(url: str) -> None:
+    """A daemon that did not harvest ended the row; the next one found the job as it began."""
+    records: list[r.Record] = [
+        r.TrainingJobStarted(1, 800, "ada", 1, 4, T0),
+        r.TrainingJobEnded(1, 800, T0 + 900),
+        r.TrainingJobStarted(1, 800, "ada", 1, 4, T0),
+        r.TrainingJobEnded(1, 800, T0 + 1800),
+    ]
+    written_until(url, [*fleet(), records], T0 + 2700)
+    assert picked(answers(url, "run_cost"), "run", "reserved_gpu_hours")[0] == ("sorting", 2)
+
+
 def test_bad_nodes_are_one_report(url: str) -> None:
     def died(node: str, code: int | None, at: float, run_id: int = 1) -> r.EngineDied:
         return r.EngineDied(node, run_id, f"i{at}", 501, 0, code, f"FAILED after {at:.0f} s", 2.0, T0 + at)

@@ -322,8 +322,13 @@ def _made(job: Job, needs_at: float) -> Wait:
         -(-job.cpus // nodes),
         max(job.eligible_time, job.submit_time),
         needs_at,
-        _HARVESTED_JOB_NAME.fullmatch(job.name) is not None,
+        is_harvested(job),
     )
+
+
+def is_harvested(job: Job) -> bool:
+    """An engine of a harvester, ours or somebody else's, by its name."""
+    return _HARVESTED_JOB_NAME.fullmatch(job.name) is not None
 
 
 def claim(waits: Iterable[Wait], capacity: NodeCapacity, resources: dict[str, NodeResources]) -> int:

@@ -2,8 +2,10 @@
 
     waits    another user's job waits for GPUs (`waiting_jobs`), and we hold some on nodes of its partitions: one row of the ledger begins
     meanwhile  between two polls what we held at the first counts, for `MOST_UNSEEN_S` at most
-    over     the job waits no more: Slurm's start time, or what else became of it
+    over     the job waits no more: Slurm's start time, or what else became of it. One that is held by then, or waits for a dependency, a
+             begin time or its array's own limit (`held`), waits for no GPU; when it does again, that is another wait, from then on
 
+Jobs of the daemon's own Unix user and engines of other harvesters are no other users' jobs.
 It judges nobody: a job that waits may wait for more than we hold. At most `MOST` waits are open at once, those that could start first.
 Owns the arithmetic; `harvester` gives each whole view.
 
@@ -12,10 +14,12 @@ Boundary: what is recorded of others, apart from what is decided for them (`deci
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from scavenger.cluster.model import ClusterView, Job, JobState
+from scavenger.harvest.decide.other_users import is_harvested
 from scavenger.ledger import records as rec
 
 #: Waits that are followed at once: somebody's ten thousand jobs are as many rows otherwise.
@@ -27,6 +31,7 @@ MOST_UNSEEN_S = 300.0
 @dataclass(slots=True)
 class _Open:
     submitted_at: float
+    eligible_at: float
     partition: str
     held: int  # by us, at the last poll
     seen_at: float  # the last poll that saw it wait
@@ -38,61 +43,85 @@ class _Open:
 
 
 class OtherUsersWaits:
-    """See the module. `restore` before the first `observe`: what was held before a restart is not known, and not counted."""
+    """See the module. `user`: the daemon's. `restore` before the first `observe`: what was held before a restart is not known, and not
+    counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, user: str) -> None:
+        self._user = user
         self._open: dict[int, _Open] = {}  # by job id; the waiting tasks of an array all have the array's
+        self._idle: dict[int, float] = {}  # pending jobs -> the last poll at which none of it waited for GPUs
 
     def restore(self, waits: Sequence[rec.OtherUserWaits], now: float) -> None:
-        self._open = {one.job_id: _Open(one.submitted_at, one.partition, 0, now) for one in waits}
+        self._open = {
+            one.job_id: _Open(one.submitted_at, one.eligible_at, one.partition, 0, now) for one in waits
+        }
 
     def observe(
         self, view: ClusterView, waiting: Sequence[Job], held: Mapping[str, int], now: float
     ) -> tuple[rec.Record, ...]:
-        """One whole poll. `waiting`: others' jobs that wait for GPUs; `held`: GPUs that are ours, by node."""
+        """One whole poll. `waiting`: jobs, not the daemon's, that wait for GPUs; `held`: GPUs that are ours, by node."""
         ours = _OurGpus(view, held)
+        others = [job for job in waiting if job.user != self._user and not is_harvested(job)]
         records: list[rec.Record] = []
         if self._open:
-            listed = _listed(view, self._open.keys())
+            listed, wanting = _listed(view.jobs, self._open.keys()), _listed(others, self._open.keys())
             for job_id in sorted(self._open):
-                records += self._follow(job_id, listed.get(job_id), ours, now)
-        new = [job for job in waiting if job.job_id not in self._open and ours.near(job.partition)]
-        for job in sorted(new, key=lambda job: (_eligible_at(job, now), job.job_id)):
+                records += self._follow(job_id, listed[job_id], wanting[job_id], ours, now)
+        new = [job for job in others if job.job_id not in self._open and ours.near(job.partition)]
+        for job in sorted(new, key=lambda job: (self._eligible_at(job, now), job.job_id)):
             if len(self._open) >= MOST:
                 break
             if job.job_id in self._open:
                 continue  # another task of the same array
-            submitted_at = job.submit_time or now
-            near = ours.near(job.partition)
-            self._open[job.job_id] = _Open(submitted_at, job.partition, near, now, near)
+            submitted_at, near = job.submit_time or now, ours.near(job.partition)
+            eligible_at = max(submitted_at, self._eligible_at(job, now))
+            self._open[job.job_id] = _Open(submitted_at, eligible_at, job.partition, near, now, near)
             records.append(
                 rec.OtherUserWaits(
-                    job.job_id,
-                    job.user,
-                    job.partition,
-                    job.gpus,
-                    submitted_at,
-                    max(submitted_at, _eligible_at(job, now)),
-                    now,
+                    job.job_id, job.user, job.partition, job.gpus, submitted_at, eligible_at, now
                 )
             )
+        self._note_idle(view, waiting, now)
         return tuple(records)
 
-    def _follow(self, job_id: int, job: Job | None, ours: _OurGpus, now: float) -> list[rec.Record]:
+    def _follow(
+        self, job_id: int, listed: Sequence[Job], wanting: Sequence[Job], ours: _OurGpus, now: float
+    ) -> list[rec.Record]:
+        """`listed`: the job, or the tasks of the array; `wanting`: those of them that wait for GPUs."""
         one = self._open[job_id]
-        if job is not None and job.waits and job.submit_time in (0.0, one.submitted_at):
+        if any(job.submit_time in (0.0, one.submitted_at) for job in wanting):
             one.count(now)
             one.held, one.seen_at = ours.near(one.partition), now
             one.most = max(one.most, one.held)
             return []
         del self._open[job_id]
-        outcome, started_at = _outcome(job, one.submitted_at, now)
+        outcome, started_at = _outcome(listed, one, now)
         one.count(now if started_at is None else min(now, started_at))
         return [
             rec.OtherUserWaited(
                 job_id, one.submitted_at, outcome, started_at, one.most, one.gpu_s, started_at or now
             )
         ]
+
+    def _note_idle(self, view: ClusterView, waiting: Sequence[Job], now: float) -> None:
+        """Slurm's eligible time does not move when a hold or an array's limit ends; the last poll that saw it is the nearest we know."""
+        pending = {job.job_id for job in view.jobs if job.waits and job.gpus > 0}
+        idle = pending - {job.job_id for job in waiting}
+        self._idle = {
+            job_id: now if job_id in idle else self._idle[job_id]
+            for job_id in pending & (idle | self._idle.keys())
+        }
+
+    def _eligible_at(self, job: Job, now: float) -> float:
+        """Since when it waits for GPUs. Slurm's time may lie ahead (a begin time that comes within the window)."""
+        return max(self._idle.get(job.job_id, 0.0), min(now, job.eligible_time or job.submit_time or now))
+
+
+def unseen(waits: Iterable[rec.OtherUserWaits], now: float) -> tuple[rec.Record, ...]:
+    """The ends of those that a daemon without a harvester takes over: it polls no queue, and would never see them end."""
+    return tuple(
+        rec.OtherUserWaited(one.job_id, one.submitted_at, "unseen", None, 0, 0.0, now) for one in waits
+    )
 
 
 class _OurGpus:
@@ -112,28 +141,32 @@ class _OurGpus:
         return self._found[partition]
 
 
-def _listed(view: ClusterView, job_ids: Set[int]) -> dict[int, Job]:
-    """The jobs of these ids; of an array's tasks one that still waits, if any does."""
-    found: dict[int, Job] = {}
-    for job in view.jobs:
-        if job.job_id in job_ids and (job.job_id not in found or job.waits):
-            found[job.job_id] = job
+def _listed(jobs: Iterable[Job], job_ids: Set[int]) -> defaultdict[int, list[Job]]:
+    """The jobs of these ids: several where they are an array's tasks."""
+    found: defaultdict[int, list[Job]] = defaultdict(list)
+    for job in jobs:
+        if job.job_id in job_ids:
+            found[job.job_id].append(job)
     return found
 
 
-def _eligible_at(job: Job, now: float) -> float:
-    """Since when it could have started. Slurm's time may lie ahead (a begin time that comes within the window)."""
-    return min(now, job.eligible_time or job.submit_time or now)
-
-
-def _outcome(job: Job | None, submitted_at: float, now: float) -> tuple[str, float | None]:
-    if job is None:
+def _outcome(listed: Sequence[Job], one: _Open, now: float) -> tuple[str, float | None]:
+    """Of a job none of whose tasks waits for GPUs any more. A task that began before this wait of its array did not end it."""
+    if not listed:
         return "left", None  # from the queue, between two polls
-    if job.submit_time not in (0.0, submitted_at):
+    tasks = [job for job in listed if job.submit_time in (0.0, one.submitted_at)]
+    if not tasks:
         return "requeued", None  # it began and was put back: its next wait is another one
-    cancelled = (
-        job.state is JobState.CANCELLED
-    )  # of one that never started both times are when it was cancelled
-    if job.start_time > 0 and (not cancelled or job.has_gpus_allocated or job.end_time > job.start_time):
-        return "started", min(job.start_time, now)
-    return "cancelled" if cancelled else "left", None
+    pending = any(job.waits for job in tasks)
+    began = [job.start_time for job in tasks if not job.waits and _began(job)]
+    if began and (not pending or max(began) >= one.eligible_at):
+        return "started", min(max(began), now)
+    if pending:
+        return "held", None
+    return "cancelled" if any(job.state is JobState.CANCELLED for job in tasks) else "left", None
+
+
+def _began(job: Job) -> bool:
+    """Of one that was cancelled before it began, both times are when it was cancelled."""
+    cancelled = job.state is JobState.CANCELLED
+    return job.start_time > 0 and (not cancelled or job.has_gpus_allocated or job.end_time > job.start_time)
