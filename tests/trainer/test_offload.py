@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rollout.engines import account
 from rollout.engines.account import OverCapacity, Shared
@@ -29,7 +31,7 @@ from trainer.launch import environment
 from trainer.model import offload
 from trainer.model.learner import Learner
 from trainer.model.memory import Gpu
-from trainer.model.offload import choose
+from trainer.model.offload import Offload, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
@@ -208,6 +210,71 @@ def test_gradients_that_are_dropped_while_they_are_away_do_not_return(
         learner.release()
         learner.discard_gradients()
     assert steps(went, 1) == steps(stayed, 1)
+
+
+@dataclass(eq=False)
+class Event:
+    """Of CUDA's stream that copies, played on a CPU: the copies of one unit. Who waits for it finds them made."""
+
+    unit: Any
+
+    def make_copies(self) -> None:
+        for copy in self.unit.copies:
+            offload._bytes_of(copy.storage, torch.device("cpu")).copy_(copy.host)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What the stream that computes has waited for, in order."""
+    waited: list[Event] = []
+
+    class Stream:
+        def wait_event(self, event: Event) -> None:
+            waited.append(event)
+            event.make_copies()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return waited
+
+
+def state_of(learner: Learner) -> Offload:
+    return learner._memory._state
+
+
+def under_way(learner: Learner) -> Offload:
+    """The state has been away, and as on CUDA all its copies back are under way."""
+    learner.release()
+    learner.take_back()
+    state = state_of(learner)
+    state._cuda = True
+    for unit in (*state._units, state._moments):
+        unit.event = Event(unit)
+    return state
+
+
+@pytest.mark.parametrize("how", [{}, {"reference": True}], ids=str)
+def test_fsdp_gathers_no_layer_before_its_copy_has_arrived(
+    model_folder: Path,
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: list[Event],
+    how: dict[str, Any],
+) -> None:
+    told: list[tuple[Any, Any]] = []
+
+    def tell(group: Any, event: Any) -> None:
+        if isinstance(event, Event):
+            assert not group.is_unsharded
+            told.append((group, event))
+
+    learner = make_learner(model_folder, mesh, "always", **how)
+    state = under_way(learner)
+    events = {unit.module: unit.event for unit in state._units}
+    monkeypatch.setattr(FSDPParamGroup, "_wait_all_gather_streams_on_event", tell)
+    learner.train(pack([make_group(0)], budget=200)[0])
+    found = {(module, event) for group, event in told for module in group.modules}
+    assert found == set(events.items())
+    assert set(streams) == set(events.values()), "and the stream that computes has waited as well"
 
 
 @pytest.mark.parametrize(

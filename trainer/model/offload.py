@@ -8,8 +8,8 @@ Owns the copies and their order, and the rule whether to make them at all (`choo
 
 A tensor keeps its identity: its storage is emptied and filled again in place, as FSDP2 does with gathered layers, so that parameters,
 what FSDP2 remembers of them, gradients and the optimizer's state all stay what they were. On CUDA copies run on a stream of their own,
-in the order in which layers are used, and the stream that computes waits for each layer's event alone; host memory is pinned, and kept for
-the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what would be missing.
+in the order in which layers are used, and the streams that compute and that gather for FSDP2 wait for each layer's event alone; host memory
+is pinned, and kept for the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what would be missing.
 
 FSDP2's own CPUOffloadPolicy keeps shards on the host for good and updates them there: that is for models that never fit.
 """
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from scavenger.weights.memory import Buffer
 from trainer.model.pinned import Pins, cuda_pins
-from trainer.model.sharding import layers
+from trainer.model.sharding import gather_after, layers
 
 Mode = Literal["auto", "never", "always"]
 #: Copies begin at multiples of this.
@@ -75,8 +75,9 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Unit:
-    """What arrives together. `copies` wait for that; none do where all is in place."""
+    """What arrives together. `copies` wait for that; none do where all is in place. `module`: whose forward pass uses the parameters."""
 
+    module: nn.Module | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
     event: Any = None
@@ -172,6 +173,8 @@ class Offload:
         self.back()
         if self._cuda:
             torch.cuda.current_stream().wait_event(unit.event)
+            if unit.module is not None:
+                gather_after(unit.module, unit.event)
         for copy in unit.copies:
             if not self._cuda:
                 _bytes_of(copy.storage, self._device).copy_(copy.host)
@@ -261,9 +264,9 @@ def _hooked(model: nn.Module, arrive: Any) -> list[_Unit]:
     Before a forward pass, and before FSDP2 gathers for it, they are to arrive.
     """
     units, taken = [], set[int]()
-    rest = _Unit()
+    rest = _Unit(model)
     for module in [*layers(model)]:
-        unit = _Unit(list(module.parameters()))
+        unit = _Unit(module, list(module.parameters()))
         taken |= {id(parameter) for parameter in unit.parameters}
         module.register_forward_pre_hook(lambda _module, _args, unit=unit: arrive(unit), prepend=True)
         units.append(unit)
