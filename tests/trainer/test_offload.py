@@ -106,16 +106,17 @@ def test_steps_are_the_same_bit_by_bit_whether_state_went_away_or_stayed(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("reference", [False, True])
 def test_the_account_shows_every_byte_of_training_state_leave_and_return(
-    model_folder: Path, mesh: DeviceMesh, gpu: Shared
+    model_folder: Path, mesh: DeviceMesh, gpu: Shared, reference: bool
 ) -> None:
     def held() -> dict[str, int]:
         return PLENTY | {row.purpose: row.nbytes for row in gpu.table()}
 
-    learner = make_learner(model_folder, mesh, "always", gpu=gpu)
+    learner = make_learner(model_folder, mesh, "always", gpu=gpu, reference=reference)
     parameters = sum(parameter.numel() for parameter in learner.trained().values())
     at_first = held()
-    assert at_first["weights"] == 4 * parameters
+    assert at_first["weights"] == 4 * parameters * (2 if reference else 1)
     assert at_first["optimizer"] == 8 * parameters
     learner.train(pack([make_group(0)], budget=200)[0])
     trained = held()

@@ -242,7 +242,9 @@ class Learner:
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         """Under the starting model: one of its own, or this one without its adapters."""
         if self._reference is not None:
-            return self._logprobs(self._reference, batch).values
+            found = self._logprobs(self._reference, batch).values
+            reshard(self._reference)
+            return found
         with adapters.switched_off(self.model):
             found = self._logprobs(self.model, batch).values
         reshard(self.model)
