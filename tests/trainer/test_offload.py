@@ -278,6 +278,27 @@ def test_fsdp_gathers_no_layer_before_its_copy_has_arrived(
     assert set(streams) == set(events.values()), "and the stream that computes has waited as well"
 
 
+def test_gradients_are_dropped_once_their_copies_back_have_arrived(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, streams: list[Event]
+) -> None:
+    """Else a copy under way would write over what computing puts there next."""
+    learner = make_learner(model_folder, mesh, "always")
+    learner.train(pack([make_group(9)], budget=200)[0])
+    state = under_way(learner)
+    events, plain = {unit.event for unit in state._units}, learner.optimizer.zero_grad
+    waited: list[set[Event]] = []
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        waited.append(set(streams))
+        plain(set_to_none)
+
+    monkeypatch.setattr(learner.optimizer, "zero_grad", zero_grad)
+    learner.discard_gradients()
+    assert waited == [events]
+    assert state.gradients() == []
+    learner.train(pack([make_group(0)], budget=200)[0])
+
+
 @pytest.mark.parametrize(
     ("how", "offloads", "reason"),
     [

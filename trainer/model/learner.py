@@ -302,8 +302,7 @@ class Learner:
         return value
 
     def discard_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._memory.gradients_dropped()
+        self._memory.drop_gradients()
 
     @property
     def adapter_scale(self) -> float:

@@ -73,8 +73,8 @@ class RankMemory:
         self.take_back()
         self._state.arrive_all()
 
-    def gradients_dropped(self) -> None:
-        self._state.forget_gradients()
+    def drop_gradients(self) -> None:
+        self._state.drop_gradients()
         if self._pool is not None:
             self._pool.set_apart(0)
 

@@ -186,8 +186,12 @@ class Offload:
         for unit in (*self._units, self._moments):
             self._arrive(unit)
 
-    def forget_gradients(self) -> None:
-        """They were dropped: they come back no more."""
+    def drop_gradients(self) -> None:
+        """Wherever they are: they come back no more."""
+        for unit in self._units:
+            if unit.event is not None:  # copies under way write into memory that would be another's at once
+                torch.cuda.current_stream().wait_event(unit.event)
+        self._optimizer.zero_grad(set_to_none=True)
         keep = storages([*self.parameters(), *self.moments()])
         for unit in self._units:
             for copy in unit.copies:
