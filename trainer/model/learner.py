@@ -159,7 +159,7 @@ class Learner:
             state = self.optimizer.state[parameter]
             state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        models = [self.model, *([self._reference] if self._reference is not None else [])]
+        models = [one for one in (self._reference, self.model) if one is not None]  # in the order of use
         self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
