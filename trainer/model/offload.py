@@ -8,8 +8,9 @@ Owns the copies and their order, and the rule whether to make them at all (`choo
 
 A tensor keeps its identity: its storage is emptied and filled again in place, as FSDP2 does with gathered layers, so that parameters,
 what FSDP2 remembers of them, gradients and the optimizer's state all stay what they were. On CUDA copies run on a stream of their own,
-in the order in which layers are used, and the streams that compute and that gather for FSDP2 wait for each layer's event alone; host memory
-is pinned, and kept for the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what would be missing.
+in the order in which layers are used, and the streams that compute and that gather for FSDP2 wait for each layer's event alone; host
+memory is pinned, and kept for the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what
+would be missing.
 
 FSDP2's own CPUOffloadPolicy keeps shards on the host for good and updates them there: that is for models that never fit.
 """
