@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rollout.engines import account
-from rollout.engines.account import OverCapacity, Shared
+from rollout.engines.account import Cuda, OverCapacity, Shared
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, TrainerSection
 from tests.gpu_account import other_process
 from tests.trainer import published
@@ -30,11 +30,12 @@ from trainer.data.batching import pack
 from trainer.launch import environment
 from trainer.model import offload
 from trainer.model.learner import Learner
-from trainer.model.memory import Gpu
+from trainer.model.memory import Gpu, RankMemory
 from trainer.model.offload import Offload, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
+GB = 10**9
 ROOMY = 10**9
 PLENTY = dict.fromkeys(("weights", "optimizer", "gradients", "step"), 0)
 
@@ -350,6 +351,42 @@ def test_auto_decides_by_what_engines_were_seen_to_take(
         if not offloads:
             assert "of engines fit a GPU of 2 MB" in chosen[1][1]
         rank.close()
+
+
+@dataclass
+class Device:
+    """CUDA's figures of one GPU of 80 GB: what torch's allocator here has of it, and what all have."""
+
+    own: int = 0
+    held: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Device:
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.own)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GB - self.held, 80 * GB))
+        return self
+
+
+def test_on_cuda_only_what_came_since_the_first_release_is_taken_for_engines(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(16 * GB, 16 * GB + GB // 2).install(monkeypatch)  # half a GB: the trainer's own context
+    state = state_of(make_learner(model_folder, mesh, "never"))
+    memory = RankMemory(Gpu(Cuda(0, "rank 0")), state, "auto")
+
+    def reason() -> str:
+        memory.take_back()
+        memory.release()
+        assert memory.choice is not None
+        return memory.choice.reason
+
+    assert "is not known yet" in reason()
+    device.held += GB  # NCCL's buffers
+    memory.note_engines()
+    assert "is not known yet" in reason(), "no engine was seen"
+    device.held += 50 * GB
+    memory.note_engines()
+    device.held -= 50 * GB
+    assert reason() == "16 GB of training state and 51 GB of engines fit a GPU of 80 GB"
 
 
 def test_a_gpu_without_engines_keeps_its_state(model_folder: Path, mesh: DeviceMesh, gpu: Shared) -> None:
