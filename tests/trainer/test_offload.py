@@ -32,6 +32,7 @@ from trainer.model import offload
 from trainer.model.learner import Learner
 from trainer.model.memory import Gpu, RankMemory
 from trainer.model.offload import Offload, choose
+from trainer.prepare import memory as prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
@@ -313,14 +314,19 @@ def test_gradients_are_dropped_once_their_copies_back_have_arrived(
             "what an engine takes of 80 GB beside 16 GB of training state is not known yet",
         ),
         (
-            ("auto", 16 * 10**9, 60 * 10**9, 80 * 10**9),
+            ("auto", 16 * 10**9, 59 * 10**9, 80 * 10**9),
             False,
-            "16 GB of training state and 60 GB of engines fit a GPU of 80 GB",
+            "16 GB of training state and 59 GB of engines fit a GPU of 80 GB",
+        ),
+        (
+            ("auto", 16 * 10**9, 60 * 10**9, 80 * 10**9),
+            True,
+            "16 GB of training state and 60 GB of engines do not fit a GPU of 80 GB, of which 75.2 GB are usable",
         ),
         (
             ("auto", 16 * 10**9, 72 * 10**9, 80 * 10**9),
             True,
-            "16 GB of training state and 72 GB of engines do not fit a GPU of 80 GB",
+            "16 GB of training state and 72 GB of engines do not fit a GPU of 80 GB, of which 75.2 GB are usable",
         ),
     ],
 )
@@ -328,6 +334,10 @@ def test_the_rule_says_why(how: tuple[Any, ...], offloads: bool, reason: str) ->
     mode, resident, engine, capacity = how
     chosen = choose(mode, resident=resident, engine=engine, capacity=capacity)
     assert (chosen.offload, chosen.reason) == (offloads, reason)
+
+
+def test_a_run_keeps_as_much_of_a_gpu_free_as_init_s_check_does() -> None:
+    assert offload.USABLE == prepared.USABLE
 
 
 def test_auto_decides_by_what_engines_were_seen_to_take(
