@@ -26,6 +26,8 @@ from typing import Protocol
 
 #: Names the file. Those who share GPUs get it from the job's environment; engines of harvested jobs, which lie elsewhere, do not.
 VARIABLE = "SCAVENGER_GPU_ACCOUNT"
+#: On CUDA less than this, beyond what was held before any other came, is no other's: NCCL's buffers, a context that has grown.
+_LEAST_OTHER = 1 << 30
 _MAGIC = b"scvgpu01"
 _HEADER = struct.Struct("<8sQ")  # and the capacity of each GPU
 _ROW = struct.Struct("<qQq32s24sQQ")  # process id, its start, GPU, who, purpose, bytes, most bytes ever
@@ -72,12 +74,16 @@ class Account(Protocol):
         """Say how much this process holds for a purpose in all. Raises `OverCapacity`, and then that is what it was."""
         ...
 
+    def alone(self) -> None:
+        """Say that nobody else has come to this GPU yet: what is held of it beyond `own` is no other's. The first call alone counts."""
+        ...
+
     def own(self) -> int:
         """Bytes that this process holds."""
         ...
 
     def others(self) -> int:
-        """Bytes that others hold of this GPU now, or held at most where that is known: what they will want again."""
+        """Bytes that others hold of this GPU now, or held at most where that is known: what they will want again. 0 = none is seen."""
         ...
 
     def table(self) -> tuple[Row, ...]:
@@ -100,6 +106,9 @@ class Uncounted:
     def hold(self, purpose: str, nbytes: int) -> None:
         pass
 
+    def alone(self) -> None:
+        pass
+
     def own(self) -> int:
         return 0
 
@@ -111,14 +120,22 @@ class Uncounted:
 
 
 class Cuda(Uncounted):
-    """The GPU that torch has chosen. What others hold includes CUDA's contexts, this process's own too."""
+    """The GPU that torch has chosen. It does not say who holds what torch's allocator does not: contexts, NCCL's buffers, others' all.
+
+    So others' is what came since this process was `alone`.
+    """
 
     def __init__(self, gpu: int, who: str) -> None:
         self._gpu, self._who = gpu, who
+        self._before: int | None = None  # held outside of torch's allocator, when nobody else was there
 
     @property
     def capacity(self) -> int:  # type: ignore[override]  # read once more each time: MIG slices may differ
         return self._memory()[1]
+
+    def alone(self) -> None:
+        if self._before is None:
+            self._before = self._outside()
 
     def own(self) -> int:
         import torch
@@ -126,18 +143,23 @@ class Cuda(Uncounted):
         return torch.cuda.memory_reserved()
 
     def others(self) -> int:
-        free, total = self._memory()
-        return max(0, total - free - self.own())
+        found = self._outside() - (self._before or 0)
+        return found if found >= _LEAST_OTHER else 0
 
     def table(self) -> tuple[Row, ...]:
         import torch
 
-        own, others = self.own(), self.others()
+        own, others = self.own(), self._outside()
         most = torch.cuda.max_memory_reserved()
         return (
             Row(self._gpu, self._who, os.getpid(), "reserved by torch", own, most),
             Row(self._gpu, "others", 0, "and CUDA's contexts", others, others),
         )
+
+    def _outside(self) -> int:
+        """What is held of the GPU and not by torch's allocator here."""
+        free, total = self._memory()
+        return max(0, total - free - self.own())
 
     def _memory(self) -> tuple[int, int]:
         import torch
@@ -169,6 +191,9 @@ class Shared:
 
     def hold(self, purpose: str, nbytes: int) -> None:
         self._change(purpose, nbytes, add=False)
+
+    def alone(self) -> None:
+        pass  # each has its rows
 
     def own(self) -> int:
         with self._locked():

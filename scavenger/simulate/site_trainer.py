@@ -318,6 +318,8 @@ class SimTrainer:
         self._processes.end(names)
         if not self.stopped:
             self._call(EndReserved(names, reason))
+            if self.reserved_awake:  # woken meanwhile, when these still had their slots
+                self._processes.start()
 
     def _set_reserved(self, awake: bool) -> None:
         if awake and self._processes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from scavenger.policy.predictive.policy import Predictive
 from scavenger.policy.predictive.settings import Settings
 from scavenger.simulate import driver, presets
 from scavenger.simulate import trainer_model as cost
-from scavenger.simulate.clock import Streams
+from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet, from_deltas
@@ -27,7 +28,7 @@ from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, Even, Si
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon
-from scavenger.simulate.site_trainer import STOP_S
+from scavenger.simulate.site_trainer import STOP_S, SimTrainer
 from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -371,3 +372,37 @@ def test_a_job_without_any_other_engine_goes_on_after_all_of_its_own_hung() -> N
     plain, hung = simulate(EQUAL, COLOCATED), simulate(everyone, COLOCATED)
     assert [step.samples for step in hung.steps] == [step.samples for step in plain.steps]
     assert hung.steps[0].seconds == pytest.approx(plain.steps[0].seconds + 60.0 + 5.0, abs=15.0)
+
+
+class Slots:
+    """`site_trainer.ReservedProcesses` of a job with two engines."""
+
+    def __init__(self) -> None:
+        self.running = ["a", "b"]
+        self.starts = 0
+
+    def end(self, names: Sequence[str]) -> None:
+        self.running = [name for name in self.running if name not in names]
+
+    def start(self) -> None:
+        while len(self.running) < 2:
+            self.starts += 1
+            self.running.append(f"new {self.starts}")
+
+
+@pytest.mark.parametrize(
+    ("awake", "stopped", "running"),
+    [(True, False, ["b", "new 1"]), (False, False, ["b"]), (True, True, ["b"])],
+)
+def test_an_engine_that_is_killed_after_a_wake_leaves_its_slot_to_another(
+    awake: bool, stopped: bool, running: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimDaemon, "post", lambda _daemon, _event: None)
+    sim, slots = Simulation(), Slots()
+    daemon = SimDaemon(sim, Even(), EQUAL.tick_s, EQUAL.heartbeat_s)
+    trainer = SimTrainer(sim, daemon, EQUAL, EVENLY, lambda _: None, lambda _: None, slots)
+    trainer._set_reserved(awake)
+    assert slots.running == ["a", "b"], "it is killed only after some seconds"
+    trainer.stopped = stopped
+    trainer._ended(("a",), "it did not sleep in time")
+    assert slots.running == running

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rollout.engines import account
-from rollout.engines.account import OverCapacity, Shared
+from rollout.engines.account import Cuda, OverCapacity, Shared
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, TrainerSection
 from tests.gpu_account import other_process
 from tests.trainer import published
@@ -28,11 +30,13 @@ from trainer.data.batching import pack
 from trainer.launch import environment
 from trainer.model import offload
 from trainer.model.learner import Learner
-from trainer.model.memory import Gpu
-from trainer.model.offload import choose
+from trainer.model.memory import Gpu, RankMemory
+from trainer.model.offload import Offload, choose
+from trainer.prepare import memory as prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
+GB = 10**9
 ROOMY = 10**9
 PLENTY = dict.fromkeys(("weights", "optimizer", "gradients", "step"), 0)
 
@@ -104,16 +108,17 @@ def test_steps_are_the_same_bit_by_bit_whether_state_went_away_or_stayed(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("reference", [False, True])
 def test_the_account_shows_every_byte_of_training_state_leave_and_return(
-    model_folder: Path, mesh: DeviceMesh, gpu: Shared
+    model_folder: Path, mesh: DeviceMesh, gpu: Shared, reference: bool
 ) -> None:
     def held() -> dict[str, int]:
         return PLENTY | {row.purpose: row.nbytes for row in gpu.table()}
 
-    learner = make_learner(model_folder, mesh, "always", gpu=gpu)
+    learner = make_learner(model_folder, mesh, "always", gpu=gpu, reference=reference)
     parameters = sum(parameter.numel() for parameter in learner.trained().values())
     at_first = held()
-    assert at_first["weights"] == 4 * parameters
+    assert at_first["weights"] == 4 * parameters * (2 if reference else 1)
     assert at_first["optimizer"] == 8 * parameters
     learner.train(pack([make_group(0)], budget=200)[0])
     trained = held()
@@ -210,6 +215,92 @@ def test_gradients_that_are_dropped_while_they_are_away_do_not_return(
     assert steps(went, 1) == steps(stayed, 1)
 
 
+@dataclass(eq=False)
+class Event:
+    """Of CUDA's stream that copies, played on a CPU: the copies of one unit. Who waits for it finds them made."""
+
+    unit: Any
+
+    def make_copies(self) -> None:
+        for copy in self.unit.copies:
+            offload._bytes_of(copy.storage, torch.device("cpu")).copy_(copy.host)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What the stream that computes has waited for, in order."""
+    waited: list[Event] = []
+
+    class Stream:
+        def wait_event(self, event: Event) -> None:
+            waited.append(event)
+            event.make_copies()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return waited
+
+
+def state_of(learner: Learner) -> Offload:
+    return learner._memory._state
+
+
+def under_way(learner: Learner) -> Offload:
+    """The state has been away, and as on CUDA all its copies back are under way."""
+    learner.release()
+    learner.take_back()
+    state = state_of(learner)
+    state._cuda = True
+    for unit in (*state._units, state._moments):
+        unit.event = Event(unit)
+    return state
+
+
+@pytest.mark.parametrize("how", [{}, {"reference": True}], ids=str)
+def test_fsdp_gathers_no_layer_before_its_copy_has_arrived(
+    model_folder: Path,
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    streams: list[Event],
+    how: dict[str, Any],
+) -> None:
+    told: list[tuple[Any, Any]] = []
+
+    def tell(group: Any, event: Any) -> None:
+        if isinstance(event, Event):
+            assert not group.is_unsharded
+            told.append((group, event))
+
+    learner = make_learner(model_folder, mesh, "always", **how)
+    state = under_way(learner)
+    events = {unit.module: unit.event for unit in state._units}
+    monkeypatch.setattr(FSDPParamGroup, "_wait_all_gather_streams_on_event", tell)
+    learner.train(pack([make_group(0)], budget=200)[0])
+    found = [(module, event) for group, event in told for module in group.modules]
+    assert found == [*events.items()], "in the order in which copies are made"
+    assert set(streams) == set(events.values()), "and the stream that computes has waited as well"
+
+
+def test_gradients_are_dropped_once_their_copies_back_have_arrived(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, streams: list[Event]
+) -> None:
+    """Else a copy under way would write over what computing puts there next."""
+    learner = make_learner(model_folder, mesh, "always")
+    learner.train(pack([make_group(9)], budget=200)[0])
+    state = under_way(learner)
+    events, plain = {unit.event for unit in state._units}, learner.optimizer.zero_grad
+    waited: list[set[Event]] = []
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        waited.append(set(streams))
+        plain(set_to_none)
+
+    monkeypatch.setattr(learner.optimizer, "zero_grad", zero_grad)
+    learner.discard_gradients()
+    assert waited == [events]
+    assert state.gradients() == []
+    learner.train(pack([make_group(0)], budget=200)[0])
+
+
 @pytest.mark.parametrize(
     ("how", "offloads", "reason"),
     [
@@ -223,14 +314,19 @@ def test_gradients_that_are_dropped_while_they_are_away_do_not_return(
             "what an engine takes of 80 GB beside 16 GB of training state is not known yet",
         ),
         (
-            ("auto", 16 * 10**9, 60 * 10**9, 80 * 10**9),
+            ("auto", 16 * 10**9, 59 * 10**9, 80 * 10**9),
             False,
-            "16 GB of training state and 60 GB of engines fit a GPU of 80 GB",
+            "16 GB of training state and 59 GB of engines fit a GPU of 80 GB",
+        ),
+        (
+            ("auto", 16 * 10**9, 60 * 10**9, 80 * 10**9),
+            True,
+            "16 GB of training state and 60 GB of engines do not fit a GPU of 80 GB, of which 75.2 GB are usable",
         ),
         (
             ("auto", 16 * 10**9, 72 * 10**9, 80 * 10**9),
             True,
-            "16 GB of training state and 72 GB of engines do not fit a GPU of 80 GB",
+            "16 GB of training state and 72 GB of engines do not fit a GPU of 80 GB, of which 75.2 GB are usable",
         ),
     ],
 )
@@ -238,6 +334,10 @@ def test_the_rule_says_why(how: tuple[Any, ...], offloads: bool, reason: str) ->
     mode, resident, engine, capacity = how
     chosen = choose(mode, resident=resident, engine=engine, capacity=capacity)
     assert (chosen.offload, chosen.reason) == (offloads, reason)
+
+
+def test_a_run_keeps_as_much_of_a_gpu_free_as_init_s_check_does() -> None:
+    assert offload.USABLE == prepared.USABLE
 
 
 def test_auto_decides_by_what_engines_were_seen_to_take(
@@ -261,6 +361,42 @@ def test_auto_decides_by_what_engines_were_seen_to_take(
         if not offloads:
             assert "of engines fit a GPU of 2 MB" in chosen[1][1]
         rank.close()
+
+
+@dataclass
+class Device:
+    """CUDA's figures of one GPU of 80 GB: what torch's allocator here has of it, and what all have."""
+
+    own: int = 0
+    held: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Device:
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: self.own)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GB - self.held, 80 * GB))
+        return self
+
+
+def test_on_cuda_only_what_came_since_the_first_release_is_taken_for_engines(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(16 * GB, 16 * GB + GB // 2).install(monkeypatch)  # half a GB: the trainer's own context
+    state = state_of(make_learner(model_folder, mesh, "never"))
+    memory = RankMemory(Gpu(Cuda(0, "rank 0")), state, "auto")
+
+    def reason() -> str:
+        memory.take_back()
+        memory.release()
+        assert memory.choice is not None
+        return memory.choice.reason
+
+    assert "is not known yet" in reason()
+    device.held += GB  # NCCL's buffers
+    memory.note_engines()
+    assert "is not known yet" in reason(), "no engine was seen"
+    device.held += 50 * GB
+    memory.note_engines()
+    device.held -= 50 * GB
+    assert reason() == "16 GB of training state and 51 GB of engines fit a GPU of 80 GB"
 
 
 def test_a_gpu_without_engines_keeps_its_state(model_folder: Path, mesh: DeviceMesh, gpu: Shared) -> None:

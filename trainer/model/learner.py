@@ -159,7 +159,7 @@ class Learner:
             state = self.optimizer.state[parameter]
             state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        models = [self.model, *([self._reference] if self._reference is not None else [])]
+        models = [one for one in (self._reference, self.model) if one is not None]  # in the order of use
         self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
@@ -242,7 +242,9 @@ class Learner:
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         """Under the starting model: one of its own, or this one without its adapters."""
         if self._reference is not None:
-            return self._logprobs(self._reference, batch).values
+            found = self._logprobs(self._reference, batch).values
+            reshard(self._reference)
+            return found
         with adapters.switched_off(self.model):
             found = self._logprobs(self.model, batch).values
         reshard(self.model)
@@ -300,8 +302,7 @@ class Learner:
         return value
 
     def discard_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._memory.gradients_dropped()
+        self._memory.drop_gradients()
 
     @property
     def adapter_scale(self) -> float:

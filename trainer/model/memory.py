@@ -73,8 +73,8 @@ class RankMemory:
         self.take_back()
         self._state.arrive_all()
 
-    def gradients_dropped(self) -> None:
-        self._state.forget_gradients()
+    def drop_gradients(self) -> None:
+        self._state.drop_gradients()
         if self._pool is not None:
             self._pool.set_apart(0)
 
@@ -90,6 +90,7 @@ class RankMemory:
     def release(self) -> int:
         """Give the GPU's memory back: what lies unused at least, the training state too where engines need it. Returns bytes still held."""
         self._empty_cache()
+        self._account.alone()  # before the first engine is woken
         self._decide()
         if self.choice is not None and self.choice.offload and not self._state.is_away:
             if self._pool is None:

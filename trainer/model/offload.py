@@ -8,8 +8,9 @@ Owns the copies and their order, and the rule whether to make them at all (`choo
 
 A tensor keeps its identity: its storage is emptied and filled again in place, as FSDP2 does with gathered layers, so that parameters,
 what FSDP2 remembers of them, gradients and the optimizer's state all stay what they were. On CUDA copies run on a stream of their own,
-in the order in which layers are used, and the stream that computes waits for each layer's event alone; host memory is pinned, and kept for
-the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what would be missing.
+in the order in which layers are used, and the streams that compute and that gather for FSDP2 wait for each layer's event alone; host
+memory is pinned, and kept for the next time. On a CPU the copies are real too, each made when it is first needed: so tests see what
+would be missing.
 
 FSDP2's own CPUOffloadPolicy keeps shards on the host for good and updates them there: that is for models that never fit.
 """
@@ -27,9 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from scavenger.weights.memory import Buffer
 from trainer.model.pinned import Pins, cuda_pins
-from trainer.model.sharding import layers
+from trainer.model.sharding import gather_after, layers
 
 Mode = Literal["auto", "never", "always"]
+#: Of a GPU's memory: CUDA contexts and NCCL's buffers take the rest. As `trainer.prepare.memory` has it, which a test holds.
+USABLE = 0.94
 #: Copies begin at multiples of this.
 _ALIGN = 512
 
@@ -55,9 +58,10 @@ def choose(mode: Mode, *, resident: int, engine: int | None, capacity: int) -> C
     if engine is None:
         return Choice(True, f"what an engine takes of {_gb(capacity)} beside {kept} is not known yet")
     both = f"{kept} and {_gb(engine)} of engines"
-    if resident + engine <= capacity:
+    usable = int(USABLE * capacity)
+    if resident + engine <= usable:
         return Choice(False, f"{both} fit a GPU of {_gb(capacity)}")
-    return Choice(True, f"{both} do not fit a GPU of {_gb(capacity)}")
+    return Choice(True, f"{both} do not fit a GPU of {_gb(capacity)}, of which {_gb(usable)} are usable")
 
 
 def _gb(nbytes: int) -> str:
@@ -75,8 +79,9 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Unit:
-    """What arrives together. `copies` wait for that; none do where all is in place."""
+    """What arrives together. `copies` wait for that; none do where all is in place. `module`: whose forward pass uses the parameters."""
 
+    module: nn.Module | None = None
     parameters: list[nn.Parameter] = field(default_factory=list)
     copies: list[_Copy] = field(default_factory=list)
     event: Any = None
@@ -172,6 +177,8 @@ class Offload:
         self.back()
         if self._cuda:
             torch.cuda.current_stream().wait_event(unit.event)
+            if unit.module is not None:
+                gather_after(unit.module, unit.event)
         for copy in unit.copies:
             if not self._cuda:
                 _bytes_of(copy.storage, self._device).copy_(copy.host)
@@ -183,8 +190,12 @@ class Offload:
         for unit in (*self._units, self._moments):
             self._arrive(unit)
 
-    def forget_gradients(self) -> None:
-        """They were dropped: they come back no more."""
+    def drop_gradients(self) -> None:
+        """Wherever they are: they come back no more."""
+        for unit in self._units:
+            if unit.event is not None:  # copies under way write into memory that would be another's at once
+                torch.cuda.current_stream().wait_event(unit.event)
+        self._optimizer.zero_grad(set_to_none=True)
         keep = storages([*self.parameters(), *self.moments()])
         for unit in self._units:
             for copy in unit.copies:
@@ -261,9 +272,9 @@ def _hooked(model: nn.Module, arrive: Any) -> list[_Unit]:
     Before a forward pass, and before FSDP2 gathers for it, they are to arrive.
     """
     units, taken = [], set[int]()
-    rest = _Unit()
+    rest = _Unit(model)
     for module in [*layers(model)]:
-        unit = _Unit(list(module.parameters()))
+        unit = _Unit(module, list(module.parameters()))
         taken |= {id(parameter) for parameter in unit.parameters}
         module.register_forward_pre_hook(lambda _module, _args, unit=unit: arrive(unit), prepend=True)
         units.append(unit)

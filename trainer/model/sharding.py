@@ -95,11 +95,26 @@ def settle(model: nn.Module) -> None:
     """After the parameters of a sharded model were replaced: FSDP takes them at once, not at the first forward pass, which would move
     those that it pads to other memory under whoever keeps count of it."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11
-            for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
-                parameter.reset_sharded_param()
+        for parameter in (one for group in _groups(module) for one in group.fsdp_params):
+            parameter.reset_sharded_param()
+
+
+def gather_after(module: nn.Module, event: Any) -> None:
+    """What FSDP gathers of this module from now on it reads after the event.
+
+    In a forward pass it copies shards on streams of its own, which wait for the stream that computes once, before the root's pass.
+    """
+    for group in _groups(module):
+        group._wait_all_gather_streams_on_event(event)
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """The parameters that FSDP gathers together for this module itself."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11
+    return [group for group in groups if group is not None]
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:

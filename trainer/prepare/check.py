@@ -301,6 +301,7 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
         config.reserved.gpus_per_engine,
         longest * (config.data.samples_per_prompt if config.run.deterministic else 1),
         0 if config.run.deterministic else trainer.head_chunk_tokens,
+        trainer.offload,
     )
     cause, remedy = memory.problem(shape, job)
     if not cause and config.engine.name == "vllm":
@@ -312,7 +313,13 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
     held = (
         f"; {_held(config, shape, job, longest)}" if config.engine.name == "vllm" and shape.kv_heads else ""
     )
-    return f"{states}, of {gpus.gb:g} GB on each of {gpus.ranks}{held}"
+    away = memory.offloaded_gb(shape, job) * gpus.per_node
+    host = (
+        f"; while reserved engines generate, {away:.1f} GB of states wait in pinned host memory on each training node"
+        if away
+        else ""
+    )
+    return f"{states}, of {gpus.gb:g} GB on each of {gpus.ranks}{host}{held}"
 
 
 def _longest(config: RunConfig, seen: _Seen) -> int:

@@ -8,6 +8,7 @@ micro-batch, by the values that a decoder layer of the usual kind keeps. A run i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 GB = 1e9
 #: Of a GPU's memory: the CUDA context, NCCL's buffers and what the allocator cannot use.
@@ -49,7 +50,7 @@ class TrainJob:
     """`trained`: parameters that have gradients (all of them, or the adapters'). `reference`: a second copy of the model is kept.
 
     `longest`: tokens of the longest sample that can come; longer than `micro_tokens`, it is a micro-batch of its own. 0: not known.
-    `head_chunk`: tokens whose logits are there at once; 0: of the whole micro-batch.
+    `head_chunk`: tokens whose logits are there at once; 0: of the whole micro-batch. `offload`: `trainer.offload`.
     """
 
     ranks: int
@@ -64,6 +65,7 @@ class TrainJob:
     reserved_gpus: int = 1
     longest: int = 0
     head_chunk: int = 0
+    offload: Literal["auto", "never", "always"] = "auto"
 
     @property
     def computed_tokens(self) -> int:
@@ -157,21 +159,37 @@ def problem(shape: Shape, job: TrainJob) -> tuple[str, str]:
     if job.reserved and each > 0.85 * job.engine_share * job.gpu_gb:
         cause = f"a reserved engine has reserved.gpus_per_engine = {job.reserved_gpus}, and the model's weights take {each:.1f} GB of each"
         return cause, f"set reserved.gpus_per_engine = {2 * job.reserved_gpus} or more"
-    if job.reserved and asks.states + job.engine_share * job.gpu_gb > asks.usable:
+    engine = job.engine_share * job.gpu_gb
+    if job.reserved and engine > asks.usable:
+        return (
+            f"a reserved engine takes {engine:.1f} GB of a GPU, of which {asks.usable:.1f} GB are usable: the trainer's CUDA and NCCL stay",
+            f"set engine.gpu_memory_share = {USABLE:.2f} or lower",
+        )
+    if job.reserved and job.offload == "never" and asks.states + engine > asks.usable:
         share = (asks.usable - asks.states) / job.gpu_gb
         if share * job.gpu_gb * 0.85 > each:
             return (
-                f"a reserved engine shares its GPU with the trainer: {held}, and the engine takes {job.engine_share * job.gpu_gb:.1f} GB",
-                f"set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower",
+                f'a reserved engine shares its GPU with the trainer, trainer.offload = "never": {held}, the engine takes {engine:.1f} GB',
+                f'set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower, or trainer.offload = "auto"',
             )
         return (
-            f"trainer and reserved engine do not fit on one GPU: {held}",
-            "train on more GPUs: a run is never without a reserved engine",
+            f'trainer and reserved engine do not fit on one GPU, and trainer.offload = "never": {held}',
+            'set trainer.offload = "auto", or train on more GPUs: a run is never without a reserved engine',
         )
     return "", ""
 
 
 def share_beside(shape: Shape, job: TrainJob) -> float:
-    """The largest engine.gpu_memory_share, at most 0.9, that leaves room for the trainer's states; 0.2 at least."""
+    """The largest engine.gpu_memory_share, at most 0.9, that leaves room for what stays of the trainer meanwhile; 0.2 at least."""
     asks = need(shape, job)
-    return max(0.2, min(0.9, int((asks.usable - asks.states) / job.gpu_gb * 100) / 100))
+    stays = asks.states if job.offload == "never" else 0.0
+    return max(0.2, min(0.9, int((asks.usable - stays) / job.gpu_gb * 100) / 100))
+
+
+def offloaded_gb(shape: Shape, job: TrainJob) -> float:
+    """Gigabytes a GPU of states that wait in host memory while reserved engines generate; 0: they stay on the GPU."""
+    asks = need(shape, job)
+    stay = job.offload == "never" or not job.reserved
+    if stay or (job.offload == "auto" and asks.states + job.engine_share * job.gpu_gb <= asks.usable):
+        return 0.0
+    return asks.states

@@ -18,6 +18,8 @@ from trainer.prepare import check, memory, model, rows, weights
 from trainer.prepare.check import Gpus
 from trainer.prepare.memory import PublishedSize
 
+STAYS = {"reserved": True, "offload": "never"}
+
 
 @pytest.mark.parametrize(
     ("changes", "cause", "remedy"),
@@ -34,8 +36,15 @@ from trainer.prepare.memory import PublishedSize
             "activation_checkpointing = true",
         ),
         ({"engine_share": 0.2}, "too little is left for its cache", "raise run.gpus_per_engine"),
-        ({"reserved": True}, "shares its GPU with the trainer", "engine.gpu_memory_share = 0.83"),
-        ({"reserved": True, "ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "train on more GPUs"),
+        (STAYS, "shares its GPU with the trainer", "engine.gpu_memory_share = 0.83"),
+        (STAYS, 'trainer.offload = "never"', 'trainer.offload = "auto"'),
+        (STAYS | {"ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "train on more GPUs"),
+        (STAYS | {"ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", 'set trainer.offload = "auto"'),
+        (
+            {"reserved": True, "engine_share": 0.96},
+            "a reserved engine takes 76.8 GB of a GPU",
+            "engine.gpu_memory_share = 0.94 or lower",
+        ),
         (
             {"reserved": True, "engine_share": 0.2, "engine_gpus": 2},
             "and the model's weights take 16.0 GB of each",
@@ -49,6 +58,36 @@ def test_what_does_not_fit_is_told_with_its_figures(changes: dict[str, Any], cau
     found = memory.problem(BIG, replace(FITS, **changes))
     assert cause in found[0]
     assert remedy in found[1]
+
+
+def test_states_that_leave_the_gpu_take_host_memory_and_no_room_of_a_reserved_engine() -> None:
+    tight = replace(FITS, reserved=True, ranks=2, micro_tokens=512)
+    states = memory.need(BIG, tight).states
+    assert states + 0.9 * 80 > memory.need(BIG, tight).usable
+    for mode, problem, host, share in (
+        ("auto", False, states, 0.9),
+        ("always", False, states, 0.9),
+        ("never", True, 0.0, 0.2),
+    ):
+        job = replace(tight, offload=mode)  # type: ignore[arg-type]
+        assert bool(memory.problem(BIG, job)[0]) is problem
+        assert memory.offloaded_gb(BIG, job) == host
+        assert memory.share_beside(BIG, job) == share
+    roomy = replace(FITS, reserved=True, ranks=64)
+    assert memory.offloaded_gb(BIG, roomy) == 0.0, "both fit"
+    assert memory.offloaded_gb(BIG, replace(roomy, offload="always")) > 0.0
+    assert memory.offloaded_gb(BIG, replace(tight, reserved=False)) == 0.0
+
+
+def test_a_check_takes_trainer_offload_as_the_run_says_it_and_tells_the_host_memory(run: Path) -> None:
+    change(run, 'name = "reference"', 'name = "vllm"')
+    tight = Gpus(2, 2, 3.0)
+    (told,) = [one.note for one in check.check(run, tight) if one.what == "memory of the GPUs"]
+    assert "wait in pinned host memory" not in told, "both fit"
+    change(run, "[trainer]\n", '[trainer]\noffload = "always"\n')
+    (told,) = [one.note for one in check.check(run, tight) if one.what == "memory of the GPUs"]
+    assert "while reserved engines generate, " in told
+    assert " GB of states wait in pinned host memory on each training node" in told
 
 
 def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Path) -> None:
@@ -79,7 +118,14 @@ def test_a_run_without_a_reserved_engine_is_refused_and_no_remedy_leads_there(ru
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ranks": 2}, {"engine_share": 0.2}, {"engine_gpus": 4, "engine_share": 0.2}, {"ranks": 16}]
+    "changes",
+    [
+        {"ranks": 2, "offload": "never"},
+        {"engine_share": 0.2},
+        {"engine_gpus": 4, "engine_share": 0.2},
+        {"ranks": 16, "offload": "never"},
+        {"engine_share": 0.96},
+    ],
 )
 def test_what_keeps_a_reserved_engine_from_fitting_is_never_mended_by_leaving_it_out(
     changes: dict[str, Any],
