@@ -99,7 +99,7 @@ def test_sqlite_is_not_vacuumed_while_a_writer_or_a_reader_has_it_open(sqlite_ur
         assert not w.states, "and the writer noticed nothing"
     reader = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
     reader.execute("SELECT count(*) FROM runs").fetchall()
-    with pytest.raises(LedgerError, match="somebody reads it"):
+    with pytest.raises(LedgerError, match="a process reads it"):
         vacuum.vacuum(sqlite_url)
     reader.close()
     assert vacuum.vacuum(sqlite_url).after > 0

@@ -292,7 +292,7 @@ def test_another_base_than_the_version_names_is_refused_before_a_byte_is_pulled(
             ):
                 await engine.load(msgspec.structs.replace(order, base=other))
             with pytest.raises(
-                WeightsError, match=rf"version 2 needs the weights of root {right.root.hex()}, and nobody"
+                WeightsError, match=rf"version 2 needs the weights of root {right.root.hex()}, and no holder"
             ):
                 await engine.load(msgspec.structs.replace(order, base=None))
             assert source.stats.parts == 0
