@@ -136,7 +136,7 @@ def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
-    demand = placeable(demand, view, ours, limits)
+    demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = harvesting_closed(limits, now)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
