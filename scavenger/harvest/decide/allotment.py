@@ -159,6 +159,7 @@ class _Reach:
                 self._going[job.node] += job.gpus
         for job in waiting:
             if pinned := waits_for(job, limits):
+                free.promise(pinned, job.gpus)
                 free.keep(pinned, job.gpus)
 
     def take(self, d: Demand) -> bool:
