@@ -226,6 +226,50 @@ def test_a_cap_bounds_what_we_hold_there_and_nothing_else(cap: dict[str, Any]) -
     assert {one.exclude for one in submits(unpinned)} == {("node3",)}
 
 
+CAPPED = [{"by_partition": (("small", 1),)}, {"by_type": (("a100", 1),)}]
+
+
+@pytest.mark.parametrize("cap", CAPPED)
+def test_where_slurm_chooses_no_more_jobs_may_start_under_a_cap_than_it_allows(cap: dict[str, Any]) -> None:
+    limits = limits_with(MANY, pin=False, **cap)
+    assert [one.exclude for one in submits(asked(limits, (), demand(12)))].count(()) == 1
+    waiting = mine(1, waits=True)
+    found = submits(asked(limits, [waiting], demand(12)))
+    assert len(found) == 7, "two nodes less what waits"
+    assert {one.exclude for one in found} == {("node3",)}, "the one that waits may start there"
+
+
+@pytest.mark.parametrize("cap", CAPPED)
+def test_a_job_that_waits_for_a_busy_node_counts_against_its_caps(cap: dict[str, Any]) -> None:
+    """As one that Slurm requeued. It may go to another node under the same cap, and with an engine there it is too much."""
+    cluster = two_kinds()
+    fourth = replace(cluster.nodes[2], name="node4")
+    full = replace(cluster.nodes[2], gpus_allocated=4)
+    parts = [
+        replace(one, nodes=one.nodes | {"node4"}) if "node3" in one.nodes else one
+        for one in cluster.partitions
+    ]
+    waiting = mine(1, waits=True, pinned="node3", since=NOW)
+    queued = ours(waiting.intent_id, waiting.job_id)
+    limits = limits_with(MANY, fresh_after_s=60.0, **cap)
+
+    def played(*jobs: OurJob, since: float = NOW, **seen: Any) -> Decision:
+        nodes = (*cluster.nodes[:2], full, fourth)
+        now = replace(cluster, **{"nodes": nodes, "partitions": tuple(parts), "jobs": (queued,), **seen})
+        return decide(now, [demand(12)], [replace(waiting, since=since), *jobs], limits, NOW)
+
+    assert by_node(played()) == {"node1": 4, "node2": 4}
+    moved = played(since=NOW - 100.0)
+    assert by_node(moved) == {"node1": 4, "node2": 4, "node4": 1}
+    assert [one.code for one in moved.actions if isinstance(one, CancelPending)] == [Code.FRESH]
+    engine = mine(2, node="node4")
+    there = {"nodes": ("node4",), "gpus_by_node": (("node4", 1),)}
+    both = (queued, ours(engine.intent_id, engine.job_id, JobState.RUNNING, **there))
+    (cancelled,) = [one for one in played(engine, jobs=both).actions if isinstance(one, CancelPending)]
+    assert (cancelled.intent_id, cancelled.code) == (waiting.intent_id, Code.PER_PARTITION)
+    assert "(1): 1 GPUs of ours are there" in cancelled.reason
+
+
 def test_an_owner_s_engines_start_on_its_types_and_partitions_only() -> None:
     want = replace(demand(9), owner="ada")
     a100 = replace(MANY, owners=(OwnerRule("ada", gpu_types=frozenset({"a100"})),))

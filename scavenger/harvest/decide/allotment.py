@@ -1,6 +1,6 @@
 """How many engines each run may have: turns by share, within `max_engines` and `max_gpus`. Pure.
 
-    demand --size, owners' nodes--> `placeable` --turns--> `allot`
+    demand --size--> `placeable` --turns--> `allot`
     owners that may use some nodes only --what is idle or given up there--> `allot_within_reach`
 
 An owner that may use some nodes only (`owners.gpu_types_of`, `partitions_of`) takes a turn from others only for an engine that could start
@@ -74,39 +74,17 @@ def allot(
     return given
 
 
-def placeable(
-    demand: Sequence[Demand], view: ClusterView, jobs: Sequence[OurJob], limits: Limits
-) -> list[Demand]:
-    """The demand, of which a run wants no more engines than it has where no node that it may use has GPUs for one: others take no turn
-    behind it."""
+def placeable(demand: Sequence[Demand], view: ClusterView, limits: Limits) -> list[Demand]:
+    """The demand, of which a run wants no engine where no node of the partition has GPUs for one: others take no turn behind it."""
     partition = view.partition(limits.partition)
     if partition is None:
         return list(demand)
-    inside = [node for node in view.nodes if node.name in partition.nodes]
-    barred = {rule.owner: nodes_of(rule, inside) for rule in limits.owners}
-    largest = max((node.gpus for node in inside), default=0)
-    largest_of = {
-        owner: max((node.gpus for node in inside if node.name in only), default=0)
-        for owner, only in barred.items()
-        if only is not None
-    }
-    present = Counter(
-        (job.run_id, job.gpus) for job in jobs if not job.waits and job.drain_kind is DrainKind.NO
-    )
-
-    def within(d: Demand) -> Demand:
-        gpus, theirs = d.gpus_per_engine, largest_of.get(d.owner, largest)
-        if gpus <= theirs:
-            return d
-        why = f"no node of partition {limits.partition} has the {gpus} GPUs of an engine"
-        if gpus <= largest:
-            why = (
-                f"no node of partition {limits.partition} that owner {d.owner} may use has the {gpus} GPUs of an engine "
-                "(owners.gpu_types_of, partitions_of)"
-            )
-        return replace(d, engines=min(d.engines, present[d.run_id, gpus]), reason=why)
-
-    return [within(d) for d in demand]
+    largest = max((node.gpus for node in view.nodes if node.name in partition.nodes), default=0)
+    why = f"no node of partition {limits.partition} has the {{}} GPUs of an engine"
+    return [
+        d if d.gpus_per_engine <= largest else replace(d, engines=0, reason=why.format(d.gpus_per_engine))
+        for d in demand
+    ]
 
 
 def allot_within_reach(
@@ -181,6 +159,7 @@ class _Reach:
                 self._going[job.node] += job.gpus
         for job in waiting:
             if pinned := waits_for(job, limits):
+                free.promise(pinned, job.gpus)
                 free.keep(pinned, job.gpus)
 
     def take(self, d: Demand) -> bool:

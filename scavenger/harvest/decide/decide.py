@@ -42,6 +42,7 @@ from scavenger.harvest.decide.free_capacity import (
     FreeCapacity,
     NodeChoice,
     StartBenefits,
+    cap_groups,
     free_capacity_of,
     nodes_of,
     waits_for,
@@ -136,7 +137,7 @@ def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
 ) -> Facts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
-    demand = placeable(demand, view, ours, limits)
+    demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = harvesting_closed(limits, now)
     queue, capacity = scan_queue(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
@@ -221,12 +222,13 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
     limits, allotted, closed = facts.limits, facts.allotted, facts.closed
     preempted, near = preempted_enough(limits), blackout_near(limits, facts.now)
     by_run = {d.run_id: d for d in facts.wanted}
-    left = dict(allotted)
+    left, over_cap = dict(allotted), _over_cap(facts, jobs)
     pending: list[Drain] = []
     engines: list[Drain] = []
     for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
         want = by_run.get(job.run_id)
-        if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0:
+        fits = job.intent_id not in over_cap
+        if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0 and fits:
             left[job.run_id] -= 1
             if not (job.waits and (preempted or near)):
                 continue
@@ -236,6 +238,8 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
             code, why = Code.PREEMPTIONS, preempted
         elif job.waits and near:
             code, why = Code.BLACKOUT, near
+        elif not fits:
+            code, why = Code.PER_PARTITION, over_cap[job.intent_id]
         elif want is None:
             code, why = Code.NO_DEMAND, "its run has no demand"
         elif job.gpus != want.gpus_per_engine:
@@ -257,6 +261,20 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
                 Cancel(job.intent_id, why if job.connected else f"{why}; no engine of it is connected", code)
             )
     return [*reversed(pending), *reversed(engines)]
+
+
+def _over_cap(facts: Facts, jobs: Sequence[OurJob]) -> dict[str, str]:
+    """Of jobs that wait for one node: those with which we would hold more than a cap allows, and why."""
+    found: dict[str, str] = {}
+    for words, names, most in cap_groups(facts.view, facts.limits):
+        held = sum(job.gpus for job in facts.engines if not job.waits and job.node in names)
+        for job in sorted(jobs, key=lambda job: worth(job, facts.vacate)):
+            if job.waits and waits_for(job, facts.limits) in names and job.intent_id not in found:
+                if held + job.gpus > most:
+                    found[job.intent_id] = f"it waits for a node {words}: {held} GPUs of ours are there"
+                else:
+                    held += job.gpus
+    return found
 
 
 def _share(want: Demand, limits: Limits) -> str:
@@ -361,7 +379,7 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
     for move in moving:
         want = by_run[move.job.run_id]
         broken = drafts.limit_broken(want, move.job) or drafts.owner_limit_broken(want, move.job)
-        place = drafts.take_place(want) if broken is None else None
+        place = drafts.take_place(want, move) if broken is None else None
         if place is None and not move.anyway:
             continue  # a smaller engine may still fit
         if place is not None and drafts.can_release_at(move, place):
@@ -450,9 +468,8 @@ class _Drafts:
         for job in ours:
             self._owner_gpus[job.owner] += job.gpus
         part = view.partition(limits.partition)
-        # Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
+        # Caps: `_excluded`. Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
         shut = {node for node, _ in limits.restrictions.quarantined} | {*free.booked, *free.full}
-        shut |= free.capped
         self._inside = part.nodes if part is not None else frozenset[str]()
         self._exclude = frozenset(shut & self._inside)
         self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}
@@ -492,8 +509,20 @@ class _Drafts:
         why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
         return Code.MAX_PER_OWNER, why
 
-    def take_place(self, want: Demand) -> NodeChoice | None:
-        """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it."""
+    def take_place(self, want: Demand, instead_of: Move | None = None) -> NodeChoice | None:
+        """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it.
+        `instead_of`: its caps are this one's."""
+        if instead_of is None or instead_of.anyway:  # that counts against none
+            return self._take_place(want)
+        job = instead_of.job
+        pinned = waits_for(job, self.limits)
+        self._free.promise(pinned, -job.gpus)
+        place = self._take_place(want)
+        if place is None:
+            self._free.promise(pinned, job.gpus)
+        return place
+
+    def _take_place(self, want: Demand) -> NodeChoice | None:
         limits = self.limits
         return self._free.take(
             want.gpus_per_engine,
@@ -504,10 +533,12 @@ class _Drafts:
         )
 
     def _excluded(self, want: Demand, place: NodeChoice) -> tuple[str, ...]:
-        """Where Slurm is to put no engine: not where the owner may not, and on a doubted node only where there is no other for it."""
+        """Where Slurm is to put no engine: not where the owner may not, on a doubted node only where there is no other for it, and on a
+        node under a cap only those that are counted against it."""
         doubted = self.limits.restrictions.doubted & self._free.nodes.keys()
         only = self._owner_nodes.get(want.owner)
         barred = frozenset[str]() if only is None else self._inside - only
+        barred |= self._free.capped_beside(place.node) & self._inside
         return tuple(sorted(self._exclude | barred | (set() if place.node in doubted else doubted)))
 
     def uncount(self, job: OurJob) -> None:

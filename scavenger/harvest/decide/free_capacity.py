@@ -163,9 +163,22 @@ class FreeCapacity:
             some = min(gpus - kept, self.resources[name].gpus) if name in self.resources else 0
             if some > 0:
                 self._use(name, some, 0, 0)
+                self._uncap(name, some)
                 kept += some
         self.waiting += kept
         return kept
+
+    def promise(self, node: str, gpus: int) -> None:
+        """Count a waiting job of ours against the caps of the node where it will start, now taken or not; without a node against all."""
+        for _, quota in self.caps:
+            if not node or quota.covers(node):
+                quota.left -= gpus
+
+    def capped_beside(self, node: str) -> frozenset[str]:
+        """Nodes under a cap that an engine meant for this node is not counted against."""
+        return frozenset[str]().union(
+            *(quota.nodes or () for _, quota in self.caps if not quota.covers(node))
+        )
 
     def _allowed(self, name: str, gpus: int) -> bool:
         if self.per_node is not None and self.held.get(name, 0) + gpus > self.per_node:
@@ -194,6 +207,11 @@ class FreeCapacity:
         for quota in self.quotas:
             if quota.covers(name):
                 quota.left -= gpus
+
+    def _uncap(self, name: str, gpus: int) -> None:
+        for _, quota in self.caps:
+            if quota.covers(name):
+                quota.left += gpus
 
     def _group(self, name: str) -> frozenset[str]:
         return self.nodes[name].partitions
@@ -235,6 +253,7 @@ def find_free_capacity(view: ClusterView, limits: Limits, ours: Sequence[OurJob]
     free = free_capacity_of(view, queue, capacity, limits, now)
     for job in ours:
         if job.waits:
+            free.promise(waits_for(job, limits), job.gpus)
             free.keep(waits_for(job, limits), job.gpus)
     return free
 
@@ -347,6 +366,15 @@ def _caps(
     view: ClusterView, nodes: Mapping[str, Node], held: Mapping[str, int], limits: Limits
 ) -> list[tuple[str, Quota]]:
     """What each cap leaves of what we may hold of other partitions' nodes and of GRES types, in words and as a quota."""
+    return [
+        (words, Quota(names, max(0, most - sum(gpus for node, gpus in held.items() if node in names))))
+        for words, names, most in cap_groups(view, limits)
+        if names & nodes.keys()
+    ]
+
+
+def cap_groups(view: ClusterView, limits: Limits) -> list[tuple[str, frozenset[str], int]]:
+    """Each cap: its words, its nodes, and the GPUs of ours that these may have."""
     groups: list[tuple[str, str, frozenset[str], int]] = []
     for name, gpus in limits.caps.by_partition:
         part = view.partition(name)
@@ -354,14 +382,7 @@ def _caps(
     for kind, gpus in limits.caps.by_type:
         of_type = frozenset(node.name for node in view.nodes if node.gpu_type == kind)
         groups.append(("max_gpus_by_type", kind, of_type, gpus))
-    return [
-        (
-            f"at {key} of {name} ({most})",
-            Quota(names, max(0, most - sum(gpus for node, gpus in held.items() if node in names))),
-        )
-        for key, name, names, most in groups
-        if names & nodes.keys()
-    ]
+    return [(f"at {key} of {name} ({most})", names, most) for key, name, names, most in groups]
 
 
 def nodes_of(rule: OwnerRule, nodes: Iterable[Node]) -> frozenset[str] | None:

@@ -118,20 +118,21 @@ def set_aside_or_move(
 ) -> list[Move]:
     """Set aside what our waiting jobs will take; return those that will not start soon where they wait. `not_beneficial` ones take nothing.
 
-    A job that is to begin later (a requeued one, Slurm's delay is 121 s by default), or whose node was taken, holds no idle GPU.
+    A job that is to begin later (a requeued one, Slurm's delay is 121 s by default), or whose node was taken, holds no idle GPU. It counts
+    against the caps all the same: it will start there.
     """
     free_to_move = {job.intent_id for job in serving}
     leaving = {move.job.intent_id for move in not_beneficial}
     found = []
     for job in sorted((job for job in ours if job.waits and job.intent_id not in leaving), key=_order):
-        listed = queue.ours.get(job.job_id)
+        listed, pinned = queue.ours.get(job.job_id), waits_for(job, limits)
+        free.promise(pinned, job.gpus)
         begins_s = _begins_in(listed, now)
         movable = job.intent_id in free_to_move and _movable(job)
         if begins_s > limits.placement.fresh_after_s:
             if movable:
                 found.append(Move(job, f"it may begin in {begins_s:.0f} s"))
             continue
-        pinned = waits_for(job, limits)
         if pinned and not free.fits(pinned, job.gpus):
             if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
                 found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
