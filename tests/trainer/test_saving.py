@@ -141,7 +141,7 @@ def test_a_write_sees_the_values_of_its_beginning(tmp_path: Path, mesh: DeviceMe
     checkpoints.begin(state(1))
     values["model.a"].fill_(7.0)
     checkpoints.finish()
-    learner: Any = SimpleNamespace(state=lambda: values, set_updates_taken=lambda count: None)
+    learner: Any = SimpleNamespace(state_to_load=lambda: values, set_updates_taken=lambda count: None)
     checkpoint.load_shards(learner, checkpoint.found(tmp_path)[0], 1)
     assert float(values["model.a"].abs().max()) == 0.0
 
