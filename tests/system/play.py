@@ -108,6 +108,7 @@ def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | 
     """Each job gets an account of its GPUs' memory: whoever trains beside an engine that is awake fails the run (`result`)."""
     run = tomllib.loads(run_toml.read_text())
     small = run["run"].get("deterministic", False) and run["model"]["context_length"] <= 32
+    small = small and run["data"]["samples_per_prompt"] <= 4  # a group is one micro-batch
     number = len(list(site.dir.glob("gpu-*.account")))
     gpu = account.create(site.dir / f"gpu-{number}.account", GPU_NBYTES.get(ranks, ROOMY) if small else ROOMY)
     environ = {"PYTHONPATH": str(ROOT), account.VARIABLE: str(gpu)} | dict(env or {})

@@ -63,6 +63,8 @@ def test_an_engine_that_never_acknowledges_is_ended_with_the_reason_and_the_run_
         poll_interval_s=0.2,
         max_engines=2,
         router={"policy": "standard"},
+        # The trainer ends it before the daemon takes it for dead.
+        daemon={"dead_s": 60.0, "reconnect_s": 70.0},
     )
     with Site(options) as site:
         run = play.write_run(
