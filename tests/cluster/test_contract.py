@@ -251,6 +251,7 @@ def test_a_higher_tier_takes_the_gpus_and_the_job_comes_back_under_its_own_id(
         spec(f"echo life {backend.restarts}\nsleep 60", gpus=4, node="node1", output=out)
     )
     until(backend, victim, JobState.RUNNING)
+    wait_for("its first life has written", lambda: out.is_file() and "life" in out.read_text())
     taker = backend.cluster.submit(spec("sleep 0.5", partition="normal", gpus=1, node="node1"))
     until(backend, victim, JobState.PENDING, restarts=1)
     until(backend, taker, JobState.COMPLETED)

@@ -242,7 +242,13 @@ def test_a_canary_that_is_told_to_end_takes_its_job_and_folder_with_it(
             job_template=tmp_path / "own.j2",
         )
         argv = [sys.executable, "-m", "scavenger", "doctor", "--config", str(path), "--harvest-one"]
-        asked = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        asked = subprocess.Popen(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup it would be ignored
+        )
         cluster = LocalCluster(tmp_path / "local")
         try:
             wait_for("its job runs", lambda: any(job.has_gpus_allocated for job in cluster.jobs()))
