@@ -50,6 +50,10 @@ class RunAssumptions:
         return Lognormal.with_capped_share(self.sigma, cap, self.capped_share, self.correlation, self.drift)
 
 
+#: Of a GPU's memory, beside contexts and buffers of communication: as the trainer counts.
+USABLE = 0.94
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
     """What a run's training job does live: settings of `run.toml`, not of a published system. Seconds, tokens, shares of a GPU's memory.
@@ -69,7 +73,7 @@ class TrainingSettings:
         """Whether `state_nbytes` of training state leave a GPU while engines have it: the trainer's own rule (`trainer.model.offload`)."""
         if self.offload != "auto":
             return self.offload == "always"
-        return state_nbytes + self.memory_share * gpu.memory_bytes > gpu.memory_bytes
+        return state_nbytes + self.memory_share * gpu.memory_bytes > USABLE * gpu.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

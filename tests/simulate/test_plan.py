@@ -123,7 +123,8 @@ def test_the_training_job_is_played_with_the_settings_of_the_run(tmp_path: Path)
     ("offload", "state_gb", "share", "expected"),
     [
         ("auto", 30.0, 0.85, True),
-        ("auto", 10.0, 0.85, False),
+        ("auto", 10.0, 0.85, True),
+        ("auto", 6.0, 0.85, False),
         ("always", 1.0, 0.1, True),
         ("never", 79.0, 0.9, False),
     ],
@@ -131,7 +132,7 @@ def test_the_training_job_is_played_with_the_settings_of_the_run(tmp_path: Path)
 def test_training_state_leaves_where_it_would_live(
     offload: Any, state_gb: float, share: float, expected: bool
 ) -> None:
-    """H100 of 80 GB: as `trainer.model.offload.choose` decides."""
+    """As `trainer.model.offload.choose` decides."""
     settings = TrainingSettings(offload, share)
     assert settings.offloads(state_gb * 1e9, presets.H100) is expected
     engine = int(share * presets.H100.memory_bytes)
