@@ -169,5 +169,5 @@ def test_a_run_behind_firewalls_that_let_only_the_documented_ports_through(site:
         assert found in said, f"closed on {name}"
     said = " ".join(as_scavenger(training.head, SCAVENGER, *asked, check=False).split())  # lines are wrapped
     assert "cannot be reached" not in said
-    assert "of 2 further ports answered" in said
+    assert "2 of 2 further ports answered" in said
     training.finishes()
