@@ -102,7 +102,8 @@ def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> Comma
         said = runner.words(done)
         remedy = CLOCK_REMEDY if about_clocks(said) else ""
         return CommandOutput(error=f"{' '.join(argv[:3])}: {runner.explained(said)}", remedy=remedy)
-    return CommandOutput(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
+    # Only `srun --mpi=list` of older releases answers on stderr: elsewhere that holds warnings, and no answer is an empty one.
+    return CommandOutput(done.stdout or (done.stderr if "--mpi=list" in argv else ""))
 
 
 def pyslurm_version() -> str:
