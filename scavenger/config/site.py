@@ -347,11 +347,13 @@ class HarvestSection(Section):
     nice: NonNegative = 10_000
     """`--nice`: how far behind other jobs the daemon's stand in the queue."""
     account: str = ""
-    """`--account`. Empty: not given."""
+    """`--account`. Empty: not given. `{owner}` stands for the name of the run's owner: an engine is charged
+    to an account of that name."""
     qos: str = ""
     """`--qos`. Empty: not given. Needed where Slurm preempts by QOS."""
     wckey: str = ""
-    """`--wckey`. Empty: not given."""
+    """`--wckey`. Empty: not given. `{owner}` stands for the name of the run's owner: `sacct --wckeys` and
+    `sreport` then add up each owner's engines."""
     constraint: str = ""
     """`--constraint`. Empty: not given."""
     contact: Annotated[

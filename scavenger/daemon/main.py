@@ -481,23 +481,22 @@ class Daemon:
 
     def _follow_training(self, view: ClusterView) -> None:
         """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
-        runs = self.server.router.core.runs.values()
+        assert self.harvester is not None  # whose view it is
+        user = self.harvester.tracker.rules.user
+        runs = [run for run in self.server.router.core.runs.values() if not run.ended]
+        users = {run.id: self._enrolment.unix_user(run.owner_key, user) for run in runs}
         opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
             OpenRun(
-                run.name, run.trainer.job_id, run.trainer.seen_at if run.trainer.conn is not None else 0.0
+                run.name,
+                run.trainer.job_id,
+                run.trainer.seen_at if run.trainer.conn is not None else 0.0,
+                users[run.id],
             )
             for run in runs
-            if not run.ended
         ]
         for job in self.training.observe(opened, view.jobs):
             log.warning("training job ended", run=job.run, job_id=job.job_id, reason=job.ended)
-        assert self.harvester is not None  # whose view it is
-        user = self.harvester.tracker.rules.user
-        held = [
-            (run.id, run.trainer.job_id, self._enrolment.unix_user(run.owner_key, user))
-            for run in runs
-            if not run.ended
-        ]
+        held = [(run.id, run.trainer.job_id, users[run.id]) for run in runs]
         if records := self._training_gpus.observe(held, view.jobs, self.clock()):
             self.server.write(records)
 

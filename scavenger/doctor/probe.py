@@ -140,8 +140,9 @@ def job(config: DaemonConfig, text: str) -> JobSpec:
         memory_mb=h.memory_mb_per_engine,
         time_s=LIMIT_S,
         workdir="/",
-        account=h.account,
+        account=job_script.of_owner(h.account, ""),
         qos=h.qos,
+        wckey=job_script.of_owner(h.wckey, ""),
         constraint=h.constraint,
     )
 

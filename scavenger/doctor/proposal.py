@@ -136,15 +136,23 @@ def _choose_partition(facts: Facts, info: ClusterInfo, qos: Qos | None, wanted: 
         raise ConfigError(
             "; ".join(refused[name] for name in sorted(refused)), _slurm_conf(facts, info, gpus)
         )
-    best = min(fit, key=lambda part: (-gpus[part.name], part.priority_tier, part.name))
+    displaced = {part.name for part in fit if qos is not None or _is_displaced(part, parts)}
+    best = min(
+        fit, key=lambda part: (part.name not in displaced, -gpus[part.name], part.priority_tier, part.name)
+    )
     how = (
         f"PriorityTier {best.priority_tier}, below every other partition on its nodes"
         if qos is None
         else "its jobs are preempted by QOS"
     )
-    others = sorted(part.name for part in fit if part is not best)
+    others = sorted(part.name for part in fit if part is not best and part.name in displaced)
     more = f"; {', '.join(others)} would do as well" if others else ""
     return best, f"{how}; {gpus[best.name]} GPUs; preempted jobs: {best.preempt_mode}{more}"
+
+
+def _is_displaced(part: Partition, parts: Sequence[Partition]) -> bool:
+    """Whether another partition's jobs preempt those of this one: on nodes of its own nobody asks for its GPUs but its own users."""
+    return any(other.priority_tier > part.priority_tier and other.nodes & part.nodes for other in parts)
 
 
 def _gpus(part: Partition, nodes: Sequence[Node]) -> int:

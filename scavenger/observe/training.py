@@ -1,12 +1,13 @@
 """What has become of the training jobs of open runs, from one poll of the queue to the next. Pure.
 
 Owns the judgement and the words. A run tells its job's id when its trainer opens it; that the job ended is Slurm's word
-alone: a job that was never seen in the queue, or is of a trainer that still calls, is not judged.
+alone: a job that was never seen in the queue, is another user's than the run's, or is of a trainer that still calls,
+is not judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,12 +24,13 @@ _LIVE = (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED)
 class OpenRun:
     """A run that is not closed. `heard_at`: when its trainer last called (Unix seconds).
 
-    `job_id` 0: of no Slurm job.
+    `job_id` 0: of no Slurm job. `user`: as whom its owner's jobs run.
     """
 
     name: str
     job_id: int
     heard_at: float
+    user: str
 
 
 class TrainingJob(msgspec.Struct, frozen=True):
@@ -56,9 +58,15 @@ class TrainingJobs:
         by_id = {job.job_id: job for job in jobs}
         chosen = sorted((run for run in runs if run.job_id), key=lambda run: run.name)
         self._seen &= {(run.name, run.job_id) for run in chosen}
-        judged = [self._judge(run, by_id.get(run.job_id)) for run in chosen]
+        judged = [self._judge(run, by_id.get(run.job_id)) for run in chosen if self._is_own(run, by_id)]
         self.found = tuple(one for one in judged if one is not None)
         return tuple(one for one in self.found if one.ended and (one.run, one.job_id) not in reported)
+
+    @staticmethod
+    def _is_own(run: OpenRun, by_id: Mapping[int, Job]) -> bool:
+        """A run may name any number: of other users' jobs it learns nothing."""
+        job = by_id.get(run.job_id)
+        return job is None or job.user == run.user
 
     def _judge(self, run: OpenRun, job: Job | None) -> TrainingJob | None:
         key = (run.name, run.job_id)

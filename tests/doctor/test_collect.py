@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from scavenger.doctor import collect
+from scavenger.doctor.facts import CommandOutput
 
 
 def command(folder: Path, name: str, script: str) -> dict[str, str]:
@@ -16,7 +17,7 @@ def command(folder: Path, name: str, script: str) -> dict[str, str]:
 
 def test_a_warning_beside_an_empty_answer_is_not_the_answer(tmp_path: Path) -> None:
     env = command(tmp_path, "squeue", "echo 'ld.so: object cannot be preloaded: ignored' >&2")
-    assert collect.ask(["squeue", "-h"], env, 30.0) == collect.CommandOutput("")
+    assert collect.ask(["squeue", "-h"], env, 30.0) == CommandOutput("")
 
 
 def test_the_mpi_kinds_are_read_from_stderr_where_an_older_srun_prints_them(tmp_path: Path) -> None:

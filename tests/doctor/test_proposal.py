@@ -44,6 +44,16 @@ def test_the_partition_that_all_others_may_preempt_is_taken_with_its_sizes() -> 
     ]
 
 
+def test_a_partition_whose_jobs_none_preempts_is_not_proposed_beside_one_that_gives_way() -> None:
+    facts = sole()
+    text = facts.text("partitions")
+    reserved = next(line for line in text.splitlines() if line.startswith("PartitionName=reserved "))
+    alone = reserved.replace("PreemptMode=OFF", "PreemptMode=REQUEUE").replace("Tier=100", "Tier=1")
+    found = propose(site(answers={"partitions": CommandOutput(text.replace(reserved, alone))}), "scavenger")
+    assert values(found)["harvest.partition"] == "scavenge"
+    assert "reserved" not in found.keys[0].why
+
+
 def test_where_none_fits_the_remedy_has_the_lines_for_slurm_conf() -> None:
     with pytest.raises(ConfigError, match="scavenge0") as error:
         propose(site(), "scavenger")

@@ -78,6 +78,15 @@ def test_a_job_names_the_release_that_it_was_submitted_for_and_what_a_node_may_f
     assert f" --code {__version__} --pull-mb-per-s 250.0)" in capped
 
 
+def test_the_owner_of_a_run_is_charged_where_the_account_or_wckey_says_so(tmp_path: Path) -> None:
+    settings = with_harvest(tmp_path, account="rl-{owner}", wckey="{owner}")
+    template = read_template(None)
+    hers = job_spec(settings, template, "slurm", "u", INTENT, replace(SUBMIT, owner="ada"))
+    assert (hers.account, hers.wckey) == ("rl-ada", "ada")
+    unowned = job_spec(settings, template, "slurm", "u", INTENT, replace(SUBMIT, owner=""))
+    assert (unowned.account, unowned.wckey) == ("", ""), "Slurm's default account, not one called {owner}"
+
+
 def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(tmp_path: Path) -> None:
     settings = with_harvest(tmp_path, time_limit_s=3600, time_min_s=900, time_stagger=0.5, wckey="rl", nice=7)
     specs = [

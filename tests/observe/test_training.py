@@ -20,7 +20,7 @@ from scavenger.weights.source import WeightSource
 from tests.system import play, scripted
 from tests.system.conftest import small_model  # noqa: F401  a fixture
 
-RUN = OpenRun("r", 7, heard_at=100.0)
+RUN = OpenRun("r", 7, heard_at=100.0, user="me")
 
 
 def job(state: JobState, *, code: int = 0, ended: float = 100.0, restarts: int = 0) -> Job:
@@ -47,6 +47,15 @@ def test_a_requeued_job_is_none_that_ended() -> None:
     assert jobs.found[0].state == "PENDING, restart 2"
 
 
+def test_a_run_that_names_another_user_s_job_learns_nothing_of_it() -> None:
+    jobs = TrainingJobs()
+    hers = OpenRun("r", 7, heard_at=100.0, user="ada")
+    for state in (JobState.RUNNING, JobState.FAILED):
+        assert jobs.observe([hers], [job(state)]) == ()
+        assert jobs.found == ()
+    assert jobs.observe([hers], []) == (), "and it is not missed when it leaves"
+
+
 def test_a_job_is_missed_only_where_it_was_seen() -> None:
     jobs = TrainingJobs()
     assert jobs.observe([RUN], []) == (), "others' jobs may be private"
@@ -59,7 +68,7 @@ def test_a_number_that_is_another_job_s_is_not_judged() -> None:
     assert jobs.observe([RUN], [job(JobState.FAILED, ended=50.0)]) == (), (
         "its trainer called long after that job's end"
     )
-    assert jobs.observe([OpenRun("r", 0, 100.0)], [job(JobState.FAILED)]) == (), "of no Slurm job"
+    assert jobs.observe([OpenRun("r", 0, 100.0, "me")], [job(JobState.FAILED)]) == (), "of no Slurm job"
     assert jobs.found == ()
 
 

@@ -166,11 +166,16 @@ def job_spec(
         exclude=submit.exclude,
         output=str(log_path(state_dir, intent_id)),
         workdir=str(state_dir),
-        account=harvest.account,
+        account=of_owner(harvest.account, submit.owner),
         qos=harvest.qos,
-        wckey=harvest.wckey,
+        wckey=of_owner(harvest.wckey, submit.owner),
         constraint=harvest.constraint,
     )
+
+
+def of_owner(pattern: str, owner: str) -> str:
+    """An account or wckey with the owner's name for `{owner}`; "" where it asks for an owner and the run has none."""
+    return pattern.replace("{owner}", owner) if owner or "{owner}" not in pattern else ""
 
 
 def drop_empty_log(state_dir: Path, intent_id: str) -> None:
