@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.engines.base import Host
+from rollout.engines.base import EngineHost
 from rollout.engines.vllm import engine as engines
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
 from scavenger.protocol.worker.events import Request
 from scavenger.weights import manifest as manifests
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 
 GOAL = 0.95
@@ -143,7 +143,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[tuple[float
     argv += ["--kind", "harvested", "--run", "bench", "--engine", "vllm"]
     with (
         FakeDaemon(folder, server, {me.public}) as daemon,
-        WeightSource() as source,
+        WeightServer() as source,
         open(folder / "worker.log", "wb") as log,
     ):
         worker = await asyncio.create_subprocess_exec(*argv, env=environment, stdout=log, stderr=log)
@@ -153,7 +153,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[tuple[float
             daemon.send(messages.Welcome(1, 1, "bench", spec, 1.0, 100.0, 32))
             daemon.send(messages.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
             await daemon.expect(messages.WeightsLoaded, START_S)
-            bare = await engines.build(spec, Host("bench"))
+            bare = await engines.build(spec, EngineHost("bench"))
             await bare.load(1, manifests.views(manifest, blob))
             print(
                 f"{count / 1e6:.2f} M parameters, {options.requests} completions of {options.tokens} tokens, {options.batch} at once"

@@ -178,7 +178,7 @@ def learner(bench: Bench, model: Dense, *, account: Any = None, **trainer: Any) 
     from scavenger.config import AlgorithmSection, OptimizerSection, TrainerSection
     from trainer.algorithms.rows import resolve
     from trainer.model.learner import Learner
-    from trainer.model.memory import Gpu
+    from trainer.model.memory import RankGpu
 
     recipe = resolve(AlgorithmSection(name="dapo", dynamic_sampling=False, importance="off"), 8192)
     return Learner(
@@ -189,7 +189,7 @@ def learner(bench: Bench, model: Dense, *, account: Any = None, **trainer: Any) 
         temperature=1.0,
         deterministic=False,
         trainer=TrainerSection(**({"offload": "never"} | trainer)),
-        gpu=Gpu(account) if account is not None else None,
+        gpu=RankGpu(account) if account is not None else None,
     )
 
 
@@ -249,7 +249,7 @@ def predicted(model: Dense, tokens: int, *, recompute: bool, head_chunk: int) ->
     """What `scavenger init --check` adds up for one rank without an engine."""
     from trainer.prepare import memory
 
-    shape = memory.Shape(
+    shape = memory.ModelShape(
         model.parameters,
         model.layers,
         model.hidden,

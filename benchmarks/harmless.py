@@ -54,7 +54,7 @@ from typing import Any
 from benchmarks import harmless_neighbour
 from benchmarks.harmless_measure import Stay, use
 from benchmarks.harmless_report import HarmlessOutcome, Timeline, report
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import runner
@@ -360,9 +360,9 @@ def floor_stays(folder: Path, ended: float) -> list[Stay]:
     return found + [Stay(where, 1, since, ended) for where, since in open_.values()]
 
 
-def layout(options: argparse.Namespace, grace_s: float) -> Layout:
+def layout(options: argparse.Namespace, grace_s: float) -> ClusterLayout:
     names = tuple(f"node{n}" for n in range(options.nodes))
-    return Layout(
+    return ClusterLayout(
         nodes=names,
         gpus=options.gpus,
         kill_wait_s=5.0,

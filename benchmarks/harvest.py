@@ -30,10 +30,10 @@ from pathlib import Path
 from statistics import median
 
 from scavenger.config.site import ClusterSection, HarvestSection
-from scavenger.policy.forecast.survival import Curve, Life, Survival, settle_s
+from scavenger.policy.forecast.survival import ObservedLife, Survival, SurvivalCurve, settle_s
 from scavenger.policy.idle_gpus import LEAST_LOST
 from scavenger.simulate import traces
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.fleet_stats import Slice, slices
 
 HOUR_S = 3600.0
@@ -55,7 +55,7 @@ class Gpu:
     start_s: float = math.inf
 
 
-def replay(fleet: Fleet, share: float, cold_s: float, poll_s: float, schedule_s: float) -> list[Gpu]:
+def replay(fleet: FleetTrace, share: float, cold_s: float, poll_s: float, schedule_s: float) -> list[Gpu]:
     """When each GPU is taken, decided at each look with what is known then."""
     survival, coming = (
         Survival(),
@@ -65,7 +65,7 @@ def replay(fleet: Fleet, share: float, cold_s: float, poll_s: float, schedule_s:
     waiting: dict[int, Gpu] = {}
     idle: dict[int, Gpu] = {}
     first, reported_at, now, lost = 0, 0.0, 0.0, 0
-    settled: tuple[Curve, float] | None = None  # for the newest curve
+    settled: tuple[SurvivalCurve, float] | None = None  # for the newest curve
     while now <= fleet.end_s:
         while first < len(coming) and coming[first].slice.start_s <= now:
             idle[first] = waiting[first] = coming[first]
@@ -75,7 +75,7 @@ def replay(fleet: Fleet, share: float, cold_s: float, poll_s: float, schedule_s:
             end_s, index = heapq.heappop(ends)
             gpu = idle.pop(index)
             waiting.pop(index, None)
-            survival.observe(CLASS, end_s, Life(gpu.slice.length_s, True, gpu.reported_s))
+            survival.observe(CLASS, end_s, ObservedLife(gpu.slice.length_s, True, gpu.reported_s))
             lost += 1
         if now - reported_at >= PIECE_S:
             reported_at = now
@@ -95,7 +95,7 @@ def _tell_running(survival: Survival, idle: dict[int, Gpu], now: float) -> None:
     for gpu in idle.values():
         age = now - gpu.slice.start_s
         if age - gpu.reported_s >= PIECE_S:
-            survival.observe(CLASS, now, Life(age, False, gpu.reported_s))
+            survival.observe(CLASS, now, ObservedLife(age, False, gpu.reported_s))
             gpu.reported_s = age
 
 

@@ -35,7 +35,7 @@ sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve()
 from scavenger import toml  # noqa: E402  after the path, as all that follows
 from scavenger.cluster.layout import demo_layout  # noqa: E402
 from scavenger.cluster.model import JobState  # noqa: E402
-from scavenger.demo.site import Site, SiteOptions  # noqa: E402
+from scavenger.demo.site import DemoSite, SiteOptions  # noqa: E402
 from scavenger.observe import plots  # noqa: E402
 
 WITHIN = 0.03
@@ -72,7 +72,7 @@ def coin(prompt: str, completion: str, meta: dict[str, Any]) -> float:
 
 
 def document(
-    arm: Arm, seed: int, model: Path, site: Site, options: argparse.Namespace
+    arm: Arm, seed: int, model: Path, site: DemoSite, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """The run.toml of one arm. Pure but for the paths."""
     name = f"{arm.name}-{seed}"
@@ -121,7 +121,7 @@ def run_arm(arm: Arm, seed: int, model: Path, out: Path, options: argparse.Names
     """One run from its first evaluation to its last."""
     began = time.monotonic()
     timeouts = {"suspect_s": 20.0, "dead_s": 60.0}  # engines share the machine's cores with the trainer
-    with Site(
+    with DemoSite(
         SiteOptions("local", out, demo_layout(grace_s=3.0), max_engines=options.engines, daemon=timeouts)
     ) as site:
         run_toml = out / "run.toml"

@@ -20,18 +20,18 @@ import msgspec
 
 from scavenger.config import RouterSection
 from scavenger.daemon import process as interpreter
-from scavenger.daemon.process import Clock
+from scavenger.daemon.process import UnixClock
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
-from scavenger.ledger.records import GroupState
+from scavenger.ledger.records import OpenGroup
 from scavenger.ledger.write.writer import Writer, WriterState
 from scavenger.policy import registry
 from scavenger.protocol import keys
-from scavenger.router.core.events import Identity, JobGone, RouterAction, RouterEvent
+from scavenger.router.core.events import JobGone, PeerIdentity, RouterAction, RouterEvent
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.state import RouterLimits
-from scavenger.router.edge.server import KeyRing, Server
+from scavenger.router.edge.server import KeyRing, RouterServer
 
 RUN = "bench"
 #: Silence is no death here: while the parent sets up, engines do not beat.
@@ -76,7 +76,7 @@ class Site:
         self.url, self.samples, self.samples_each = url, samples, samples_each
         self.server_pair, self.owner = keys.generate(), keys.generate()
         self.engine_pairs = [keys.generate(RUN, f"intent-{n}") for n in range(engines)]
-        self.clock = Clock()
+        self.clock = UnixClock()
         self.settings: dict[str, str] = {}
         self.failure: str = ""
         self.writer_cpu: Callable[[], float] = lambda: 0.0
@@ -102,7 +102,7 @@ class Site:
         writer.start()
         self.writer = writer
 
-        async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
+        async def history(run_id: int, after: int) -> tuple[OpenGroup, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
         async def payloads(sample_ids: Sequence[int]) -> dict[int, Payload]:
@@ -113,10 +113,10 @@ class Site:
             LIMITS, writer.generation, kept, new_policy=registry.named(RouterSection().policy)
         )
         keyring = KeyRing()
-        keyring.allow(self.owner.public, Identity("owner", self.owner.public))
+        keyring.allow(self.owner.public, PeerIdentity("owner", self.owner.public))
         for pair in self.engine_pairs:
-            keyring.allow(pair.public, Identity("worker", pair.public, RUN, pair.intent))
-        self.server = Server(
+            keyring.allow(pair.public, PeerIdentity("worker", pair.public, RUN, pair.intent))
+        self.server = RouterServer(
             self.router, writer, keyring, self.server_pair, self.clock, history, kept, payloads
         )
         stop = asyncio.Event()

@@ -14,9 +14,9 @@ ranks of its work, its longest sequence, and its traffic. Hence, with R_k the le
 k = 1 is "trainer work after the first possible group completion"; the last k is "the longest sample at batch-1 speed".
 
 **work**. In a step of B sequences with contexts c_j an engine spends at least  a + K B + s sum(c_j - 1)  seconds: the steeper line of its
-roofline (`Curve`). The -1: `Stretch` interpolates within a step, where its cost is the line's at half a step before; what it interpolates
-over a bend is bounded by a whole one. (Or the flatter line at no context at all.) Take any y > 0 a kind of engine, and z >= 0. Then over
-the whole schedule
+roofline (`DecodeCurve`). The -1: `Stretch` interpolates within a step, where its cost is the line's at half a step before; what it
+interpolates over a bend is bounded by a whole one. (Or the flatter line at no context at all.) Take any y > 0 a kind of engine, and z >= 0.
+Then over the whole schedule
 
     sum over steps of  step_s (y + z B)   <=   sum over engines of y * its time  +  z * (seconds that samples spent in batches)
 
@@ -53,7 +53,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
 Array = NDArray[np.float64]
@@ -82,7 +82,7 @@ class OracleGroup:
 class OracleEngine:
     """When it can generate: from having its weights to being taken. `reserved`: it shares the trainer's GPUs."""
 
-    spec: EngineSpec
+    spec: SimulatedEngine
     intervals: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
     reserved: bool = False
 
@@ -183,7 +183,7 @@ def _first(step: OracleStep, engine: OracleEngine) -> float:
     return max(min(start for start, _ in engine.intervals), step.to_generating_s if asleep else 0.0)
 
 
-def _alone(spec: EngineSpec, contexts: Array) -> Array:
+def _alone(spec: SimulatedEngine, contexts: Array) -> Array:
     """Seconds of a step of batch 1 at each context: not more than what `EngineBatch` takes."""
     return np.maximum(
         *(line.base + line.sequence + line.slope * np.maximum(contexts - 1, 0.0) for line in _lines(spec))
@@ -222,7 +222,7 @@ class _Line:
     slope: float
 
 
-def _lines(spec: EngineSpec) -> tuple[_Line, _Line]:
+def _lines(spec: SimulatedEngine) -> tuple[_Line, _Line]:
     """The steeper line of the roofline, and the flatter one without its slope."""
     one, two = spec.curve(1), spec.curve(2)
     reduce = two.overhead - one.overhead  # what one more sequence adds to the all-reduces
@@ -277,7 +277,7 @@ def _work_bound(step: OracleStep, train_s: float) -> float:
     return found
 
 
-def _prices(kinds: Sequence[EngineSpec], demand: _Demand) -> Iterator[tuple[float, ...]]:
+def _prices(kinds: Sequence[SimulatedEngine], demand: _Demand) -> Iterator[tuple[float, ...]]:
     """y of each kind: in proportion to its speed at these tokens, and around."""
     speeds = [1 / min(_capped(spec, 1.0, demand)) for spec in kinds]
     top = max(speeds)
@@ -291,7 +291,7 @@ def _prices(kinds: Sequence[EngineSpec], demand: _Demand) -> Iterator[tuple[floa
             yield (base[0], *(y * factor for y, factor in zip(base[1:], skew, strict=True)))
 
 
-def _capped(spec: EngineSpec, y: float, demand: _Demand) -> tuple[float, float]:
+def _capped(spec: SimulatedEngine, y: float, demand: _Demand) -> tuple[float, float]:
     """What all tokens cost on this kind alone with z = 0, for u = 1 and u = 0."""
     steep, _ = _lines(spec)
     tokens = float(demand.coverage.sum())
@@ -303,7 +303,7 @@ def _capped(spec: EngineSpec, y: float, demand: _Demand) -> tuple[float, float]:
 
 
 def _tangents(
-    step: OracleStep, kinds: Sequence[EngineSpec], prices: Sequence[float], demand: _Demand
+    step: OracleStep, kinds: Sequence[SimulatedEngine], prices: Sequence[float], demand: _Demand
 ) -> Iterator[tuple[float, float]]:
     """(what everything costs at least, z) for z = 0 with each limit of the batch, then for z > 0."""
     per_kind = list(zip(kinds, prices, strict=True))
@@ -327,17 +327,19 @@ def _tangents(
         yield cost + _prefill(step, per_kind, z), z
 
 
-def _flats(per_kind: Sequence[tuple[EngineSpec, float]]) -> Iterator[tuple[EngineSpec, float, _Line]]:
+def _flats(
+    per_kind: Sequence[tuple[SimulatedEngine, float]],
+) -> Iterator[tuple[SimulatedEngine, float, _Line]]:
     for spec, y in per_kind:
         yield spec, y, _lines(spec)[1]
 
 
-def _with_slots(spec: EngineSpec, y: float, contexts: Array) -> Array:
+def _with_slots(spec: SimulatedEngine, y: float, contexts: Array) -> Array:
     steep, _ = _lines(spec)
     return y * (steep.sequence + steep.base / spec.max_sequences + steep.slope * (contexts - 1))
 
 
-def _with_cache(spec: EngineSpec, y: float, contexts: Array) -> Array:
+def _with_cache(spec: SimulatedEngine, y: float, contexts: Array) -> Array:
     steep, _ = _lines(spec)
     return np.asarray(
         y * (steep.sequence + steep.base / spec.kv_capacity * contexts + steep.slope * (contexts - 1))
@@ -356,7 +358,7 @@ def _least_of(costs: Sequence[Array], demand: _Demand) -> float:
     return float(demand.coverage @ np.min(costs, axis=0))
 
 
-def _prefill(step: OracleStep, per_kind: Sequence[tuple[EngineSpec, float]], z: float) -> float:
+def _prefill(step: OracleStep, per_kind: Sequence[tuple[SimulatedEngine, float]], z: float) -> float:
     total = 0.0
     for group in step.groups:
         prompt, siblings = group.prompt_tokens, len(group.targets) - 1
@@ -364,7 +366,7 @@ def _prefill(step: OracleStep, per_kind: Sequence[tuple[EngineSpec, float]], z: 
     return total
 
 
-def _prefill_flops_s(spec: EngineSpec, prompt: int, siblings: int) -> float:
+def _prefill_flops_s(spec: SimulatedEngine, prompt: int, siblings: int) -> float:
     """A prompt once, and each sibling's one token after it, at the engine's prefill speed."""
     pairs = prompt * (prompt + 1) / 2 + siblings * (prompt + 1)
     work = (
@@ -376,7 +378,7 @@ def _prefill_flops_s(spec: EngineSpec, prompt: int, siblings: int) -> float:
 class _Supply:
     """The right side: engine seconds by price, and the samples' seconds, within a step of T seconds."""
 
-    def __init__(self, step: OracleStep, kinds: Sequence[EngineSpec], train_s: float) -> None:
+    def __init__(self, step: OracleStep, kinds: Sequence[SimulatedEngine], train_s: float) -> None:
         self._step = step
         self._kind = {spec: index for index, spec in enumerate(kinds)}
         toggles = step.to_training_s + (0.0 if step.awake else step.to_generating_s)

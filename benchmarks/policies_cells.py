@@ -21,9 +21,9 @@ from benchmarks.policies_table import Result, Unit
 from scavenger.simulate import traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet
-from scavenger.simulate.lengths import Remembered
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.fleet import FleetTrace
+from scavenger.simulate.lengths import CachedLengths
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
 
@@ -38,7 +38,7 @@ EARTH_END_S = 72 * 3600.0
 PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
 
 
-def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
+def fleet_of(folder: Path, name: str, seed: int) -> FleetTrace:
     """The segment's fleet. Of spot instances the trace has only the number: which one goes is drawn by the seed."""
     described = json.loads(SEGMENTS.read_text())
     one = next(one for one in described["segments"] if one["name"] == name)
@@ -51,11 +51,11 @@ def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
 
 
 @functools.cache
-def lengths_of(setting: Setting) -> Remembered:
-    return Remembered(setting.lengths())
+def lengths_of(setting: Setting) -> CachedLengths:
+    return CachedLengths(setting.lengths())
 
 
-def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
+def scenario_of(unit: Unit, fleet: FleetTrace) -> Scenario:
     """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
     return replace(
@@ -68,7 +68,7 @@ def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
     )
 
 
-def result_of(out: Outcome, cpu_s: float) -> Result:
+def result_of(out: SimulationOutcome, cpu_s: float) -> Result:
     reserved, harvested = PRICES
     parts = ("seed_s", "wait_s", "train_s")
     seed_s, wait_s, train_s = (

@@ -23,8 +23,8 @@ from benchmarks.baselines.rlboost import rlboost
 from scavenger.simulate import traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.fleet import FleetTrace
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import COLOCATED, SimulatedPolicy
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
@@ -44,7 +44,7 @@ def policy_of(policy: str, cell: Scenario) -> SimulatedPolicy:
     )
 
 
-def spot_fleets(path: Path, seed: int) -> list[Fleet]:
+def spot_fleets(path: Path, seed: int) -> list[FleetTrace]:
     """The three spot segments, each with half its instances (every other one, by name)."""
     fleets = []
     described = json.loads(SEGMENTS.read_text())
@@ -57,7 +57,7 @@ def spot_fleets(path: Path, seed: int) -> list[Fleet]:
     return fleets
 
 
-def mean_pairs(out: Outcome) -> float:
+def mean_pairs(out: SimulationOutcome) -> float:
     return out.harvested_gpu_hours * 3600 / out.step_seconds / PAIR
 
 
@@ -66,9 +66,9 @@ class Bench:
 
     def __init__(self, spot: Path | None, steps: int, seeds: int) -> None:
         self._spot, self._steps, self._seeds = spot, steps, seeds
-        self._known: dict[tuple[str, Setting], list[Outcome]] = {}
+        self._known: dict[tuple[str, Setting], list[SimulationOutcome]] = {}
 
-    def outcomes(self, policy: str, setting: Setting) -> list[Outcome]:
+    def outcomes(self, policy: str, setting: Setting) -> list[SimulationOutcome]:
         if (policy, setting) not in self._known:
             outs = []
             for seed in range(self._seeds):
@@ -78,7 +78,7 @@ class Bench:
             self._known[policy, setting] = outs
         return self._known[policy, setting]
 
-    def _fleets(self, setting: Setting, seed: int) -> list[tuple[Fleet, int]]:
+    def _fleets(self, setting: Setting, seed: int) -> list[tuple[FleetTrace, int]]:
         """Segments are run to their end, constant fleets for so many steps."""
         if not setting.spot_segments:
             return [(steady(setting.pairs, 30 * 86_400.0), self._steps)]
@@ -115,7 +115,7 @@ def _without(row: PublishedPoint) -> str:
     return f"{row.policy} without {off[0]}" if off else ""
 
 
-def _mean(of: Callable[[Outcome], float], outs: list[Outcome]) -> float:
+def _mean(of: Callable[[SimulationOutcome], float], outs: list[SimulationOutcome]) -> float:
     return statistics.mean(of(out) for out in outs)
 
 

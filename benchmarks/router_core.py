@@ -34,7 +34,7 @@ from scavenger.router.core.events import (
     Committed,
     HelloReceived,
     HistoryRead,
-    Identity,
+    PeerIdentity,
     ReadHistory,
     RouterEvent,
     Send,
@@ -48,7 +48,7 @@ from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked
 
 WORKERS, SAMPLES, TOKENS, CHUNK, COMMIT_EVERY = 64, 100, 64, 8, 16
-OWNER = Identity("owner", "k")
+OWNER = PeerIdentity("owner", "k")
 
 
 class Site:
@@ -89,7 +89,7 @@ class Site:
         self.call(SubmitGroups(1, 1, "train", groups))
         for i in range(WORKERS):
             hello = WorkerHello(PROTOCOL, "harvested", "r", f"s{i}", 0, i, f"n{i}", 1, "reference", "0", 1)
-            self.handle(HelloReceived(100 + i, Identity("worker", f"k{i}", "r", f"i{i}"), hello))
+            self.handle(HelloReceived(100 + i, PeerIdentity("worker", f"k{i}", "r", f"i{i}"), hello))
             self.handle(WorkerSent(100 + i, WeightsLoaded(1, b"root")))
             self.commit()
 

@@ -35,7 +35,7 @@ from scavenger.router.core.events import (
     Committed,
     HelloReceived,
     HistoryRead,
-    Identity,
+    PeerIdentity,
     ReadHistory,
     RouterEvent,
     TrainerCalled,
@@ -47,7 +47,7 @@ from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked
 
 N, ENGINES, PROMPT, CHUNK = 16, 1000, 256, 32
-OWNER = Identity("owner", "k")
+OWNER = PeerIdentity("owner", "k")
 
 
 def resident() -> int:
@@ -88,7 +88,7 @@ def measure(samples: int) -> None:
     site.call(PublishVersion(1, 0, b"root", b"m", (WeightSource("e", "k", b"t"),)))
     for i in range(ENGINES):
         hello = WorkerHello(PROTOCOL, "harvested", "r", f"s{i}", 0, i, f"n{i}", 1, "reference", "0", 1)
-        site.handle(HelloReceived(100 + i, Identity("worker", f"k{i}", "r", f"i{i}"), hello))
+        site.handle(HelloReceived(100 + i, PeerIdentity("worker", f"k{i}", "r", f"i{i}"), hello))
         site.handle(checked(100 + i, WeightsLoaded(1, b"root")))
         site.commit()
     base = resident()

@@ -33,18 +33,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from scavenger import toml
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.cluster.sandbox import conf as sandbox_conf
 from scavenger.cluster.sandbox import sandbox
 from scavenger.cluster.sandbox.ports import listens, take_ports
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon import process
-from scavenger.harvest.decide.actions import Caps, Headroom, JobLimits, Limits, OurJob, Placement, YieldLimits
+from scavenger.harvest.decide.actions import (
+    Caps,
+    Headroom,
+    JobLimits,
+    JobPlacement,
+    Limits,
+    OurJob,
+    YieldLimits,
+)
 from scavenger.harvest.decide.decide import decide
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.track.node_health import HealthRules
-from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.harvest.track.tracker import Tracker, TrackerRules
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 
@@ -56,7 +64,7 @@ LIMITS = Limits(
     headroom=Headroom(per_node=1),
     job=JobLimits(drain_before_s=30.0),
     yielding=YieldLimits(window_s=120.0),
-    placement=Placement(pin=True),
+    placement=JobPlacement(pin=True),
     user="scavenger",
 )
 DEMAND = [Demand(1, "bench", 4000, 1, "whatever is idle")]
@@ -163,7 +171,7 @@ def time_policy(nodes: int, jobs: int, repeat: int, seed: int) -> None:
 def cloud_conf(base: Path, nodes: int, port: int) -> str:
     """The sandbox's `slurm.conf` with CLOUD nodes in place of its own."""
     names = ("node0",)
-    layout = Layout(
+    layout = ClusterLayout(
         nodes=names,
         gpus=8,
         partitions=(
@@ -172,7 +180,7 @@ def cloud_conf(base: Path, nodes: int, port: int) -> str:
         ),
     )
     plugins = next(path for path in sandbox._PLUGINS if os.path.isdir(path))
-    site = sandbox_conf.Site(
+    site = sandbox_conf.SandboxLocation(
         str(base), os.uname().nodename.split(".")[0], pwd.getpwuid(os.getuid()).pw_name, plugins, port
     )
     every = f"cloud[1-{nodes}]"
@@ -275,7 +283,7 @@ def fill(env: dict[str, str], nodes: int, pending: int) -> None:
 
 
 def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
-    tracker = Tracker(Rules("feedbeef", "scavenger", 30.0, HealthRules(3, 600.0, 5.0)))
+    tracker = Tracker(TrackerRules("feedbeef", "scavenger", 30.0, HealthRules(3, 600.0, 5.0)))
     views, decisions, cpu = [], [], []
     process.tune()
     for _ in range(repeat):

@@ -24,7 +24,7 @@ from scavenger.errors import ConfigError
 from scavenger.simulate import presets
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
@@ -55,11 +55,11 @@ class Cell:
             self.sigma, cap, max(self.capped, 1e-3), self.correlation, self.drift
         )
 
-    def fleet(self, seed: int) -> Fleet:
+    def fleet(self, seed: int) -> FleetTrace:
         """A slice of a synthetic site, its clock run faster: the same idle GPUs on average, taken back so much more often."""
         made = synthetic.generate(Streams(seed), LENGTH_S * self.volatility, SITE)
         faster = tuple(replace(change, t_s=change.t_s / self.volatility) for change in made.changes)
-        return Fleet(
+        return FleetTrace(
             f"{made.origin}, {self.volatility:g} times as fast", LENGTH_S, made.capacity, made.initial, faster
         )
 

@@ -20,16 +20,16 @@ from benchmarks.baselines.registry import SIMULATED_POLICIES, simulated_policy
 from scavenger.simulate import presets, traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
 GOAL_S = 300.0
 
 
-def scenario(fleet: Fleet) -> Scenario:
+def scenario(fleet: FleetTrace) -> Scenario:
     engine = presets.engine("Qwen3-8B", "H100")
     trainer = TrainerSpec(engine.model, engine.gpu, 8, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
     return Scenario(
@@ -48,7 +48,7 @@ def scenario(fleet: Fleet) -> Scenario:
     )
 
 
-def summary(out: Outcome, fleet: Fleet, wall_s: float) -> str:
+def summary(out: SimulationOutcome, fleet: FleetTrace, wall_s: float) -> str:
     steps, whole_s = len(out.steps), wall_s * 72 * 3600 / fleet.end_s
     return (
         f"{out.policy}: {fleet.end_s / 3600:g} h of {fleet.gpus} GPUs ({fleet.origin}), {steps} steps of {out.step_seconds / steps:.0f} s, "

@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.weights import MIB, make  # noqa: E402
-from scavenger.cluster.sandbox.hosts import SITE, Host, SiteSandbox, wait_for  # noqa: E402
+from scavenger.cluster.sandbox.hosts import SITE, BootedHost, SiteSandbox, wait_for  # noqa: E402
 from scavenger.protocol import keys, messages  # noqa: E402
 from scavenger.router.core.worker_commands import OFFER_S  # noqa: E402
 from scavenger.weights import manifest as manifests  # noqa: E402
-from scavenger.weights.directory import Directory  # noqa: E402
+from scavenger.weights.directory import WeightDirectory  # noqa: E402
 from scavenger.weights.pull import Pull  # noqa: E402
-from scavenger.weights.source import WeightSource  # noqa: E402
+from scavenger.weights.source import WeightServer  # noqa: E402
 from scavenger.weights.transfer import TransferLimits  # noqa: E402
 
 PYTHON, PROGRAM = "/opt/scavenger/bin/python", "/opt/scavenger-clone/benchmarks/site_weights.py"
@@ -89,14 +89,14 @@ def unpacked(text: str) -> messages.WeightSource:
 def serve(address: str, nbytes: int, how: str) -> None:
     """The training job's rank: serves one version until its input ends."""
     manifest, buffer = make(nbytes)
-    with WeightSource(address, encrypt=how == "curve", local=False) as source:
+    with WeightServer(address, encrypt=how == "curve", local=False) as source:
         tell(manifest=manifests.encode(manifest).hex(), source=packed(source.publish(manifest, buffer)))
         sys.stdin.read()
 
 
 def join(address: str, how: str) -> None:
     """An engine: pulls the version from whom it is told, and serves what it has meanwhile; until its input ends."""
-    with WeightSource(address, encrypt=how == "curve") as source:
+    with WeightServer(address, encrypt=how == "curve") as source:
         tell(ready=True)
         told = Lines(sys.stdin.fileno())
         first = told.one()
@@ -131,7 +131,7 @@ def join(address: str, how: str) -> None:
 class Program:
     """This file on a host, as the user of the daemon."""
 
-    def __init__(self, host: Host, *argv: str) -> None:
+    def __init__(self, host: BootedHost, *argv: str) -> None:
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "/opt/scavenger-clone"}
         command = host.command([PYTHON, PROGRAM, *argv], "scavenger", env)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -170,7 +170,7 @@ def transferred(site: SiteSandbox, nbytes: int, how: str, engines: list[str]) ->
 
 def _routed(version: dict[str, Any], joiners: list[Program], engines: list[str]) -> list[float]:
     """What the router does for a version: chooses holders for each engine, and again while holders come."""
-    directory, publisher = Directory(), (unpacked(version["source"]),)
+    directory, publisher = WeightDirectory(), (unpacked(version["source"]),)
     number = manifests.decode(bytes.fromhex(version["manifest"])).version
     offered = dict.fromkeys(range(len(joiners)), -1)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.fleet import Fleet, from_deltas
+from scavenger.simulate.fleet import FleetTrace, from_deltas
 
 # (share of a block's idle times that are shorter, seconds). Near the quantiles that the traces' README gives of a GPU's idle slices (0.29
 # within 1 min, 0.53 within 5, 0.70 within 15, 0.85 within 1 h, 0.90 within 8,467 s), but longer: on a node with several blocks the latest
@@ -101,7 +101,7 @@ def idle_quantile(share: float, table: Sequence[tuple[float, float]] = IDLE_QUAN
     return table[-1][1]
 
 
-def generate(streams: Streams, length_s: float, site: SyntheticSite = EARTH_LIKE) -> Fleet:
+def generate(streams: Streams, length_s: float, site: SyntheticSite = EARTH_LIKE) -> FleetTrace:
     """A fleet of `site` over `length_s`; time 0 is midnight. The same seed gives the same fleet; a longer one begins alike."""
     initial = {f"standing-{index:03}": idle for index, idle in enumerate(site.constant_idle)}
     deltas: list[tuple[float, str, int]] = []

@@ -28,7 +28,7 @@ from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def make(nbytes: int, version: int = 1) -> tuple[manifests.Manifest, Buffer]:
 def serve(nbytes: int, how: str) -> None:
     """The sender's process: serves one version until its input ends."""
     manifest, buffer = make(nbytes)
-    with WeightSource(encrypt=how == "curve", local=how == "neighbour") as source:
+    with WeightServer(encrypt=how == "curve", local=how == "neighbour") as source:
         address = source.publish(manifest, buffer)
         began = time.process_time()
         print(
@@ -186,8 +186,8 @@ def joiners(count: int, nbytes: int, nbytes_per_s: float, *, relay: bool) -> flo
     """Seconds until `count` receivers that begin together have the version; every sender gives at most `nbytes_per_s`."""
     manifest, buffer = make(nbytes)
     limits = TransferLimits(streams=2)
-    publisher = WeightSource(local=False, nbytes_per_s=nbytes_per_s)
-    engines = [WeightSource(local=False, nbytes_per_s=nbytes_per_s) for _ in range(count if relay else 0)]
+    publisher = WeightServer(local=False, nbytes_per_s=nbytes_per_s)
+    engines = [WeightServer(local=False, nbytes_per_s=nbytes_per_s) for _ in range(count if relay else 0)]
     try:
         root = publisher.publish(manifest, buffer)
         works = [Pull(manifest, keys.generate(), limits=limits, seed=i) for i in range(count)]
@@ -212,7 +212,7 @@ def joiners(count: int, nbytes: int, nbytes_per_s: float, *, relay: bool) -> flo
             source.close()
 
 
-def _announcer(source: WeightSource, version: int) -> Callable[[int], None]:
+def _announcer(source: WeightServer, version: int) -> Callable[[int], None]:
     return lambda chunk: source.arrived(version, chunk)
 
 

@@ -28,7 +28,7 @@ from scavenger.config import RunConfig
 from scavenger.ledger import store
 from scavenger.weights import delta
 from scavenger.weights import manifest as manifests
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from trainer import __main__ as program
 from trainer import tiny
 from trainer.algorithms.scoring import Scoring
@@ -224,7 +224,7 @@ def show_publish(hidden: int, layers: int, rounds: int) -> None:
         mesh_ready = world.share(b"")  # the model is there
         assert mesh_ready == b""
         learner = program.make_learner(config, world)
-        with WeightSource(deltas=4) as source:
+        with WeightServer(deltas=4) as source:
             publisher = Publisher(source)
             if world.rank:
                 serve(world, learner, publisher)

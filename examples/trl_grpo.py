@@ -31,7 +31,7 @@ from scavenger.protocol import messages
 from scavenger.protocol.keys import read_rendezvous
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
-from scavenger.weights.source import WeightSource, serving_interface
+from scavenger.weights.source import WeightServer, serving_interface
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -76,7 +76,7 @@ class Scavenged(TrainerCallback):
         self._config = config
         self._reward = reward
         self._client = Client.connect(config.run.state_dir, config.run.key)
-        self._source = WeightSource(
+        self._source = WeightServer(
             serving_interface(config.weights.listen, read_rendezvous(config.run.state_dir).endpoint),
             config.weights.advertise,
         )

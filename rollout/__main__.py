@@ -26,7 +26,7 @@ from typing import NoReturn  # noqa: E402
 
 import structlog  # noqa: E402
 
-from rollout.worker import Options, Worker  # noqa: E402
+from rollout.worker import Options, RolloutWorker  # noqa: E402
 from scavenger import __version__  # noqa: E402
 from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
 from scavenger.protocol.keys import read_keypair  # noqa: E402
@@ -35,7 +35,7 @@ from scavenger.protocol.worker.events import (  # noqa: E402
     EXIT_ENGINE_FAILED,
     EXIT_REFUSED,
     EndWorker,
-    Identity,
+    WorkerIdentity,
 )
 
 
@@ -91,11 +91,11 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Identity:
+def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> WorkerIdentity:
     """Who this process is. Raises `ConfigError`."""
     reserved = arguments.kind == "reserved"
     slot = arguments.slot if arguments.slot is not None else environment.get("SCAVENGER_SLOT", "")
-    return Identity(
+    return WorkerIdentity(
         kind=arguments.kind,
         run=arguments.run,
         session=_session(environment) if reserved else secrets.token_hex(16),
@@ -137,7 +137,7 @@ def _configure_log() -> None:
 def _run(options: Options) -> EndWorker:
     # Not asyncio.run: that waits for threads, and the import or the forward pass in them may take longer than we have.
     loop = asyncio.new_event_loop()
-    return loop.run_until_complete(Worker(options).run())
+    return loop.run_until_complete(RolloutWorker(options).run())
 
 
 def check_code(wanted: str) -> None:

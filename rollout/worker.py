@@ -4,8 +4,8 @@ r"""The preemptible worker: performs what `session` decides, on a real socket, a
     Generated  from the engine   >  inbox -> Session.handle -> _perform <  Add, Abort, ... to the engine, in order (`_drive_engine`)
     Loaded, Slept, ...: done    /                                       \ LoadWeights     to a task that fetches weights (`_pull`)
 
-`Worker` owns the event loop's tasks. The loop never blocks: computing happens in the engine's own thread. `Link` is the socket to the
-daemon, made anew at each connect from the rendezvous file, which may name another host by then.
+`RolloutWorker` owns the event loop's tasks. The loop never blocks: computing happens in the engine's own thread. `Link` is the socket to
+the daemon, made anew at each connect from the rendezvous file, which may name another host by then.
 
 Boundary: the process that performs what the session decides; IO.
 """
@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from rollout.engines.base import Engine, Host, Weight
+from rollout.engines.base import Engine, EngineHost, Weight
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from scavenger.errors import EngineError, ScavengerError, WeightsDiffer, WeightsError, WireError, describe
@@ -43,10 +43,8 @@ from scavenger.protocol.worker.events import (
     Connect,
     Connected,
     EndWorker,
-    EngineDied,
-    Event,
+    EngineCrashed,
     Generated,
-    Identity,
     KeyRefused,
     Loaded,
     LoadFailed,
@@ -54,7 +52,7 @@ from scavenger.protocol.worker.events import (
     LogNote,
     MoreHolders,
     Received,
-    Send,
+    SendMessage,
     Serves,
     SleepEngine,
     Slept,
@@ -63,6 +61,8 @@ from scavenger.protocol.worker.events import (
     WakeEngine,
     Woken,
     WorkerAction,
+    WorkerEvent,
+    WorkerIdentity,
     WorkerLimits,
     WorkerTick,
 )
@@ -104,7 +104,7 @@ def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]
 class Link:
     """One connection after another: a DEALER under CURVE, its receiver and its monitor. `post` gets what arrives, as events."""
 
-    def __init__(self, state_dir: Path, keypair: KeyPair, post: Callable[[Event], None]) -> None:
+    def __init__(self, state_dir: Path, keypair: KeyPair, post: Callable[[WorkerEvent], None]) -> None:
         self._state_dir = state_dir
         self._keypair = keypair
         self._post = post
@@ -205,7 +205,7 @@ class Options:
 
     state_dir: Path
     keypair: KeyPair
-    identity: Identity
+    identity: WorkerIdentity
     limits: WorkerLimits = field(default_factory=WorkerLimits)
     pull_s: float = 120.0
     pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
@@ -224,7 +224,7 @@ class _Pulled:
     verify_s: float
 
 
-class Worker:
+class RolloutWorker:
     """One process's worker. `run()` returns the `EndWorker` that ended it."""
 
     def __init__(
@@ -237,7 +237,7 @@ class Worker:
         self._options = options
         self._builder = builder
         self._clock = clock
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._inbox: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self._commands: asyncio.Queue[WorkerAction | _Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
@@ -264,7 +264,7 @@ class Worker:
             loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
         # The import takes longer than the connection: both at once. Its errors appear again at Build, which reports them.
         preload = loop.run_in_executor(None, self._preload)
-        self._tasks.append(self._spawn(self._drive_engine(), EngineDied))
+        self._tasks.append(self._spawn(self._drive_engine(), EngineCrashed))
         self._perform(Connect(0.0))
         try:
             return await self._loop()
@@ -293,7 +293,7 @@ class Worker:
             else:
                 self._may_generate.clear()
 
-    async def _next_event(self, timeout_s: float) -> Event:
+    async def _next_event(self, timeout_s: float) -> WorkerEvent:
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         try:
@@ -303,7 +303,7 @@ class Worker:
             return WorkerTick()
 
     def _perform(self, action: WorkerAction) -> None:
-        if isinstance(action, Send):
+        if isinstance(action, SendMessage):
             self._link.send(action.message)
         elif isinstance(action, Connect):
             if self._connecting is not None:
@@ -323,7 +323,7 @@ class Worker:
             self._commands.put_nowait(action)
 
     def _spawn(
-        self, work: Coroutine[object, object, None], failed: Callable[[str], Event]
+        self, work: Coroutine[object, object, None], failed: Callable[[str], WorkerEvent]
     ) -> asyncio.Task[None]:
         """A task whose every error, foreseen or not, becomes the session's event."""
         return spawn(work, lambda reason: self._inbox.put_nowait(failed(reason)))
@@ -369,7 +369,7 @@ class Worker:
             ) from error
         imported = self._clock()
         me = self._options.identity
-        self._engine = await build(spec, Host(me.run, me.gpus, sleeps=me.kind == "reserved"))
+        self._engine = await build(spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved"))
         info = self._engine.info()
         self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))
         _log.info(
@@ -380,7 +380,7 @@ class Worker:
             import_wait_s=round(imported - began, 3),
             build_s=round(self._clock() - imported, 3),
         )
-        self._tasks.append(self._spawn(self._generate(self._engine), EngineDied))
+        self._tasks.append(self._spawn(self._generate(self._engine), EngineCrashed))
 
     async def _add(self, engine: Engine, command: Add) -> None:
         try:
@@ -402,7 +402,7 @@ class Worker:
         """Called in the thread that serves. The worker ends as failed, because other engines would go on asking this process."""
         _log.error("worker.cannot_serve", reason=fault.log_text)
         assert self._main is not None  # nothing is served before
-        self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineDied(describe(fault)))
+        self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineCrashed(describe(fault)))
 
     def _near_daemon(self) -> str:
         """The address of this host that the daemon's host can reach, and so other workers too."""

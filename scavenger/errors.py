@@ -38,7 +38,7 @@ class ScavengerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StartFinding:
     """What one check before a start found.
 
     `problem`: cause and remedy by line, "" where all is well. `note`: what was seen, or why nothing was.

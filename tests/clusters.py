@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import ClusterView, JobFlag, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
@@ -22,10 +22,10 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 SHARED = ("node1", "node2", "node3")
 
 
-def layout_for_tests(*, grace_s: float = 10.0, requeue_delay_s: float = 6.0) -> Layout:
+def layout_for_tests(*, grace_s: float = 10.0, requeue_delay_s: float = 6.0) -> ClusterLayout:
     """The demo's partitions, and `scavenge0`: the same as `scavenge` with no grace at all."""
     lowest = PreemptMode.REQUEUE
-    return Layout(
+    return ClusterLayout(
         nodes=("node0", *SHARED),
         gpus=4,
         requeue_delay_s=requeue_delay_s,

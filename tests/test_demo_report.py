@@ -6,16 +6,16 @@ import re
 import xml.etree.ElementTree as ET
 
 from scavenger.demo import report
-from scavenger.demo.metrics import DemoMetrics, Gpus, Lost, Moves, Now, StepMetrics
+from scavenger.demo.metrics import DemoMetrics, GpuCounts, LostEngine, Moves, Now, StepMetrics
 
 HOSTILE = "<script>alert('x')</script>&\"><b onclick=x>"
 NOW = Now(0, 0, 0, 0, 1, 2, 300, 40, 5000)
 MOVES = Moves(samples=10, trained=8, filtered=2, moved=3, most=2)
 METRICS = DemoMetrics(
     NOW,
-    (Gpus(100.0, 2, 0, 1, 1, 0), Gpus(103.0, 0, 2, 1, 1, 0)),
+    (GpuCounts(100.0, 2, 0, 1, 1, 0), GpuCounts(103.0, 0, 2, 1, 1, 0)),
     (StepMetrics("train", 0, {"reward": 0.25}, 101.0), StepMetrics("train", 1, {"reward": 0.5}, 102.0)),
-    (Lost(102.0, HOSTILE, 7, True, HOSTILE, 3, 300, 40),),
+    (LostEngine(102.0, HOSTILE, 7, True, HOSTILE, 3, 300, 40),),
     MOVES,
 )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from scavenger.cluster.model import Job, JobFlag, JobState
 from scavenger.demo import session
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.demo.training import Training, log_tail
 from scavenger.errors import ScavengerError
 from tests.clusters import wait_for
@@ -120,7 +120,7 @@ def _at_work(log: Path) -> bool:
 @pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.slurm), "local"])
 def test_the_demo_ends_within_ten_seconds_of_its_training_jobs_end(backend: str, tmp_path: Path) -> None:
     options = session.DemoOptions(tmp_path)
-    with Site(SiteOptions(backend, tmp_path / "s", harvest={"enabled": False})) as site:
+    with DemoSite(SiteOptions(backend, tmp_path / "s", harvest={"enabled": False})) as site:
         for number, (what, body) in enumerate(FAKE.items()):
             fake = tmp_path / f"python{number}"
             fake.write_text(f"#!/bin/sh\n{body}\n")

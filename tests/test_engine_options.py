@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rollout.engines.base import Host
+from rollout.engines.base import EngineHost
 from rollout.engines.vllm import setup
 from scavenger.config import RunConfig
 from scavenger.errors import EngineError
@@ -90,7 +90,7 @@ def _spec(**options: Any) -> EngineSpec:
 
 
 def test_options_reach_vllm_and_stages_divide_the_gpus(tmp_path: Path) -> None:
-    host = Host("r", gpus=4)
+    host = EngineHost("r", gpus=4)
     found = setup.arguments(_spec(pipeline_parallel_size=2, kv_cache_dtype="fp8"), host, tmp_path, None, True)
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"]) == (2, 2)
     assert found["kv_cache_dtype"] == "fp8"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.prepare import memory, sizes
-from trainer.prepare.memory import Shape, TrainJob
+from trainer.prepare.memory import ModelShape, TrainJob
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, COMPLETION = 1024, 8192
@@ -17,11 +17,11 @@ VOCABULARY = 151_936
 
 def qwen3(
     name: str, layers: int, hidden: int, heads: int, inner: int, *, tied: bool = False
-) -> tuple[str, Shape]:
+) -> tuple[str, ModelShape]:
     """Qwen3's dense models, by their config.json: 8 KV heads of 128."""
     layer = hidden * 128 * 2 * (heads + 8) + 3 * hidden * inner + 2 * hidden + 2 * 128
     parameters = layers * layer + (1 if tied else 2) * VOCABULARY * hidden + hidden
-    return name, Shape(parameters, layers, hidden, inner, VOCABULARY, heads, 8, 128)
+    return name, ModelShape(parameters, layers, hidden, inner, VOCABULARY, heads, 8, 128)
 
 
 MODELS = dict(
@@ -39,10 +39,10 @@ GPUS = {"H100, A100 of 80 GB": 80.0, "H200 of 141 GB": 141.0}
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def row(name: str, shape: Shape, gpu: str, gpu_gb: float) -> str:
+def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
     """With the fewest GPUs that fit, all trained, a reserved engine on each."""
     for count in COUNTS:
-        asked = sizes.Asked(
+        asked = sizes.SizingRequest(
             shape,
             "vllm",
             min(count, 8),

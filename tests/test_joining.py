@@ -28,9 +28,9 @@ from scavenger.daemon.key_requests import (
     CHECK_S,
     GONE_S,
     MOST_KEYS,
-    Directory,
     KeyRequests,
     User,
+    UserDirectory,
     admission,
     refusal,
 )
@@ -101,7 +101,7 @@ class Site:
             self.public,
             owners,
             lambda: self.now,
-            Directory(lambda uid: self.users.get(uid), lambda name: self.groups.get(name)),
+            UserDirectory(lambda uid: self.users.get(uid), lambda name: self.groups.get(name)),
             munge_socket,
         )
         self.last = KeyRequest("k" * 40, "0" * 16)

@@ -17,7 +17,7 @@ from scavenger.cli import main
 from scavenger.config import DaemonConfig
 from scavenger.daemon import ledger_handoff
 from scavenger.daemon import main as daemon
-from scavenger.daemon.ledger_handoff import Age, Choice
+from scavenger.daemon.ledger_handoff import Age, HandoffChoice
 from scavenger.daemon.takeover import Manner
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import store
@@ -30,19 +30,21 @@ from tests.ledger.histories import fetch
 @pytest.mark.parametrize(
     ("here", "carried", "announced", "choice"),
     [
-        (Age(), Age(), 0, Choice.STAY),  # the first daemon of all
-        (Age(3, 9), Age(), 3, Choice.STAY),  # it died here and comes back here
-        (Age(3, 9), Age(3, 9), 3, Choice.STAY),  # it left well and comes back here
-        (Age(), Age(3, 9), 3, Choice.TAKE),  # it left well and comes back elsewhere
-        (Age(1, 4), Age(3, 9), 3, Choice.TAKE),  # back where it was long ago
-        (Age(3, 8), Age(3, 9), 3, Choice.TAKE),
-        (Age(4, 0), Age(3, 9), 3, Choice.STAY),  # restored here: another history begins beyond
-        (Age(), Age(3, 9), 4, Choice.REFUSE),  # the fourth died elsewhere without a copy
-        (Age(1, 4), Age(), 4, Choice.REFUSE),
-        (Age(), Age(), 1, Choice.REFUSE),
+        (Age(), Age(), 0, HandoffChoice.STAY),  # the first daemon of all
+        (Age(3, 9), Age(), 3, HandoffChoice.STAY),  # it died here and comes back here
+        (Age(3, 9), Age(3, 9), 3, HandoffChoice.STAY),  # it left well and comes back here
+        (Age(), Age(3, 9), 3, HandoffChoice.TAKE),  # it left well and comes back elsewhere
+        (Age(1, 4), Age(3, 9), 3, HandoffChoice.TAKE),  # back where it was long ago
+        (Age(3, 8), Age(3, 9), 3, HandoffChoice.TAKE),
+        (Age(4, 0), Age(3, 9), 3, HandoffChoice.STAY),  # restored here: another history begins beyond
+        (Age(), Age(3, 9), 4, HandoffChoice.REFUSE),  # the fourth died elsewhere without a copy
+        (Age(1, 4), Age(), 4, HandoffChoice.REFUSE),
+        (Age(), Age(), 1, HandoffChoice.REFUSE),
     ],
 )
-def test_which_ledger_a_daemon_begins_with(here: Age, carried: Age, announced: int, choice: Choice) -> None:
+def test_which_ledger_a_daemon_begins_with(
+    here: Age, carried: Age, announced: int, choice: HandoffChoice
+) -> None:
     assert ledger_handoff.choose(here, carried, announced) is choice
 
 
@@ -99,7 +101,7 @@ def test_a_daemon_that_died_elsewhere_without_a_copy_is_not_forgotten(tmp_path: 
 
 def test_a_ledger_in_postgresql_is_not_carried(tmp_path: Path) -> None:
     config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, "ledger": "postgresql://u@db/x"}})
-    assert ledger_handoff.take_up(config) is Choice.STAY
+    assert ledger_handoff.take_up(config) is HandoffChoice.STAY
     ledger_handoff.put_down(config, 1)
     assert list(tmp_path.iterdir()) == []
 
@@ -191,7 +193,7 @@ def test_what_is_taken_up_is_never_readable_by_others_nor_written_through_a_link
     monkeypatch.setattr(shutil, "copyfileobj", watched)
     before = os.umask(0)
     try:
-        assert ledger_handoff.take_up(b) is Choice.TAKE
+        assert ledger_handoff.take_up(b) is HandoffChoice.TAKE
     finally:
         os.umask(before)
     assert modes == [0o600]

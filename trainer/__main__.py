@@ -32,7 +32,7 @@ from scavenger.errors import (
     describe,
 )
 from scavenger.protocol import engine_options, keys, messages
-from scavenger.weights.source import WeightSource, is_loopback, serving_interface
+from scavenger.weights.source import WeightServer, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
 from trainer.algorithms.reward_pool import RewardPool, open_pool
@@ -49,10 +49,10 @@ from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
 from trainer.loop.run import Loop, RunStart
 from trainer.loop.sample_log import SampleLog, one_in
-from trainer.loop.step import Run
-from trainer.loop.watchdog import Here, Watch, meet
+from trainer.loop.step import TrainerRun
+from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
-from trainer.model.memory import Gpu
+from trainer.model.memory import RankGpu
 
 STALE_EXIT = 3
 
@@ -106,12 +106,12 @@ def sampling(config: RunConfig) -> messages.Sampling:
     )
 
 
-def gpu_of(config: RunConfig, rank: int, environ: Mapping[str, str]) -> Gpu:
+def gpu_of(config: RunConfig, rank: int, environ: Mapping[str, str]) -> RankGpu:
     """This rank's, and whether reserved engines lie on it."""
     number = local_rank()
     shared = reserved.shares_gpu(config.reserved.workers, config.reserved.gpus_per_engine, number, environ)
     share = config.engine.gpu_memory_share if config.engine.name == "vllm" else 0.0
-    return Gpu(account.opened(environ, number, f"rank {rank}"), shared, share, rank)
+    return RankGpu(account.opened(environ, number, f"rank {rank}"), shared, share, rank)
 
 
 def make_learner(config: RunConfig, comm: Comm) -> Learner:
@@ -132,13 +132,13 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
 def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
     """All ranks: begin to watch one another. Where this rank is, for it to say."""
     here = Here()
-    watch = Watch(meet(comm), here, stuck_s=config.trainer.stuck_s, end_s=config.trainer.stuck_end_s)
+    watch = RankWatch(meet(comm), here, stuck_s=config.trainer.stuck_s, end_s=config.trainer.stuck_end_s)
     watch.start()
     stack.callback(watch.stop)
     return here
 
 
-def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSource:
+def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightServer:
     """Where this rank serves its share of the weights. Every rank calls it. Raises `ConfigError` where engines could not reach it.
 
     `ending` is told when it cannot serve any more: engines would wait for this rank's share. Raises `DaemonUnavailable` on rank 0 where
@@ -158,7 +158,7 @@ def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSourc
     advertise = (
         weights.advertise if lead == here else ""
     )  # it names rank 0's host; another one goes by its own name
-    return WeightSource(
+    return WeightServer(
         listen,
         advertise,
         encrypt=weights.encrypt,
@@ -269,11 +269,11 @@ def begin(
     config: RunConfig,
     spec: messages.EngineSpec,
     ranks: Ranks,
-    source: LocalSource | WeightSource,
+    source: LocalSource | WeightServer,
     stack: ExitStack,
     resume: str,
     data: str,
-) -> tuple[RunStart, Run]:
+) -> tuple[RunStart, TrainerRun]:
     """Load a checkpoint and open the run from it. "auto" goes back to the newest one that the ledger knows.
 
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
@@ -322,9 +322,9 @@ def open_run(
     config: RunConfig,
     spec: messages.EngineSpec,
     start: RunStart,
-    source: LocalSource | WeightSource,
+    source: LocalSource | WeightServer,
     stack: ExitStack,
-) -> Run:
+) -> TrainerRun:
     if isinstance(source, LocalSource):
         local_run = LocalRun(spec, source, config.run.seed)
         stack.callback(local_run.close)
@@ -341,7 +341,7 @@ def open_run(
     )
 
 
-def close_failed(run: Run, error: BaseException) -> None:
+def close_failed(run: TrainerRun, error: BaseException) -> None:
     """Tell the daemon why, so that engines leave; when even that fails, the first error still is the one reported."""
     state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     try:

@@ -30,7 +30,7 @@ _WANTED, _PRESENT = "wanted.json", "present.json"
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequestedEngines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engines are to be `awake`, or to sleep; the processes named `end` are to be ended, for `reason`.
 
     Nothing was said: number 0, and no engine is started. Ranks that load their model take and give back memory of the same GPUs, and vLLM
@@ -54,7 +54,7 @@ class Present(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Slots = ()
 
 
-T = TypeVar("T", Wanted, Present)
+T = TypeVar("T", RequestedEngines, Present)
 
 
 class Launcher:
@@ -64,9 +64,9 @@ class Launcher:
         self.folder = Path(tempfile.mkdtemp(prefix="scavenger-engines-"))
         self._said: Present | None = None
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> RequestedEngines:
         """Rank 0's last word. Raises `ConfigError`."""
-        return _read(self.folder / _WANTED, Wanted) or Wanted()
+        return _read(self.folder / _WANTED, RequestedEngines) or RequestedEngines()
 
     def say(self, present: Present) -> None:
         if present != self._said:
@@ -82,22 +82,22 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._wanted = Wanted()
+        self._wanted = RequestedEngines()
 
     def want(self, awake: bool) -> None:
         """Engines may be started, or none shall be."""
-        self._say(Wanted(self._wanted.number + 1, awake))
+        self._say(RequestedEngines(self._wanted.number + 1, awake))
 
     def end(self, names: tuple[str, ...], reason: str) -> None:
         """End these processes; none is started again before engines are to be awake."""
-        self._say(Wanted(self._wanted.number + 1, False, names[:MAX_SLOTS], reason))
+        self._say(RequestedEngines(self._wanted.number + 1, False, names[:MAX_SLOTS], reason))
 
     def present(self) -> Present | None:
         """What there is, as of what was said last; None: the launcher has not acted upon that yet. Raises `ConfigError`."""
         present = _read(self._folder / _PRESENT, Present)
         return present if present is not None and present.number == self._wanted.number else None
 
-    def _say(self, wanted: Wanted) -> None:
+    def _say(self, wanted: RequestedEngines) -> None:
         self._wanted = wanted
         _write(self._folder / _WANTED, wanted)
 
@@ -108,7 +108,7 @@ def of_job(environ: Mapping[str, str]) -> Engines | None:
     return Engines(Path(folder)) if folder and Path(folder).is_dir() else None
 
 
-def _write(path: Path, what: Wanted | Present) -> None:
+def _write(path: Path, what: RequestedEngines | Present) -> None:
     beside = path.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(what))
     os.replace(beside, path)

@@ -34,7 +34,7 @@ from scavenger.protocol import keys
 from trainer import embedded, engine_control, failure, mpi_settings, reserved
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
-from trainer.mpi_settings import GiveUp, Library, Trial, Use
+from trainer.mpi_settings import GiveUp, Library, MpiChoice, Trial
 from trainer.reserved import EngineLocation, ReservedEngine, die_with_parent
 
 POLL_S = 0.2
@@ -195,7 +195,7 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
         if isinstance(chosen, GiveUp):
             raise ConfigError(chosen.reason, chosen.remedy)
         whole = dict(chosen.settings.environ) | dict(environ)
-        if isinstance(chosen, Use):
+        if isinstance(chosen, MpiChoice):
             return RankStart(tuple(_launched(chosen.launcher, made, made.trainer)), whole, chosen.reason)
         probe = [made.python, "-m", "trainer.world_probe", str(made.ranks), f"{WORLD_S:g}"]
         code, error_text = _tried(_launched(chosen.launcher, made, probe), whole, TRIAL_S)

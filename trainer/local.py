@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout.engines import merging
-from rollout.engines.base import Engine, Host, Weight
+from rollout.engines.base import Engine, EngineHost, Weight
 from rollout.engines.registry import builder
 from scavenger.errors import EngineError
 from scavenger.protocol import messages
@@ -72,7 +72,7 @@ class LocalRun:
         self._source = source
         self._seed = seed
         self._loop = asyncio.new_event_loop()
-        self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine, Host()))
+        self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine, EngineHost()))
         self._next: asyncio.Task[list[Delta]] | None = None
         self._samples: dict[int, _Sample] = {}
         self._done: list[messages.GroupDone] = []

@@ -50,7 +50,7 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class MpiSettings:
     """Environment variables that are set for the ranks, unless the user set them."""
 
     name: str
@@ -65,7 +65,7 @@ class Trial:
     """
 
     launcher: str
-    settings: Settings
+    settings: MpiSettings
     code: int | None
     words: str = ""
 
@@ -73,13 +73,13 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Try:
     launcher: str
-    settings: Settings
+    settings: MpiSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class MpiChoice:
     launcher: str
-    settings: Settings
+    settings: MpiSettings
     reason: str
 
 
@@ -112,22 +112,22 @@ def srun_launchers(found: Library, listed: str, named: str = "") -> tuple[str, .
     return tuple(f"srun --mpi={kind}" for kind in order if kind in offered)
 
 
-def candidates(found: Library) -> tuple[Settings, ...]:
+def candidates(found: Library) -> tuple[MpiSettings, ...]:
     """Settings to try, in this order. What is not Open MPI needs none of Open MPI's."""
     if found.make != "Open MPI":
-        return (Settings("its own settings"),)
+        return (MpiSettings("its own settings"),)
     if found.version < (5,):
-        return (Settings("TCP alone", _TCP), Settings("its own choice of transport"))
+        return (MpiSettings("TCP alone", _TCP), MpiSettings("its own choice of transport"))
     return (
-        Settings("its own choice of transport"),
-        Settings("TCP alone, addresses paired by weight", _TCP_5),
-        Settings("TCP alone", _TCP),
+        MpiSettings("its own choice of transport"),
+        MpiSettings("TCP alone, addresses paired by weight", _TCP_5),
+        MpiSettings("TCP alone", _TCP),
     )
 
 
 def decide(
     found: Library, launchers: Sequence[str], ranks: int, trials: Sequence[Trial]
-) -> Try | Use | GiveUp:
+) -> Try | MpiChoice | GiveUp:
     """The next trial, or the first candidate whose world met.
 
     `launchers` in the order in which they are preferred.
@@ -136,7 +136,7 @@ def decide(
         last = trials[-1]
         failed = f" ({_describe(trials[:-1])})" if trials[:-1] else ""
         met = f"{ranks} ranks met under {last.launcher} of {found} with {last.settings.name}"
-        return Use(last.launcher, last.settings, met + failed)
+        return MpiChoice(last.launcher, last.settings, met + failed)
     if any(trial.code == NO_MPI for trial in trials):
         remedy = (
             "install mpi4py for SCAVENGER_PYTHON and an MPI library (openmpi-bin), on every node of the job"

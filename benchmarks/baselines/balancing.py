@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scavenger.policy.interface import Move, SampleView
+from scavenger.policy.interface import SampleMove, SampleView
 
 
 @dataclass(slots=True)
@@ -39,16 +39,16 @@ class Balancer:
         """Another step: all samples are new."""
         self._left.clear()
 
-    def moves(self, instances: Sequence[Instance]) -> list[Move]:
+    def moves(self, instances: Sequence[Instance]) -> list[SampleMove]:
         """What shall move. Counts of `instances` are brought up to date on the way."""
         empty = [one for one in instances if not one.pending]
         idle = [one for one in empty if not one.leases]
         found = self._waiting(instances, empty)
         return found + self._excess(instances, idle)
 
-    def _waiting(self, instances: Sequence[Instance], empty: Sequence[Instance]) -> list[Move]:
+    def _waiting(self, instances: Sequence[Instance], empty: Sequence[Instance]) -> list[SampleMove]:
         """From the longest queue first, its last request first; to whom has fewest requests, until queues and numbers are even."""
-        found: list[Move] = []
+        found: list[SampleMove] = []
         queued = [one for one in instances if one.waiting] if empty else []
         while queued:
             giver = max(queued, key=lambda one: (one.pending, one.leases, -one.id))
@@ -70,9 +70,9 @@ class Balancer:
         self._left |= {(move.sample_id, move.from_worker): leases[move.from_worker] for move in found}
         return found
 
-    def _excess(self, instances: Sequence[Instance], idle: Sequence[Instance]) -> list[Move]:
+    def _excess(self, instances: Sequence[Instance], idle: Sequence[Instance]) -> list[SampleMove]:
         """The shortest, which cost least to prefill again; until idle ones have as many as those that give."""
-        found: list[Move] = []
+        found: list[SampleMove] = []
         for giver in instances:
             excess = max(len(giver.executed) - self._batch, 0) if idle else 0
             for sample in (
@@ -98,8 +98,8 @@ class Balancer:
         )
 
 
-def _move(sample: SampleView, giver: Instance, taker: Instance, reason: str) -> Move:
+def _move(sample: SampleView, giver: Instance, taker: Instance, reason: str) -> SampleMove:
     giver.leases -= 1
     taker.leases += 1
     taker.pending += 1
-    return Move(sample.id, giver.id, taker.id, reason)
+    return SampleMove(sample.id, giver.id, taker.id, reason)

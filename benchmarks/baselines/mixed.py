@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
+from scavenger.policy.interface import (
+    Fact,
+    RouterPolicy,
+    RunView,
+    SampleMove,
+    SamplePlacement,
+    Weighs,
+    WindowDecision,
+)
 from scavenger.simulate.policies import SimulatedPolicy
 
 
@@ -20,10 +28,10 @@ class Mixed:
     def every_s(self) -> float:
         return self._placing.every_s
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         return self._placing.place(view, now)
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         return self._placing.rebalance(view, now)
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:

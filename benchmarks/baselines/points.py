@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from scavenger.simulate import presets
-from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.decode import SimulatedEngine
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.presets import STACK, Stack, trainer_of
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
@@ -35,7 +35,7 @@ class Setting:
     pairs: int = 0
     spot_segments: bool = False
 
-    def engine(self, stack: Stack = STACK) -> EngineSpec:
+    def engine(self, stack: Stack = STACK) -> SimulatedEngine:
         """Reserved and spot engines are alike: the scripts give both the same share of memory, the state is offloaded while they run."""
         efficiency = replace(
             presets.VLLM_H100, memory_share=stack.memory_share, overhead_s=stack.engine_overhead_s
@@ -169,15 +169,15 @@ ROWS = _rows()
 WARM_UP = 0.25
 
 
-def steady(pairs: int, end_s: float) -> Fleet:
+def steady(pairs: int, end_s: float) -> FleetTrace:
     """Pairs that are there all the time; at least one node, since a fleet has some."""
     capacity = {f"spot-{index:02}": STACK.engine_gpus for index in range(max(1, pairs))}
-    return Fleet(
+    return FleetTrace(
         f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, STACK.engine_gpus if pairs else 0), ()
     )
 
 
-def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:
+def scenario(setting: Setting, fleet: FleetTrace, steps: int, seed: int) -> Scenario:
     engine = setting.engine()
     return Scenario(
         reserved=engine,
@@ -201,7 +201,7 @@ def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:
     )
 
 
-def throughput(out: Outcome) -> float:
+def throughput(out: SimulationOutcome) -> float:
     """Tokens a second, prompts included, without the first steps."""
     steps = out.steps[int(len(out.steps) * WARM_UP) :]
     tokens = sum(step.tokens + step.samples * STACK.prompt_tokens for step in steps)

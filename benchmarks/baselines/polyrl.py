@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.baselines.seeding import Seeding
-from scavenger.policy.interface import Fact, Move, Placement, RunView, StepSubmitted, WindowDecision
+from scavenger.policy.interface import (
+    Fact,
+    RunView,
+    SampleMove,
+    SamplePlacement,
+    StepSubmitted,
+    WindowDecision,
+)
 from scavenger.simulate.policies import SimulatedPolicy
 
 GROUPS_PER_S = 4.0
@@ -43,7 +50,7 @@ class PolyRL:
         if isinstance(fact, StepSubmitted):
             self._credit, self._credit_at = 1.0, now
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         slots = sorted(view.slots(), key=lambda slot: slot.worker_id)
         free = {slot.worker_id: slot.max_batch - slot.leases for slot in slots}
         # What was saved up while nobody served is not spent at once: a sleeping dispatcher wakes 4 times a second.
@@ -51,7 +58,7 @@ class PolyRL:
         self._credit = min(saved, 32.0) if slots and self._served else 1.0
         self._credit_at, self._served = now, bool(slots)
         self._due = True
-        found: list[Placement] = []
+        found: list[SamplePlacement] = []
         placed = 0
         if self._credit < A_TURN:  # not its turn yet: who waits is not looked at
             return found
@@ -67,12 +74,12 @@ class PolyRL:
             self._turn, free[target] = target, free[target] - len(members)
             self._credit -= 1
             placed += 1
-            found += [Placement(sample_id, target) for sample_id in members]
+            found += [SamplePlacement(sample_id, target) for sample_id in members]
         del self._queue[:placed]
         self._queue_of = came, view.waits - len(found)
         return found
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         return ()
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:

@@ -14,7 +14,7 @@ from benchmarks.baselines.clairvoyant.site import clairvoyant
 from benchmarks.baselines.mixed import mixed
 from benchmarks.baselines.polyrl import POLYRL
 from benchmarks.baselines.rlboost import RLBOOST, RLBoost, Settings, rlboost
-from scavenger.policy.predictive.settings import Settings as Controllers
+from scavenger.policy.predictive.settings import PredictiveSettings as Controllers
 from scavenger.simulate import policies
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.policies import OURS, SimulatedPolicy, ours, predictive

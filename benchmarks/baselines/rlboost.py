@@ -27,9 +27,9 @@ from benchmarks.baselines.balancing import Balancer, Instance
 from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import (
     Fact,
-    Move,
-    Placement,
     RunView,
+    SampleMove,
+    SamplePlacement,
     SampleView,
     StepSubmitted,
     WindowDecision,
@@ -133,7 +133,7 @@ class RLBoost:
         )
         return min(sample.leased_at for sample in queue) + FIRST_TOKEN_S + prefill_s < beat_at
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         theta, share = self._settings.theta, self._share.each
         pending = self._pending(view, now)
         candidates = [
@@ -147,13 +147,13 @@ class RLBoost:
             if not heap:
                 break
             leases, worker_id, most = heapq.heappop(heap)
-            found.append(Placement(waiting.sample_id, worker_id))
+            found.append(SamplePlacement(waiting.sample_id, worker_id))
             self._note_sent(worker_id, now)
             if leases + 1 < most:
                 heapq.heappush(heap, (leases + 1, worker_id, most))
         return found
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         batch = self._settings.batch
         instances = {
             slot.worker_id: Instance(slot.worker_id, slot.leases, count)

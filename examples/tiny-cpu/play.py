@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from trainer.tasks import sort
 
 ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT)
@@ -84,7 +84,7 @@ def metrics(path: Path) -> Iterator[str]:
         yield f"step {said.get('step')}: " + "  ".join(f"{key} {value:.3g}" for key, value in shown.items())
 
 
-def train(site: Site, folder: Path, preempt_every_s: float) -> None:
+def train(site: DemoSite, folder: Path, preempt_every_s: float) -> None:
     """Submit, take GPUs back now and then as other users do, until the job has ended."""
     job_id = site.submit_training(folder / "run.toml", ranks=1)
     print(f"submitted the training job {job_id}; its log: {site.dir / 'train.log'}", flush=True)
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     write_data(out / "data")
     patience = {"suspect_s": 20.0, "dead_s": 60.0}  # engines share two cores with everything else
-    with Site(
+    with DemoSite(
         SiteOptions(
             "local", out / "site", demo_layout(grace_s=3.0), max_engines=options.engines, daemon=patience
         )

@@ -46,7 +46,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class EngineHost:
     """What the worker's job gives its engine. `sleeps`: it shares its GPUs with a training job and is told to sleep."""
 
     run: str = ""

@@ -41,7 +41,7 @@ def parse_config(text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PublishedLayout:
     """The weights of a model. `shapes`: by every name; `tied`: names of one tensor, the first is the one that engines are given."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Layout:
         return self.shapes[self.tied[0][0]][0]
 
 
-def layout(config: Any) -> Layout:
+def layout(config: Any) -> PublishedLayout:
     """The names and shapes that a version of this model must have. Raises `EngineError` where transformers cannot build it."""
     try:
         with torch.device("meta"):
@@ -67,16 +67,18 @@ def layout(config: Any) -> Layout:
         groups[id(parameter)].append(name)
     embeddings = id(model.get_input_embeddings().weight)
     first = tuple(groups.pop(embeddings))
-    return Layout({name: tuple(p.shape) for name, p in named.items()}, (first, *map(tuple, groups.values())))
+    return PublishedLayout(
+        {name: tuple(p.shape) for name, p in named.items()}, (first, *map(tuple, groups.values()))
+    )
 
 
-def names(of: Layout, views: Sequence[Weight]) -> dict[str, str]:
+def names(of: PublishedLayout, views: Sequence[Weight]) -> dict[str, str]:
     """By the name that engines are given: the one under which a tied weight was published, of all others their own."""
     own = {view.name for view in views}
     return {tied[0]: next((name for name in tied if name in own), tied[0]) for tied in of.tied}
 
 
-def checked(of: Layout, views: Sequence[Weight]) -> list[Weight]:
+def checked(of: PublishedLayout, views: Sequence[Weight]) -> list[Weight]:
     """The views under the names that engines are given, tied ones once. Raises `EngineError` unless they are the model's, all of them."""
     by_name = {view.name: view for view in views}
     for view in views:

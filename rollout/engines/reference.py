@@ -28,7 +28,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rollout.engines import account, checksum
-from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
+from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, describe
 from scavenger.protocol.messages import EngineSpec
@@ -39,7 +39,7 @@ T = TypeVar("T")
 NAME = "reference"
 
 
-async def build(spec: EngineSpec, host: Host) -> ReferenceEngine:
+async def build(spec: EngineSpec, host: EngineHost) -> ReferenceEngine:
     """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"

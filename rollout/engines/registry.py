@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from rollout.engines.base import Engine, Host
+from rollout.engines.base import Engine, EngineHost
 from rollout.engines.stopping import Stopping
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import EngineSpec
 
 MODULES = {"reference": "rollout.engines.reference", "vllm": "rollout.engines.vllm.engine"}
-Build = Callable[[EngineSpec, Host], Awaitable[Engine]]
+Build = Callable[[EngineSpec, EngineHost], Awaitable[Engine]]
 
 
 def builder(name: str) -> Build:
@@ -25,7 +25,7 @@ def builder(name: str) -> Build:
 def with_stops(bare: Build) -> Build:
     """No engine matches stop texts itself."""
 
-    async def build(spec: EngineSpec, host: Host) -> Engine:
+    async def build(spec: EngineSpec, host: EngineHost) -> Engine:
         return Stopping(await bare(spec, host), spec.tokenizer)
 
     return build

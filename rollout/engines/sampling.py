@@ -41,7 +41,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """One token a row. `bad[i]` marks a row whose logits have no distribution (NaN, +inf, nothing allowed)."""
 
     tokens: list[int]
@@ -87,7 +87,7 @@ def _truncate(scaled: Tensor, how: Sampling) -> Tensor:
 
 def draw(
     logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float], positions: Sequence[int]
-) -> Drawn:
+) -> SampledTokens:
     """Draw one token a row from `[n, vocab]` logits: the first id, in id order, at which the CDF passes the uniform.
 
     `positions`: how many tokens each row's sample has already; below `min_tokens` no stop token is drawn.
@@ -112,7 +112,7 @@ def draw(
     # target may round up to the whole mass: the last token that has any is then meant.
     last = wide.shape[-1] - 1 - (mass.flip(-1) > 0).to(torch.int8).argmax(-1, keepdim=True)
     chosen = torch.minimum(chosen, last)
-    return Drawn(
+    return SampledTokens(
         chosen[:, 0].tolist(),
         used.gather(1, chosen)[:, 0].tolist(),
         raw.gather(1, chosen)[:, 0].tolist(),

@@ -18,16 +18,16 @@ import typer
 from scavenger import config
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption
 from scavenger.config import DaemonConfig
-from scavenger.doctor.facts import Wanted
-from scavenger.doctor.findings import Finding
+from scavenger.doctor.facts import SiteRequirements
+from scavenger.doctor.findings import SiteFinding
 from scavenger.errors import ConfigError
 from scavenger.parsing import whole
 
 
-def wanted_of(settings: DaemonConfig) -> Wanted:
+def wanted_of(settings: DaemonConfig) -> SiteRequirements:
     """What the rules need of the daemon's configuration."""
     h, c = settings.harvest, settings.cluster
-    return Wanted(
+    return SiteRequirements(
         h.partition,
         h.qos,
         h.account,
@@ -129,7 +129,7 @@ def _harvest_one(
     asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=named)})
     cluster = choose.backend(asked)
 
-    def say(found: Finding) -> None:
+    def say(found: SiteFinding) -> None:
         if layout == "text":
             print(canary.line(found), flush=True)
 
@@ -142,7 +142,9 @@ def _harvest_one(
     raise typer.Exit(findings.exit_code(stages))
 
 
-def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool, others: Sequence[str]) -> Sequence[Finding]:
+def _slurm(
+    settings: DaemonConfig, wanted: SiteRequirements, submit: bool, others: Sequence[str]
+) -> Sequence[SiteFinding]:
     from scavenger.doctor import collect, probe
     from scavenger.doctor.rules import limits, run
 
@@ -161,7 +163,7 @@ def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool, others: Sequenc
     return run.judge(facts, wanted)
 
 
-def _local(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+def _local(settings: DaemonConfig, wanted: SiteRequirements, submit: bool) -> Sequence[SiteFinding]:
     from scavenger.cluster import choose
     from scavenger.doctor import local
 

@@ -259,11 +259,11 @@ def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> Non
 def _ask_slurm(partition: str) -> Proposal:
     """Raises `ConfigError` where Slurm does not answer, or nothing of it may be harvested."""
     from scavenger.doctor import collect, proposal
-    from scavenger.doctor.facts import Missing, Wanted
+    from scavenger.doctor.facts import Missing, SiteRequirements
 
     user = getpass.getuser()
     try:
-        return proposal.propose(collect.gather(Wanted(partition, user=user)), user, partition)
+        return proposal.propose(collect.gather(SiteRequirements(partition, user=user)), user, partition)
     except Missing as missing:
         raise ConfigError(f"Slurm cannot be asked: {missing}", missing.remedy) from missing
 

@@ -14,8 +14,8 @@ from scavenger.cli.options import number
 from scavenger.errors import ConfigError
 
 if TYPE_CHECKING:
-    from scavenger.simulate.decode import Efficiency, EngineSpec
-    from scavenger.simulate.fleet import Fleet
+    from scavenger.simulate.decode import Efficiency, SimulatedEngine
+    from scavenger.simulate.fleet import FleetTrace
     from scavenger.simulate.plan import RunAssumptions, SimulationPlan
     from scavenger.simulate.survey.survey import Observed
 
@@ -168,7 +168,7 @@ def _observed(
         return sources.read_sacct(sacct, nodes, ignore, time.time())
 
 
-def _from(fleet: Fleet, start_h: float) -> Fleet:
+def _from(fleet: FleetTrace, start_h: float) -> FleetTrace:
     if start_h * HOUR_S >= fleet.end_s:
         raise ConfigError(
             f"{fleet.origin} ends before hour {start_h:g}", f"it has {fleet.end_s / HOUR_S:.1f} h"
@@ -204,8 +204,8 @@ def _error_of(path: Path | None) -> tuple[str, ...]:
     )
 
 
-def _spec(plan: SimulationPlan) -> EngineSpec:
+def _spec(plan: SimulationPlan) -> SimulatedEngine:
     from scavenger.simulate import presets
-    from scavenger.simulate.decode import EngineSpec
+    from scavenger.simulate.decode import SimulatedEngine
 
-    return EngineSpec(plan.model, plan.gpu, presets.UNCALIBRATED, plan.gpus_per_engine)
+    return SimulatedEngine(plan.model, plan.gpu, presets.UNCALIBRATED, plan.gpus_per_engine)

@@ -35,7 +35,7 @@ class PartitionLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spread: bool = False
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster of equal nodes. `requeue_delay_s` is how long a requeued job is kept from starting
     again (Slurm itself can go no lower than 6 s; the local backend takes any value)."""
 
@@ -56,7 +56,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     epilog: str = ""
     licenses: str = ""  # Slurm: as `Licenses` has it, "matlab:1"
 
-    def check(self) -> Layout:
+    def check(self) -> ClusterLayout:
         """Return self, or raise `ConfigError` naming the partition that cannot be."""
         if not self.nodes or len(set(self.nodes)) != len(self.nodes):
             raise ConfigError("a layout needs at least one node and distinct node names")
@@ -74,11 +74,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def demo_layout(
     *, nodes: int = 4, gpus: int = 4, cpus: int = 64, grace_s: float = 10.0, requeue_delay_s: float = 6.0
-) -> Layout:
+) -> ClusterLayout:
     """`reserved` on the first node; `normal` over the others, which takes its GPUs back from `scavenge`."""
     names = tuple(f"node{i}" for i in range(nodes))
     shared = names[1:] or names
-    return Layout(
+    return ClusterLayout(
         nodes=names,
         gpus=gpus,
         cpus=cpus,
@@ -98,13 +98,15 @@ def demo_layout(
     ).check()
 
 
-def decode_layout(text: str | bytes) -> Layout:
+def decode_layout(text: str | bytes) -> ClusterLayout:
     """Parse a layout from JSON. Raises `ConfigError` with the field that does not fit."""
     try:
-        return msgspec.json.decode(text, type=Layout).check()
+        return msgspec.json.decode(text, type=ClusterLayout).check()
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ConfigError(f"layout: {error}", "see scavenger.cluster.layout.Layout for the fields") from error
+        raise ConfigError(
+            f"layout: {error}", "see scavenger.cluster.layout.ClusterLayout for the fields"
+        ) from error
 
 
-def encode_layout(layout: Layout) -> str:
+def encode_layout(layout: ClusterLayout) -> str:
     return msgspec.json.encode(layout).decode()

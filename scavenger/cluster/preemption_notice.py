@@ -14,15 +14,15 @@ LIMIT_CHECK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class PreemptionNotice:
     """`least_s`: from SIGTERM to SIGKILL at least. `most_s`: the longest that a process which ignores SIGTERM keeps its GPUs."""
 
     least_s: float
     most_s: float
 
 
-def notice(grace_s: float, kill_wait_s: float, message_timeout_s: float) -> Notice:
+def notice(grace_s: float, kill_wait_s: float, message_timeout_s: float) -> PreemptionNotice:
     if grace_s <= 0:
-        return Notice(kill_wait_s, kill_wait_s + message_timeout_s)
+        return PreemptionNotice(kill_wait_s, kill_wait_s + message_timeout_s)
     least_s = max(grace_s, kill_wait_s + message_timeout_s)
-    return Notice(least_s, least_s + LIMIT_CHECK_S + kill_wait_s)
+    return PreemptionNotice(least_s, least_s + LIMIT_CHECK_S + kill_wait_s)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scavenger.cluster import choose
 from scavenger.config import DaemonConfig
-from scavenger.errors import Finding, LedgerError, ScavengerError
+from scavenger.errors import LedgerError, ScavengerError, StartFinding
 from scavenger.harvest.decide.decide import Submit
 from scavenger.harvest.execute.job_script import job_spec, read_template
 from scavenger.ledger import queries, schema, store
@@ -217,7 +217,7 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
     ]
 
 
-def check(config: DaemonConfig) -> Iterator[Finding]:
+def check(config: DaemonConfig) -> Iterator[StartFinding]:
     """Ask everything that the daemon asks when it starts, without doing it."""
     yield _ask("state and keys", lambda: keys.read_keypair(keys.server_key_path(config.daemon.state_dir)))
     yield _ask("ledger", lambda: _ledger(config))
@@ -226,12 +226,12 @@ def check(config: DaemonConfig) -> Iterator[Finding]:
         yield _ask("cluster and partition", lambda: _cluster(config))
 
 
-def _ask(what: str, function: Callable[[], object]) -> Finding:
+def _ask(what: str, function: Callable[[], object]) -> StartFinding:
     try:
         note = function()
     except ScavengerError as error:
-        return Finding(what, str(error))
-    return Finding(what, "", note if isinstance(note, str) else "")
+        return StartFinding(what, str(error))
+    return StartFinding(what, "", note if isinstance(note, str) else "")
 
 
 def _ledger(config: DaemonConfig) -> str:

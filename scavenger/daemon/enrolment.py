@@ -20,7 +20,7 @@ from scavenger.errors import AuthError
 from scavenger.ledger.records import Event, Record
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class Enrolment:
         for gone in set(self._owners) - set(owners):
             self._keyring.revoke(gone)
         for public, recorded in owners.items():
-            self._keyring.allow(public, Identity("owner", recorded))
+            self._keyring.allow(public, PeerIdentity("owner", recorded))
         self._owners = owners
         # The ledger's runs name their owner's first key; its reports find the name here.
         names = {its[-1].public: name for name, its in enrolled.items()}

@@ -53,7 +53,7 @@ class User:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class UserDirectory:
     """The site's users and groups. Each gives None for what it does not know now, which it may know later."""
 
     user: Callable[[int], User | None]
@@ -76,7 +76,7 @@ def _gid(group: str) -> int | None:
 
 
 #: As this host has them: /etc/passwd, LDAP, SSSD.
-OF_THIS_HOST = Directory(_user, _gid)
+OF_THIS_HOST = UserDirectory(_user, _gid)
 
 
 # ---------------------------------------------------------------- the rules
@@ -134,7 +134,7 @@ class KeyRequests:
         public_dir: Path,
         owners: OwnersSection,
         clock: Callable[[], float],
-        directory: Directory = OF_THIS_HOST,
+        directory: UserDirectory = OF_THIS_HOST,
         munge_socket: str = "",
     ) -> None:
         self._munge_socket = munge_socket

@@ -33,7 +33,7 @@ FILE = "ledger-carried.sqlite3"
 _NEWEST = "SELECT generation, batch FROM generations ORDER BY generation DESC LIMIT 1"
 
 
-class Choice(StrEnum):
+class HandoffChoice(StrEnum):
     STAY = "stay"  # with what is on this node's disk, or with nothing yet
     TAKE = "take"  # the copy
     REFUSE = "refuse"
@@ -47,35 +47,35 @@ class Age:
     batch: int = 0
 
 
-def choose(here: Age, carried: Age, announced: int) -> Choice:
+def choose(here: Age, carried: Age, announced: int) -> HandoffChoice:
     """`announced`: the newest generation that ever served with this state directory, wherever its ledger is."""
     if max(here, carried).generation < announced:
-        return Choice.REFUSE
-    return Choice.TAKE if carried > here else Choice.STAY
+        return HandoffChoice.REFUSE
+    return HandoffChoice.TAKE if carried > here else HandoffChoice.STAY
 
 
 def path_in(state_dir: Path) -> Path:
     return state_dir / FILE
 
 
-def take_up(config: DaemonConfig) -> Choice:
+def take_up(config: DaemonConfig) -> HandoffChoice:
     """Before a daemon starts: see to it that the newest ledger is the one on this node. Raises `ConfigError` when it cannot be had."""
     ledger, carried = store.sqlite_file(config.ledger_url), path_in(config.daemon.state_dir)
     if ledger is None:
-        return Choice.STAY
+        return HandoffChoice.STAY
     announced, host = _announced(config.daemon.state_dir)
     here, there = (
         _age(ledger, "mode=ro"),
         _age(carried, "mode=ro&immutable=1"),
     )  # the copy lies on a network file system, and rests
     choice = choose(here, there, announced)
-    if choice is Choice.REFUSE:
+    if choice is HandoffChoice.REFUSE:
         raise ConfigError(
             f"the newest ledger of {config.daemon.state_dir}, of generation {announced}, is on host {host}, whose daemon left no copy",
             f"if it runs no more, start on that node (sbatch --nodelist={host}), or go back to the last copy, of generation "
             f"{there.generation}, with `scavenger ledger restore {carried}`; a ledger in PostgreSQL is the same everywhere",
         )
-    if choice is Choice.TAKE:
+    if choice is HandoffChoice.TAKE:
         _replace(carried, ledger)
         log.info("took up the carried ledger", generation=there.generation, ledger=str(ledger))
     return choice

@@ -32,10 +32,10 @@ from scavenger.daemon import ownership, process
 from scavenger.daemon.enrolment import Enrolment
 from scavenger.daemon.key_requests import KeyRequests
 from scavenger.daemon.ownership import Announcement
-from scavenger.daemon.process import Clock
+from scavenger.daemon.process import UnixClock
 from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
-from scavenger.daemon.takeover import BEAT_S, Manner, Verdict, Watch
+from scavenger.daemon.takeover import BEAT_S, HolderVerdict, Manner, TakeoverWatch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
@@ -46,12 +46,12 @@ from scavenger.ledger import identity, retention, store
 from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.maintain.keeper import Keeper
 from scavenger.ledger.read import history, reader
-from scavenger.ledger.records import Event, GroupState, Heartbeat, Snapshot
+from scavenger.ledger.records import Event, Heartbeat, OpenGroup, Snapshot
 from scavenger.ledger.write import transaction
 from scavenger.ledger.write.transaction import Generation
 from scavenger.ledger.write.writer import Writer, WriterState
 from scavenger.observe import status
-from scavenger.observe.training import OpenRun, TrainingJobs
+from scavenger.observe.training import TrainingJobs, UnclosedRun
 from scavenger.policy import registry, warm_start
 from scavenger.policy.fallback import with_fallback
 from scavenger.policy.interface import Fact
@@ -62,7 +62,7 @@ from scavenger.router.core.events import PastRead, TopologyRead
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.state import RouterLimits
-from scavenger.router.edge.server import KeyRing, Server
+from scavenger.router.edge.server import KeyRing, RouterServer
 
 log = structlog.get_logger()
 
@@ -91,7 +91,7 @@ class Daemon:
         self.cancel_at_end = False  # of a daemon that ends with its one run: nobody would adopt its jobs
         self.cluster = cluster
         self.state_dir: Path = config.daemon.state_dir
-        self.clock = Clock()
+        self.clock = UnixClock()
         self.keyring = KeyRing()
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
@@ -106,7 +106,7 @@ class Daemon:
         # What comes to be as `run` goes on, in this order.
         self._ownership: ownership.Ownership  # from `_claim` on
         self._engine: sa.Engine  # from `_construct` on, as the two that follow
-        self.server: Server
+        self.server: RouterServer
         self._status_now: Callable[[], status.Status]
         self._enrolment: Enrolment  # from `_restore` on
 
@@ -136,7 +136,7 @@ class Daemon:
             raise self.failure
         return int(writer.granted)
 
-    async def _serve(self, server: Server, keeper: Keeper | None) -> None:
+    async def _serve(self, server: RouterServer, keeper: Keeper | None) -> None:
         """Run every part until one of them ends or fails, or the daemon is stopped; then end them all."""
         stop, status_now, harvester = self.stop, self._status_now, self.harvester
         works: list[Coroutine[Any, Any, None]] = [
@@ -169,7 +169,7 @@ class Daemon:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def _shut_down(self, server: Server, writer: Writer) -> None:
+    async def _shut_down(self, server: RouterServer, writer: Writer) -> None:
         """Commit what was received, release the ledger to a successor, and close everything."""
         self.service_manager.notifier.stopping("committing what was received")
         durable = await asyncio.to_thread(writer.close)
@@ -202,12 +202,12 @@ class Daemon:
 
     async def _claim(self) -> bool:
         """Claim the state directory; wait for a daemon that holds it or its ledger as `manner` says. False: stopped meanwhile."""
-        me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
+        me = ownership.LedgerHolder(socket.gethostname(), os.getpid(), self.clock())
         self._ownership = ownership.Ownership(self.state_dir, me)
-        watch, claimed = Watch(self.manner), False
+        watch, claimed = TakeoverWatch(self.manner), False
         try:
             while not (claimed or self.stop.is_set()):
-                claimed = await self._poll_holders(watch) is Verdict.TAKE
+                claimed = await self._poll_holders(watch) is HolderVerdict.TAKE
                 if not claimed:
                     await self._pause()
             return claimed
@@ -215,7 +215,7 @@ class Daemon:
             if not claimed:
                 self._ownership.close()
 
-    async def _poll_holders(self, watch: Watch) -> Verdict:
+    async def _poll_holders(self, watch: TakeoverWatch) -> HolderVerdict:
         """One look at who holds the ledger: TAKE or WAIT. Raises `LedgerHeld` where this daemon is not to start."""
         try:
             there = await asyncio.to_thread(ownership.holders, self._ownership, self.config.ledger_url)
@@ -223,11 +223,11 @@ class Daemon:
             if self.manner is not Manner.STAND_BY:
                 raise
             log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
-            return Verdict.WAIT
+            return HolderVerdict.WAIT
         verdict, why, sign = watch.poll(there, time.time(), time.monotonic())
-        if sign is not None and verdict is Verdict.REFUSE:
+        if sign is not None and verdict is HolderVerdict.REFUSE:
             raise ownership.refused(there[sign], why)
-        if verdict is Verdict.TAKE:
+        if verdict is HolderVerdict.TAKE:
             for holder in there.values():
                 log.warning("taking over", held_by=str(holder), why=why)
                 self._predecessor_may_hold_ports |= holder.here and not holder.gone
@@ -255,7 +255,7 @@ class Daemon:
             self._ownership.close()
             raise
 
-    def _construct(self, writer: Writer, pair: keys.KeyPair) -> Server:
+    def _construct(self, writer: Writer, pair: keys.KeyPair) -> RouterServer:
         """Policy, payload memory, router and server of the generation that `writer` was granted."""
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
@@ -272,7 +272,7 @@ class Daemon:
             policy,
         )
         counted = self.service_manager.counted(writer, self.clock)
-        self.server = server = Server(
+        self.server = server = RouterServer(
             router,
             counted,
             self.keyring,
@@ -285,7 +285,7 @@ class Daemon:
         self._status_now = functools.partial(self._status, server, writer, payloads, self.clock())
         return server
 
-    def _restore(self, server: Server, writer: Writer, pair: keys.KeyPair) -> Snapshot:
+    def _restore(self, server: RouterServer, writer: Writer, pair: keys.KeyPair) -> Snapshot:
         """Read the ledger and the key files; tell metrics, key ring and harvester what they have. The router follows in `_resume`."""
         snapshot = reader.read_snapshot(writer.engine)
         identity.record(self.state_dir, self.config.ledger_url, self.clock())
@@ -310,19 +310,19 @@ class Daemon:
             )
         return snapshot
 
-    async def _bind_ports(self, server: Server) -> int:
+    async def _bind_ports(self, server: RouterServer) -> int:
         if self._predecessor_may_hold_ports:
             await self._retry_bind(self.service_manager.serve_metrics)
         return await self._retry_bind(lambda: server.bind(self.config.daemon.listen, self.config.daemon.port))
 
-    def _resume(self, server: Server, writer: Writer, snapshot: Snapshot) -> None:
+    def _resume(self, server: RouterServer, writer: Writer, snapshot: Snapshot) -> None:
         """The router goes on from the snapshot, and its policies from what they had learned."""
         server.perform(server.router.restore(snapshot, self.clock()))
         self._warm_start(server, writer)
         process.tune()
         self._report_new_timeline(server, writer.granted)
 
-    async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
+    async def _announce(self, server: RouterServer, public: str, port: int, generation: Generation) -> None:
         """Commit once to prove that this generation still owns the ledger. Then publish the rendezvous file, unless the daemon was
         stopped or the file names a newer generation.
 
@@ -353,7 +353,7 @@ class Daemon:
         await work
         await self.stop.wait()
 
-    async def _beat(self, server: Server) -> None:
+    async def _beat(self, server: RouterServer) -> None:
         """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
         while True:
             await asyncio.sleep(BEAT_S)
@@ -415,7 +415,7 @@ class Daemon:
             self.stop.set()
 
     def _status(
-        self, server: Server, writer: Writer, payloads: PayloadStore, started_at: float
+        self, server: RouterServer, writer: Writer, payloads: PayloadStore, started_at: float
     ) -> status.Status:
         stop_state = self.harvester.stop_state if self.harvester is not None else None
         files, guard = descriptors.now(), server.guard
@@ -450,7 +450,7 @@ class Daemon:
             gpu_memory=tuple(self._shared_gpus(server)),
         )
 
-    def _shared_gpus(self, server: Server) -> Iterator[status.SharedGpus]:
+    def _shared_gpus(self, server: RouterServer) -> Iterator[status.SharedGpus]:
         """Of open runs whose engines share the trainer's GPUs: what each side says that it holds."""
         for run in server.router.core.runs.values():
             memory = worker_counts.memory_of(run)
@@ -466,7 +466,7 @@ class Daemon:
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 
-    async def _read_replay_groups(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+    async def _read_replay_groups(self, run_id: int, after_step: int) -> tuple[OpenGroup, ...]:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
         await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
@@ -486,7 +486,7 @@ class Daemon:
         runs = [run for run in self.server.router.core.runs.values() if not run.ended]
         users = {run.id: self._enrolment.unix_user(run.owner_key, user) for run in runs}
         opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
-            OpenRun(
+            UnclosedRun(
                 run.name,
                 run.trainer.job_id,
                 run.trainer.seen_at if run.trainer.conn is not None else 0.0,
@@ -542,7 +542,7 @@ class Daemon:
         writer.start()
         return writer
 
-    def _harvester(self, server: Server, uid: str) -> Harvester | None:
+    def _harvester(self, server: RouterServer, uid: str) -> Harvester | None:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
         router = server.router
@@ -566,7 +566,7 @@ class Daemon:
             observed=self._follow_training,
         )
 
-    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
+    def _keeper(self, server: RouterServer, writer: Writer) -> Keeper | None:
         policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
         if policy.retention == "keep":
             return None
@@ -578,7 +578,7 @@ class Daemon:
             clock=self.clock,
         )
 
-    def _warm_start(self, server: Server, writer: Writer) -> None:
+    def _warm_start(self, server: RouterServer, writer: Writer) -> None:
         """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
         if self.config.router.policy == "standard":
             return
@@ -611,7 +611,7 @@ class Daemon:
         if known:
             server.post(PastRead(known))
 
-    def _report_new_timeline(self, server: Server, generation: Generation) -> None:
+    def _report_new_timeline(self, server: RouterServer, generation: Generation) -> None:
         """That the ledger is an older one is no secret: it is logged, and its own events say it."""
         if generation.began:
             log.warning(

@@ -37,7 +37,7 @@ from scavenger.protocol import keys
 _START_S = 1.0
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LedgerHolder(msgspec.Struct, frozen=True):
     """A daemon's process. Unix seconds: `since` when it has been there, `beat` its last sign of life (0: not known)."""
 
     host: str
@@ -106,7 +106,7 @@ def _utc(at: float) -> str:
 class Ownership:
     """This process's claim to a state directory. `holder` is who had it when we came; None = nobody."""
 
-    def __init__(self, state_dir: Path, me: Holder) -> None:
+    def __init__(self, state_dir: Path, me: LedgerHolder) -> None:
         self._path = state_dir / "daemon.lock"
         self._me = me
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -127,7 +127,7 @@ class Ownership:
         os.pwrite(self._descriptor, msgspec.json.encode(self._me), 0)
         return True
 
-    def other(self) -> Holder | None:
+    def other(self) -> LedgerHolder | None:
         """Who has the lock now, other than this process's claim."""
         return None if self.claim() else _read(self._path)
 
@@ -135,16 +135,16 @@ class Ownership:
         os.close(self._descriptor)
 
 
-def _read(path: Path) -> Holder | None:
+def _read(path: Path) -> LedgerHolder | None:
     """The holder that a lock file names. It touches the file as long as it lives."""
     try:
-        named = msgspec.json.decode(path.read_bytes(), type=Holder)
+        named = msgspec.json.decode(path.read_bytes(), type=LedgerHolder)
         return msgspec.structs.replace(named, beat=path.stat().st_mtime)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def present_holder(state_dir: Path) -> Holder | None:
+def present_holder(state_dir: Path) -> LedgerHolder | None:
     """Who holds the state directory's lock now."""
     path = state_dir / "daemon.lock"
     try:
@@ -188,7 +188,7 @@ def _without_tables(error: sa.exc.DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) == "42P01" or "no such table" in str(error.orig)
 
 
-def _writer(url: str) -> Holder | None:
+def _writer(url: str) -> LedgerHolder | None:
     """The daemon that the ledger itself names, alive or not; None also where it cannot be asked: who restores it must not need it."""
     try:
         rows = _generations(url)
@@ -196,7 +196,7 @@ def _writer(url: str) -> Holder | None:
         return None
     return next(
         (
-            Holder(row.host, row.pid, row.started_at, row.committed_at)
+            LedgerHolder(row.host, row.pid, row.started_at, row.committed_at)
             for row in rows
             if row.superseded_at is None
         ),
@@ -204,7 +204,7 @@ def _writer(url: str) -> Holder | None:
     )
 
 
-def writer_of(url: str, now: float) -> Holder | None:
+def writer_of(url: str, now: float) -> LedgerHolder | None:
     """The daemon that the ledger itself names, if it is at work as far as can be seen from here."""
     holder = _writer(url)
     if holder is None or holder.gone or (not holder.here and now - holder.beat >= SILENT_S):
@@ -212,11 +212,11 @@ def writer_of(url: str, now: float) -> Holder | None:
     return holder
 
 
-def holders(mine: Ownership, url: str) -> dict[Sign, Holder]:
+def holders(mine: Ownership, url: str) -> dict[Sign, LedgerHolder]:
     """Everybody else who holds the ledger or, with another ledger, the state directory: alive or not, but not who was fenced already."""
     rows, locked = _generations(url), mine.other()
     found = [
-        Holder(row.host, row.pid, row.started_at, row.committed_at)
+        LedgerHolder(row.host, row.pid, row.started_at, row.committed_at)
         for row in rows
         if row.superseded_at is None
     ]
@@ -240,12 +240,12 @@ def holders(mine: Ownership, url: str) -> dict[Sign, Holder]:
     return signs
 
 
-def _same(row: Any, locked: Holder) -> bool:
+def _same(row: Any, locked: LedgerHolder) -> bool:
     """Whether a generation is of the process that holds the lock, rather than of an earlier one with its number."""
     return (row.host, row.pid) == (locked.host, locked.pid) and row.started_at >= locked.since
 
 
-def refused(holder: Holder, why: str) -> LedgerHeld:
+def refused(holder: LedgerHolder, why: str) -> LedgerHeld:
     """Why a daemon does not start."""
     return LedgerHeld(
         f"another daemon is at work here: it is held by {holder} ({why})",

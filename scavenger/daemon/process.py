@@ -14,7 +14,7 @@ import sys
 import time
 
 
-class Clock:
+class UnixClock:
     """Unix seconds that never run backwards: wall time once, monotonic time from there on."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReloadPlan:
     """`config`: the one in force from now on, with the live changes only. `restart`: changes that wait for a restart."""
 
     config: DaemonConfig
@@ -37,7 +37,7 @@ class Plan:
     restart: tuple[Change, ...]
 
 
-def plan(now: DaemonConfig, wanted: DaemonConfig) -> Plan:
+def plan(now: DaemonConfig, wanted: DaemonConfig) -> ReloadPlan:
     """What changes at once and what needs a restart, between the configuration in force and the one that the file has now."""
     changes = tuple(_changes(now, wanted))
     live = tuple(change for change in changes if change.key in LIVE)
@@ -48,7 +48,7 @@ def plan(now: DaemonConfig, wanted: DaemonConfig) -> Plan:
     made = now.model_copy(
         update={name: getattr(now, name).model_copy(update=keys) for name, keys in updates.items()}
     )
-    return Plan(made, live, tuple(change for change in changes if change.key not in LIVE))
+    return ReloadPlan(made, live, tuple(change for change in changes if change.key not in LIVE))
 
 
 def _changes(now: DaemonConfig, wanted: DaemonConfig) -> Iterator[Change]:

@@ -28,8 +28,8 @@ from scavenger.ledger.records import Event, Record
 from scavenger.observe import metrics, reading
 from scavenger.observe.exporter import Exporter
 from scavenger.observe.status import Status
-from scavenger.observe.tally import Counted, Tally, Writes
-from scavenger.router.edge.server import Server
+from scavenger.observe.tally import Tally, TallyingWriter, Writes
+from scavenger.router.edge.server import RouterServer
 
 #: A daemon that waits for another one's end says so before the manager's patience is over.
 TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ class ServiceManager:
         self.notifier = notifier or Notifier({}, 0)
         self._reread = reread
         self._tally = Tally() if config.prometheus.listen else None
-        self._counted: Counted | None = None
+        self._counted: TallyingWriter | None = None
         self._exporter: Exporter | None = None
         self._asked = asyncio.Event()
 
@@ -73,7 +73,7 @@ class ServiceManager:
         """What the server is to write to."""
         if self._tally is None:
             return writer
-        self._counted = Counted(writer, self._tally, clock)
+        self._counted = TallyingWriter(writer, self._tally, clock)
         return self._counted
 
     def restore(self, snapshot: rec.Snapshot) -> None:
@@ -82,7 +82,7 @@ class ServiceManager:
 
     def work(
         self,
-        server: Server,
+        server: RouterServer,
         harvester: Harvester | None,
         read_status: Callable[[], Status],
         clock: Callable[[], float],

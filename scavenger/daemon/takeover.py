@@ -28,7 +28,7 @@ class Manner(StrEnum):
     TAKE_OVER = "take over"  # fence it
 
 
-class Verdict(StrEnum):
+class HolderVerdict(StrEnum):
     """In the order in which one of several holders decides for all."""
 
     REFUSE = "refuse"
@@ -58,21 +58,23 @@ class _Quiet:
     came: bool
 
 
-class Watch:
+class TakeoverWatch:
     """Decides for one starting daemon, poll by poll, about the daemons that hold its ledger or its state directory."""
 
     def __init__(self, manner: Manner = Manner.ASK) -> None:
         self.manner = manner
         self._quiet: dict[str, _Quiet] | None = None
 
-    def poll(self, signs: Iterable[Sign], now: float, monotonic: float) -> tuple[Verdict, str, Sign | None]:
+    def poll(
+        self, signs: Iterable[Sign], now: float, monotonic: float
+    ) -> tuple[HolderVerdict, str, Sign | None]:
         """The verdict, its reason and the holder that caused it; (TAKE, reason, None) where there is no holder.
 
         `now` (Unix seconds) and `monotonic` are this host's clocks.
         """
         first, known = self._quiet is None, self._quiet or {}
         self._quiet = {}
-        found: list[tuple[Verdict, str, Sign | None]] = []
+        found: list[tuple[HolderVerdict, str, Sign | None]] = []
         for sign in signs:
             before = known.get(sign.who)
             quiet = (
@@ -82,24 +84,26 @@ class Watch:
             )
             self._quiet[sign.who] = quiet
             found.append((*self._judge(sign, quiet, now, monotonic), sign))
-        order = list(Verdict)
+        order = list(HolderVerdict)
         return min(
-            found, key=lambda each: order.index(each[0]), default=(Verdict.TAKE, "no daemon holds it", None)
+            found,
+            key=lambda each: order.index(each[0]),
+            default=(HolderVerdict.TAKE, "no daemon holds it", None),
         )
 
-    def _judge(self, sign: Sign, quiet: _Quiet, now: float, monotonic: float) -> tuple[Verdict, str]:
+    def _judge(self, sign: Sign, quiet: _Quiet, now: float, monotonic: float) -> tuple[HolderVerdict, str]:
         if self.manner is Manner.TAKE_OVER:
-            return Verdict.TAKE, "--take-over"
+            return HolderVerdict.TAKE, "--take-over"
         if sign.gone:
-            return Verdict.TAKE, "its process is gone"
+            return HolderVerdict.TAKE, "its process is gone"
         quiet_s, age_s = monotonic - quiet.since, now - sign.beat
         if quiet_s >= SILENT_S or (age_s >= SILENT_S and (sign.here or quiet_s >= WATCH_S)):
-            return Verdict.TAKE, f"no heartbeat for {max(quiet_s, age_s):.0f} s"
+            return HolderVerdict.TAKE, f"no heartbeat for {max(quiet_s, age_s):.0f} s"
         if self.manner is Manner.STAND_BY:
-            return Verdict.WAIT, "standing by until it ends or is silent"
+            return HolderVerdict.WAIT, "standing by until it ends or is silent"
         if sign.here or quiet.came:
-            return Verdict.REFUSE, f"its heartbeat is {max(0.0, age_s):.0f} s old"
+            return HolderVerdict.REFUSE, f"its heartbeat is {max(0.0, age_s):.0f} s old"
         return (
-            Verdict.WAIT,
+            HolderVerdict.WAIT,
             f"watched for a heartbeat, which comes every {BEAT_S:g} s; taken over after {SILENT_S:g} s without one",
         )

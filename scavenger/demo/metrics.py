@@ -29,7 +29,7 @@ class Now:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
+class GpuCounts:
     at: float
     idle: int
     harvested: int
@@ -47,7 +47,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostEngine:
     """An engine that went away, with what it had in flight."""
 
     at: float
@@ -78,9 +78,9 @@ class Moves:
 @dataclass(frozen=True, slots=True)
 class DemoMetrics:
     now: Now
-    gpus: tuple[Gpus, ...]
+    gpus: tuple[GpuCounts, ...]
     steps: tuple[StepMetrics, ...]
-    lost: tuple[Lost, ...]
+    lost: tuple[LostEngine, ...]
     moves: Moves
 
     def evaluations(self) -> list[StepMetrics]:
@@ -98,12 +98,12 @@ def read(engine: sa.Engine) -> DemoMetrics:
             return [tuple(row) for row in connection.execute(sa.text(resources.text(f"sql/demo/{name}.sql")))]
 
         now = Now(*rows("now")[0])  # type: ignore[arg-type]
-        gpus = tuple(Gpus(*row) for row in rows("gpus"))  # type: ignore[arg-type]
+        gpus = tuple(GpuCounts(*row) for row in rows("gpus"))  # type: ignore[arg-type]
         steps = tuple(
             StepMetrics(str(p), int(str(s)), json.loads(str(m)), float(str(at)))
             for p, s, m, at in rows("steps")
         )
-        lost = tuple(Lost(*row) for row in rows("preemptions"))  # type: ignore[arg-type]
+        lost = tuple(LostEngine(*row) for row in rows("preemptions"))  # type: ignore[arg-type]
         moves = Moves(*rows("moves")[0])  # type: ignore[arg-type]
     return DemoMetrics(now, gpus, steps, lost, moves)
 

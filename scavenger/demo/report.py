@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scavenger import resources
-from scavenger.demo.metrics import DemoMetrics, Gpus
+from scavenger.demo.metrics import DemoMetrics, GpuCounts
 from scavenger.observe import plots
 
 OWNERS = (
@@ -52,7 +52,7 @@ def sparkline(values: list[float], width: int, top: float) -> str:
     return "".join(BLOCKS[min(8, max(0, round(8 * v / top)))] for v in values[-width:])
 
 
-def gpu_bar(gpus: Gpus) -> Text:
+def gpu_bar(gpus: GpuCounts) -> Text:
     """One square a GPU, coloured by owner."""
     text = Text()
     for owner in ("reserved", "other_users", "harvested", "idle", "unusable"):
@@ -60,7 +60,7 @@ def gpu_bar(gpus: Gpus) -> Text:
     return text
 
 
-def legend(gpus: Gpus) -> Text:
+def legend(gpus: GpuCounts) -> Text:
     text = Text()
     for owner in ("reserved", "other_users", "harvested", "idle"):
         text.append(f"■ {owner} {getattr(gpus, owner)}  ", style=TERMINAL_COLOURS[owner])

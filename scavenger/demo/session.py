@@ -26,7 +26,7 @@ from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.sandbox.sandbox import missing_slurm
 from scavenger.demo import metrics, report, training
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
 
@@ -97,7 +97,7 @@ def arrivals(
 
 
 @dataclass(slots=True)
-class OtherUsers:
+class OtherUsersJobs:
     """Jobs of the other users and how long each waited for its GPUs."""
 
     arrivals: Iterator[DemoArrival]
@@ -138,7 +138,7 @@ def run_demo(
     """One run on a site of its own, from boot to the end of the training job; returns what the ledger says of it."""
     layout = demo_layout(grace_s=options.grace_s)
     screen.show(None, "booting the cluster, warming up the model")
-    with Site(
+    with DemoSite(
         SiteOptions(
             backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy}
         )
@@ -245,7 +245,7 @@ class DemoModel:
             )
 
 
-def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
+def _write_run(options: DemoOptions, site: DemoSite, model: Path) -> Path:
     document = run_document(
         options.settings,
         name=RUN_NAME,
@@ -259,17 +259,17 @@ def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
     return path
 
 
-def _other_users(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> OtherUsers | None:
+def _other_users(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> OtherUsersJobs | None:
     if options.preempt_every_s <= 0:
         return None
     stream = arrivals(
         nodes, gpus, every_s=options.preempt_every_s, run_s=options.other_job_s, seed=options.settings.seed
     )
-    return OtherUsers(stream, next(stream))
+    return OtherUsersJobs(stream, next(stream))
 
 
 def _watch(
-    options: DemoOptions, site: Site, job: int, other_users: OtherUsers | None, screen: Screen
+    options: DemoOptions, site: DemoSite, job: int, other_users: OtherUsersJobs | None, screen: Screen
 ) -> None:
     """Refresh the display and play the other users until the run is finished. Raises `ScavengerError` as soon as it cannot be any more."""
     engine = store.open_readonly(site.ledger_url)
@@ -339,8 +339,12 @@ def _read(engine: sa.Engine) -> tuple[metrics.DemoMetrics | None, str]:
 
 
 def _observe(
-    site: Site, following: training.Training, run_state: str, other_users: OtherUsers | None, now: float
-) -> tuple[JobState | None, training.Verdict]:
+    site: DemoSite,
+    following: training.Training,
+    run_state: str,
+    other_users: OtherUsersJobs | None,
+    now: float,
+) -> tuple[JobState | None, training.DemoProgress]:
     """The training job's state (None: not known) and what it means; notes when jobs of others got their GPUs."""
     try:
         jobs = site.cluster.jobs()
@@ -363,7 +367,7 @@ def _observe(
     return mine.state if mine is not None else None, following.observe(jobs, run_state, now)
 
 
-def _arrive(site: Site, other_users: OtherUsers, elapsed_s: float) -> None:
+def _arrive(site: DemoSite, other_users: OtherUsersJobs, elapsed_s: float) -> None:
     if other_users.pending.at_s > elapsed_s:
         return
     arrival = other_users.pending

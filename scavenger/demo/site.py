@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from scavenger import resources, toml
-from scavenger.cluster.layout import Layout, demo_layout
+from scavenger.cluster.layout import ClusterLayout, demo_layout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import JobSpec
 from scavenger.cluster.port import Cluster
@@ -41,7 +41,7 @@ class SiteOptions:
 
     backend: str  # "slurm" | "local"
     dir: Path
-    layout: Layout = field(default_factory=demo_layout)
+    layout: ClusterLayout = field(default_factory=demo_layout)
     poll_interval_s: float = 0.5
     max_engines: int = 3
     daemon: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def daemon_document(
     }
 
 
-class Site:
+class DemoSite:
     """A running site, as a context manager. Everything that it started has ended when the block is left, also after Ctrl-C."""
 
     def __init__(self, options: SiteOptions) -> None:

@@ -27,7 +27,7 @@ TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DemoProgress:
     """`failed`: why the demo ends without its run, "" while it need not.
 
     `phase`: what the training job is at, for the display.
@@ -49,7 +49,7 @@ class Training:
             0,
         )  # what is not as it should be, since when, in how many polls running
 
-    def observe(self, jobs: Sequence[Job], run_state: str, now: float) -> Verdict:
+    def observe(self, jobs: Sequence[Job], run_state: str, now: float) -> DemoProgress:
         """`jobs`: the whole queue, finished jobs as long as it lists them.
 
         `run_state`: the ledger's word, "" where it has none yet.
@@ -67,14 +67,16 @@ class Training:
             )
         self._odd = ("", 0.0, 0)
         if job.state is JobState.PENDING and "held" in job.reason.lower():
-            return Verdict(failed=f"training job {job.job_id} will not start: it is held ({job.reason})")
+            return DemoProgress(failed=f"training job {job.job_id} will not start: it is held ({job.reason})")
         if job.state is JobState.PENDING and job.restart_count:
-            return Verdict(phase=f"the training job was requeued (restart {job.restart_count}) and waits")
+            return DemoProgress(
+                phase=f"the training job was requeued (restart {job.restart_count}) and waits"
+            )
         if job.state is JobState.PENDING:
-            return Verdict(phase=f"the training job waits: {job.reason or 'no reason given'}")
-        return Verdict()
+            return DemoProgress(phase=f"the training job waits: {job.reason or 'no reason given'}")
+        return DemoProgress()
 
-    def unreadable(self, why: str, now: float, *, malformed: bool = False) -> Verdict:
+    def unreadable(self, why: str, now: float, *, malformed: bool = False) -> DemoProgress:
         """The queue could not be read: nothing is known of the job.
 
         `malformed`: it replied, and that makes no sense.
@@ -82,24 +84,26 @@ class Training:
         limit_s = MALFORMED_S if malformed else SILENT_S
         words = f"the queue could not be read for {limit_s:.0f} s: {why}"
         seen = self._lasts("unreadable", limit_s, now, words)
-        return Verdict(failed=seen.failed, phase=f"the queue cannot be read: {why}")
+        return DemoProgress(failed=seen.failed, phase=f"the queue cannot be read: {why}")
 
-    def _ended(self, job: Job, run_state: str, now: float) -> Verdict:
+    def _ended(self, job: Job, run_state: str, now: float) -> DemoProgress:
         if job.state is JobState.COMPLETED and run_state == "finished":
-            return Verdict(done=True)
+            return DemoProgress(done=True)
         why = f"training job {job.job_id} ended as {job.state}, exit code {job.exit_code}, before its run was finished"
         if job.state is JobState.COMPLETED:
             return self._lasts(
                 "unfinished", UNFINISHED_S, now, f"{why} (the ledger says {run_state or 'nothing'})"
             )
-        return Verdict(failed=why)
+        return DemoProgress(failed=why)
 
-    def _lasts(self, what: str, limit_s: float, now: float, words: str) -> Verdict:
+    def _lasts(self, what: str, limit_s: float, now: float, words: str) -> DemoProgress:
         """Failed once `what` was so for longer than `limit_s`, in more than one poll."""
         before, since, polls = self._odd
         since, polls = (since, polls + 1) if before == what else (now, 1)
         self._odd = (what, since, polls)
-        return Verdict(failed=words) if polls > 1 and now - since > limit_s else Verdict(phase=words)
+        return (
+            DemoProgress(failed=words) if polls > 1 and now - since > limit_s else DemoProgress(phase=words)
+        )
 
 
 def log_tail(text: str) -> str:

@@ -38,7 +38,7 @@ from scavenger.cluster import choose, reach
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown, WireError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Submit
@@ -253,13 +253,13 @@ class Canary:
         self,
         config: DaemonConfig,
         cluster: Cluster,
-        say: Callable[[Finding], None],
+        say: Callable[[SiteFinding], None],
         engine: str = "reference",
         *,
         daemon_port: bool = False,
     ) -> None:
         self._cluster, self._say, self._engine = cluster, say, engine
-        self._config, self._found = config, list[Finding]()
+        self._config, self._found = config, list[SiteFinding]()
         self._uid = secrets.token_hex(4)  # no ledger's
         self._intent = observed_jobs.intent_name(secrets.token_hex(8))
         self._stage, self._began = "", time.monotonic()
@@ -270,12 +270,12 @@ class Canary:
         daemon = config.daemon.model_copy(update={"state_dir": self._folder})
         self._own = config.model_copy(update={"daemon": daemon})
 
-    def run(self) -> list[Finding]:
+    def run(self) -> list[SiteFinding]:
         """All stages, or those up to the one that failed. Nothing is raised for what a site may have wrong."""
         with _ending_cleanly() as cleaning_up:
             return self._run(cleaning_up)
 
-    def _run(self, cleaning_up: Callable[[], None]) -> list[Finding]:
+    def _run(self, cleaning_up: Callable[[], None]) -> list[SiteFinding]:
         try:
             self._stages()
         except _Failed as failed:
@@ -502,7 +502,7 @@ class Canary:
 
     def _tell(self, level: Level, what: str, remedy: str = "") -> None:
         took = f"{time.monotonic() - self._began:.1f} s: "
-        self._found.append(Finding(self._stage, level, took + what, remedy))
+        self._found.append(SiteFinding(self._stage, level, took + what, remedy))
         self._say(self._found[-1])
 
     def _cancel(self) -> str:
@@ -554,7 +554,7 @@ class Canary:
             self._done("job and folder are gone")
 
 
-def line(finding: Finding) -> str:
+def line(finding: SiteFinding) -> str:
     """For a terminal, as each comes."""
     text = f"{finding.level:<9}{finding.check:<12}{finding.observed}"
     return f"{text}\n{'':21}-> {finding.remedy}" if finding.remedy else text

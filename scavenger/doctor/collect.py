@@ -16,7 +16,7 @@ from scavenger.cluster.error_kind import CLOCK_REMEDY, about_clocks
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, Facts, Wanted
+from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, SiteFacts, SiteRequirements
 from scavenger.errors import ClusterError
 from scavenger.host import addresses
 
@@ -26,7 +26,7 @@ NO_SLURM = (
     'without Slurm: backend = "local" in [cluster] (docs/config.md)'
 )
 
-#: What is run after `scontrol show config`, by the name that `facts.Facts.text` knows. None changes anything.
+#: What is run after `scontrol show config`, by the name that `facts.SiteFacts.text` knows. None changes anything.
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "client": ["sinfo", "--version"],
     "partitions": commands.partitions_argv(),
@@ -35,7 +35,7 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 }
 
 
-def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
+def accounting_questions(wanted: SiteRequirements) -> Mapping[str, Sequence[str]]:
     """The questions for slurmdbd, asked only where the site has one: elsewhere sacctmgr can only fail."""
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
     return {
@@ -52,7 +52,9 @@ def environment(env: Mapping[str, str] | None) -> dict[str, str]:
     return clean | ({"SLURM_CONF": inherited["SLURM_CONF"]} if "SLURM_CONF" in inherited else {})
 
 
-def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Facts:
+def gather(
+    wanted: SiteRequirements, *, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> SiteFacts:
     """Run every question in turn. `env`: the commands' environment, see `environment`.
 
     Where the first one gets no answer, the others are not run and have its error: each would only wait for its deadline.
@@ -63,14 +65,14 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
     asked_at = (before + time.time()) / 2
     if answers["config"].error:
         silent = dataclasses.replace(answers["config"], remedy=answers["config"].remedy or NO_SLURM)
-        return Facts(
+        return SiteFacts(
             dict.fromkeys(("config", *QUESTIONS, "queue"), silent), asked_at, pyslurm=pyslurm_version()
         )
     answers |= {name: ask(argv, clean, deadline_s) for name, argv in QUESTIONS.items()}
     installed = pyslurm_version()
     unfit = pyslurm_unfit(clean, deadline_s) if installed else ""
     answers["queue"] = ask(commands.squeue_argv(QUEUE_MARK), clean, deadline_s)
-    facts = Facts(
+    facts = SiteFacts(
         answers,
         asked_at,
         float(time.localtime().tm_gmtoff),

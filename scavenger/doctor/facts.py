@@ -40,7 +40,7 @@ class CommandOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SiteRequirements:
     """What the daemon's configuration asks of this site; in seconds and mebibytes."""
 
     partition: str
@@ -61,7 +61,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SiteFacts:
     """`answers`: by the names in `collect.QUESTIONS`. `asked_at`: this host's clock when the configuration came, Unix seconds."""
 
     answers: Mapping[str, CommandOutput]
@@ -188,7 +188,7 @@ class Facts:
     def qos(self) -> tuple[Qos, ...]:
         return _read(commands.parse_qos, self.text("qos"))
 
-    def grace_s(self, wanted: Wanted) -> float:
+    def grace_s(self, wanted: SiteRequirements) -> float:
         """The GraceTime that our jobs get: of the QOS where Slurm preempts by QOS, else of the partition."""
         if self.preempts_by == "qos":
             return next((one.grace_s for one in self.qos if one.name == wanted.qos), 0.0)

@@ -16,7 +16,7 @@ class Level(StrEnum):
     UNKNOWN = "unknown"  # it could not be asked: no statement
 
 
-class Finding(msgspec.Struct, frozen=True):
+class SiteFinding(msgspec.Struct, frozen=True):
     """`observed`: what was found and what follows from it. `remedy`: what to do, "" where nothing need be done.
 
     `missing`: why the facts that the check needs could not be had, "" where they could. Checks with the same reason are printed as one.
@@ -33,11 +33,11 @@ class Finding(msgspec.Struct, frozen=True):
 EXIT = {Level.OK: 0, Level.UNKNOWN: 1, Level.WARNING: 1, Level.PROBLEM: 2}
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[SiteFinding]) -> int:
     return max((EXIT[one.level] for one in findings), default=0)
 
 
-def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
+def lines(findings: Sequence[SiteFinding], width: int = 118) -> list[str]:
     """For a terminal. Checks that lack facts for the same reason share one line, at the place of the first, with their names."""
     observed = []
     pad = max((len(one.check) for one in findings), default=0) + 2
@@ -64,7 +64,7 @@ def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
     return observed
 
 
-def as_json(findings: Sequence[Finding]) -> bytes:
+def as_json(findings: Sequence[SiteFinding]) -> bytes:
     """One object: the exit code, and every finding with its check, level, text and remedy."""
     return msgspec.json.format(
         msgspec.json.encode({"exit_code": exit_code(findings), "findings": list(findings)})

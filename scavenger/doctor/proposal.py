@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, Node, Partition, PreemptMode, Qos
-from scavenger.doctor.facts import Facts, Missing
+from scavenger.doctor.facts import Missing, SiteFacts
 from scavenger.errors import ConfigError
 
 #: CPUs that one engine uses well: more of a GPU's share stay with the node.
@@ -42,7 +42,7 @@ class Proposal:
         return next((one.value for one in self.keys if one.key == key), None)
 
 
-def propose(facts: Facts, user: str, partition: str = "") -> Proposal:
+def propose(facts: SiteFacts, user: str, partition: str = "") -> Proposal:
     """Raises `ConfigError` where no partition, or not `partition`, may be harvested: its remedy has lines for slurm.conf. Raises `Missing`
     where Slurm did not answer. `user`: of the daemon. `partition`: one that the admin chose, "" for the best."""
     info = _info(facts, user)
@@ -72,7 +72,7 @@ def propose(facts: Facts, user: str, partition: str = "") -> Proposal:
     return Proposal(tuple(keys), tuple(to_do))
 
 
-def _info(facts: Facts, user: str) -> ClusterInfo:
+def _info(facts: SiteFacts, user: str) -> ClusterInfo:
     private = frozenset(facts.words("PrivateData")) if "PrivateData" in facts.config else frozenset()
     return ClusterInfo(
         facts.value("ClusterName"),
@@ -112,7 +112,9 @@ def _choose_qos(info: ClusterInfo) -> Qos | None:
     return min(found, key=lambda qos: (qos.usage_factor, qos.name))
 
 
-def _choose_partition(facts: Facts, info: ClusterInfo, qos: Qos | None, wanted: str) -> tuple[Partition, str]:
+def _choose_partition(
+    facts: SiteFacts, info: ClusterInfo, qos: Qos | None, wanted: str
+) -> tuple[Partition, str]:
     parts = facts.partitions
     gpus = {part.name: _gpus(part, facts.nodes) for part in parts}
     refused: dict[str, str] = {}
@@ -159,7 +161,7 @@ def _gpus(part: Partition, nodes: Sequence[Node]) -> int:
     return sum(node.gpus for node in nodes if node.name in part.nodes) if part.up else 0
 
 
-def _slurm_conf(facts: Facts, info: ClusterInfo, gpus: dict[str, int]) -> str:
+def _slurm_conf(facts: SiteFacts, info: ClusterInfo, gpus: dict[str, int]) -> str:
     """Lines for slurm.conf that make a partition fit for harvesting, over the nodes of the one with the most GPUs."""
     if not any(gpus.values()):
         return "no partition that is up has a node with GPUs: see `sinfo -o '%P %a %G %D'`"
@@ -228,7 +230,7 @@ def _sizes(part: Partition, nodes: Sequence[Node]) -> list[Proposed]:
 # ---------------------------------------------------------------- who pays, who sees
 
 
-def _account(facts: Facts, part: Partition, user: str) -> tuple[list[Proposed], list[str]]:
+def _account(facts: SiteFacts, part: Partition, user: str) -> tuple[list[Proposed], list[str]]:
     if not facts.accounting:
         return [], []
     enforced = any(
@@ -261,7 +263,7 @@ def _account(facts: Facts, part: Partition, user: str) -> tuple[list[Proposed], 
     ], []
 
 
-def _privacy(facts: Facts, info: ClusterInfo, user: str) -> list[Proposed]:
+def _privacy(facts: SiteFacts, info: ClusterInfo, user: str) -> list[Proposed]:
     """PrivateData hides other users' jobs from all but operators."""
     if "jobs" not in info.private or not facts.accounting:
         return []

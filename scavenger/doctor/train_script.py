@@ -17,7 +17,7 @@ from scavenger.cluster.choose import short
 from scavenger.cluster.model import Node, Partition, PreemptMode
 from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.directives import Asks, asks_of
-from scavenger.errors import ClusterError, ClusterUnavailable, Finding
+from scavenger.errors import ClusterError, ClusterUnavailable, StartFinding
 
 DEADLINE_S = 20.0
 
@@ -33,7 +33,7 @@ def judge(
     nodes: Sequence[Node],
     preempts_by: str,
     each: int = 1,
-) -> Finding:
+) -> StartFinding:
     """Pure. The first thing for which the job could never start, or would not run as run.toml says. `reserved`: run.toml's engines,
     of `each` GPUs.
 
@@ -49,11 +49,11 @@ def judge(
             asks, part, [node for node in nodes if part.name in node.partitions]
         )
     if problem:
-        return Finding("train.sbatch", problem)
+        return StartFinding("train.sbatch", problem)
     where = f"partition {asks.partition}" if asks.partition else "Slurm's default partition"
     unread = f"; not read here: {', '.join(f'--{name}' for name in asks.unread)}" if asks.unread else ""
     note = f"{where}, {_size(asks)}{unread}{_preempted(part, partitions, preempts_by)}"
-    return Finding("train.sbatch", note=note, skipped=bool(asks.unread))
+    return StartFinding("train.sbatch", note=note, skipped=bool(asks.unread))
 
 
 def _size(asks: Asks) -> str:
@@ -138,16 +138,16 @@ def _of_nodes(asks: Asks, part: Partition, inside: Sequence[Node]) -> str:
     return ""
 
 
-def check(script: Path, reserved: int, each: int = 1) -> Iterator[Finding]:
+def check(script: Path, reserved: int, each: int = 1) -> Iterator[StartFinding]:
     """Ask Slurm, without submitting anything. `reserved` engines of `each` GPUs are to fit beside the ranks."""
     if not script.is_file():
-        yield Finding("train.sbatch", note="there is none here: not checked", skipped=True)
+        yield StartFinding("train.sbatch", note="there is none here: not checked", skipped=True)
         return
     try:
         asks = asks_of(script.read_text(encoding="utf-8"))
     except ClusterError as error:
         remedy = error.remedy or "--time as Slurm writes it, 2-00:00:00"
-        yield Finding("train.sbatch", f"{error.cause}\nremedy: {remedy}")
+        yield StartFinding("train.sbatch", f"{error.cause}\nremedy: {remedy}")
         return
     try:
         preempts_by = commands.parse_info(_ask(commands.config_argv()), user="").preempts_by
@@ -157,7 +157,7 @@ def check(script: Path, reserved: int, each: int = 1) -> Iterator[Finding]:
         )
     except ClusterError as error:
         problem = _of_run(asks, reserved, each)
-        yield Finding(
+        yield StartFinding(
             "train.sbatch",
             problem,
             "" if problem else f"not held against Slurm: {short(error.cause)}",
@@ -183,19 +183,19 @@ def gpu_types(partition: str) -> tuple[str, ...]:
     )
 
 
-def _tested(script: Path) -> Finding:
+def _tested(script: Path) -> StartFinding:
     """Slurm's own word: accounts, QOS, limits, and whatever its plugins refuse. No answer is no refusal."""
     what = "sbatch --test-only"
     try:
         observed = _ask(["sbatch", "--test-only", str(script)])
     except _Refused as refused:
-        return Finding(
+        return StartFinding(
             what,
             f"Slurm would refuse train.sbatch: {short(refused.cause)}\nremedy: change what it names in train.sbatch",
         )
     except ClusterError as error:
-        return Finding(what, note=f"not asked: {short(error.cause)}", skipped=True)
-    return Finding(what, note=" ".join(observed.split()).removeprefix("sbatch: ")[:200])
+        return StartFinding(what, note=f"not asked: {short(error.cause)}", skipped=True)
+    return StartFinding(what, note=" ".join(observed.split()).removeprefix("sbatch: ")[:200])
 
 
 def _ask(argv: Sequence[str]) -> str:

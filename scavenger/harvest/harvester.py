@@ -30,7 +30,7 @@ from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Cancel, Code, DrainKind, Limits
+from scavenger.harvest.decide.decide import Cancel, DrainKind, HarvestCode, Limits
 from scavenger.harvest.decide.drain import must_end_by, unseen
 from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
 from scavenger.harvest.execute import job_logs, job_script
@@ -43,7 +43,7 @@ from scavenger.harvest.execute.execute import (
     as_json,
 )
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
-from scavenger.harvest.pace import Pace, Poll
+from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.poller import Poller
 from scavenger.harvest.track.node_health import without_failing
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
@@ -119,7 +119,7 @@ class Harvester:
             write=ledger.write,
             sources=sources,
         )
-        self._pace = Pace(pace_of(config), sources.draw, sources.monotonic())
+        self._pace = PollPace(pace_of(config), sources.draw, sources.monotonic())
         self._account_at = -math.inf  # not before this is accounting asked again (`monotonic`)
         self._drains_due_at = math.inf  # when the first drained engine's job must be gone (`monotonic`)
         self.error_kinds: Counter[str] = (
@@ -152,7 +152,7 @@ class Harvester:
 
     def restore(
         self,
-        jobs: Sequence[rec.JobState],
+        jobs: Sequence[rec.OpenIntent],
         waits: Sequence[rec.OtherUserWaits] = (),
         quarantined: Sequence[str] = (),
     ) -> None:
@@ -206,7 +206,7 @@ class Harvester:
         """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
         scheduler to talk to; what fails later is an event and is tried again."""
         (self._state_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        poll = Poll.FULL
+        poll = PollKind.FULL
         while not stop.is_set():
             async with self._cycle_lock:
                 if self._stopping.is_set():
@@ -228,7 +228,9 @@ class Harvester:
         try:
             while jobs := self.tracker.jobs({}):
                 staying = [job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED]
-                chosen = [Cancel(intent_id, "the daemon shuts down", Code.SHUTDOWN) for intent_id in staying]
+                chosen = [
+                    Cancel(intent_id, "the daemon shuts down", HarvestCode.SHUTDOWN) for intent_id in staying
+                ]
                 await self._performer.cancel(
                     [action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}"
                 )
@@ -239,7 +241,7 @@ class Harvester:
 
     # ---------------------------------------------------------------- one cycle
 
-    async def _cycle(self, poll: Poll) -> None:
+    async def _cycle(self, poll: PollKind) -> None:
         """Observe and conclude; after a whole poll also decide and perform."""
         rpcs_before_poll = self.cluster.rpc.total
         self._pace.begins(self._monotonic())
@@ -263,7 +265,7 @@ class Harvester:
         self._absorb(output)
         await self._explain(output.failed_starts)
         self._observed(view)
-        if poll is Poll.JOBS:
+        if poll is PollKind.JOBS:
             return  # the nodes in this view are those of the last whole poll: nothing is decided on them
         await self._decide_and_perform(view, output.orphaned_jobs, rpcs_after_poll)
 
@@ -423,9 +425,9 @@ class Harvester:
 
     # ---------------------------------------------------------------- time
 
-    async def _wait_for_next_poll(self, stop: asyncio.Event) -> Poll:
+    async def _wait_for_next_poll(self, stop: asyncio.Event) -> PollKind:
         """Until the next poll is due, or it is time to stop. Says which poll that is."""
-        poll = Poll.FULL
+        poll = PollKind.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
             changed = self.stop_state.poll_and_compare()
@@ -439,11 +441,11 @@ class Harvester:
                 *([] if moved else [self._poked]),
                 timeout_s=min(DEMAND_TICK_S, due_at - now),
             )
-        if poll is Poll.FULL:
+        if poll is PollKind.FULL:
             self._poked.clear()
         return poll
 
-    def _next_poll(self, now: float, *, stop_changed: bool) -> tuple[float, Poll, bool]:
+    def _next_poll(self, now: float, *, stop_changed: bool) -> tuple[float, PollKind, bool]:
         """When the next poll is due (`monotonic`), which it is, and whether something moved since the last decision."""
         demand = self._router.demand()
         moved = self._poked.is_set() or stop_changed or _shape(demand) != self._demand_decided_on

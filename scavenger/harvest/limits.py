@@ -37,19 +37,19 @@ from scavenger.config import DaemonConfig, HarvestSection, Hours, OwnersSection
 from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Caps,
-    Decision,
+    HarvestDecision,
     Headroom,
     JobLimits,
+    JobPlacement,
     Limits,
     OwnerRule,
-    Placement,
     Restrictions,
     YieldLimits,
 )
 from scavenger.harvest.decide.other_users import gpus_by_node
 from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.track.node_health import Health, HealthRules
-from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.harvest.track.tracker import Tracker, TrackerRules
 from scavenger.ledger import records as rec
 from scavenger.protocol import keys
 
@@ -64,9 +64,9 @@ class Stop:
     at_once: bool = False
 
 
-def rules_of(config: DaemonConfig, uid: str, user: str) -> Rules:
+def rules_of(config: DaemonConfig, uid: str, user: str) -> TrackerRules:
     harvest = config.harvest
-    return Rules(
+    return TrackerRules(
         uid,
         user,
         config.cluster.absent_s,
@@ -144,7 +144,7 @@ def limits_of(
             plan_step_s=plan_step_s,
             could_start_since=could_start_since,
         ),
-        placement=Placement(
+        placement=JobPlacement(
             # which nodes have the features of a constraint is Slurm's to know
             pin=harvest.placement == "node" and not harvest.constraint,
             standby_jobs=harvest.standby_jobs,
@@ -521,7 +521,7 @@ class StopState:
             limits, restrictions=replace(limits.restrictions, not_before=math.inf, not_before_reason=paused)
         )
 
-    def decided(self, decision: Decision, now: float) -> None:
+    def decided(self, decision: HarvestDecision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""
         self._could_start = {job_id: self._could_start.get(job_id, now) for job_id in decision.could_start}
         self.concluded = decision.reason

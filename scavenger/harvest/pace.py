@@ -37,7 +37,7 @@ STRETCH = (0.9, 1.1)
 SLACK_S = 5.0
 
 
-class Poll(StrEnum):
+class PollKind(StrEnum):
     FULL = "full"  # nodes, jobs, now and then partitions: what a decision needs
     JOBS = "jobs"  # the queue alone: what has become of our jobs
 
@@ -52,7 +52,7 @@ class PaceRules:
     max_rpc_per_min: float
 
 
-class Pace:
+class PollPace:
     """See the module. `draw` gives numbers in [0, 1). Not shared between threads."""
 
     def __init__(self, rules: PaceRules, draw: Callable[[], float], now: float) -> None:
@@ -62,7 +62,7 @@ class Pace:
         self._counted_at = now
         self._full_at = self._poll_at = -math.inf
         self._stretch = 1.0
-        self._cost = {Poll.FULL: 4.0, Poll.JOBS: 2.0}  # until one was measured
+        self._cost = {PollKind.FULL: 4.0, PollKind.JOBS: 2.0}  # until one was measured
         self.failures = 0
         self._retry_at = -math.inf
         self._began_at: float | None = None  # of the poll under way
@@ -84,12 +84,12 @@ class Pace:
         self._save(now)
         self._saved = max(-self._most, self._saved - rpcs)
 
-    def polled(self, poll: Poll, rpcs: int, now: float) -> None:
+    def polled(self, poll: PollKind, rpcs: int, now: float) -> None:
         """A poll succeeded. What it cost is what the next one of its kind is taken to cost."""
         self._spent_on_poll(rpcs, now)
         self._cost[poll] = float(rpcs)
         self._poll_at = now
-        if poll is Poll.FULL:
+        if poll is PollKind.FULL:
             self._late, self._commands_s = self._behind(now), 0.0
             self._full_at = now
         self._roll()
@@ -164,7 +164,7 @@ class Pace:
 
     def next(
         self, now: float, *, expecting: bool, moved: bool, at_rest: bool, by: float = math.inf
-    ) -> tuple[float, Poll]:
+    ) -> tuple[float, PollKind]:
         """When the next poll is due, and which. `moved`: somebody poked, or wants another number of engines.
 
         `by`: somebody was promised GPUs by then, so that a whole poll is due then whatever it costs.
@@ -174,31 +174,31 @@ class Pace:
         self._promised_s = interval_s * STRETCH[1]
         self._quick_s = max(rules.floor_s, rules.fast_poll_interval_s) * STRETCH[1] if expecting else 0.0
         if self.failures:
-            return self._retry_at, Poll.FULL
+            return self._retry_at, PollKind.FULL
         regular_s = interval_s * self._stretch
         regular_at = self._full_at + regular_s
         # the budget may put a poll off, but never for longer than the interval itself
-        affordable_at = self._affordable(Poll.FULL, now, regular=True)
-        due = (max(regular_at, min(affordable_at, regular_at + regular_s)), Poll.FULL)
+        affordable_at = self._affordable(PollKind.FULL, now, regular=True)
+        due = (max(regular_at, min(affordable_at, regular_at + regular_s)), PollKind.FULL)
         if (
             affordable_at > now or now < regular_at
         ):  # once it may be asked for, what it waited for stays known
             self._put_off_s = due[0] - regular_at
         soon_at = self._poll_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.fast_poll_interval_s))
-        due = min(due, (max(by, soon_at), Poll.FULL))
+        due = min(due, (max(by, soon_at), PollKind.FULL))
         if moved:
-            due = min(due, (max(soon_at, self._affordable(Poll.FULL, now)), Poll.FULL))
+            due = min(due, (max(soon_at, self._affordable(PollKind.FULL, now)), PollKind.FULL))
         if expecting:
             quick_at = self._poll_at + max(rules.floor_s, rules.fast_poll_interval_s) * self._stretch
-            full = (max(quick_at, self._affordable(Poll.FULL, now)), Poll.FULL)
+            full = (max(quick_at, self._affordable(PollKind.FULL, now)), PollKind.FULL)
             # never at the expense of the next regular poll, which decides: this one only sees
             left = (
                 self._saved
                 + max(0.0, regular_at - now) * rules.max_rpc_per_min / 60.0
-                - self._cost[Poll.FULL]
+                - self._cost[PollKind.FULL]
             )
-            jobs_at = self._affordable(Poll.JOBS, now) if left >= self._cost[Poll.JOBS] else math.inf
-            jobs = (max(quick_at, jobs_at), Poll.JOBS)
+            jobs_at = self._affordable(PollKind.JOBS, now) if left >= self._cost[PollKind.JOBS] else math.inf
+            jobs = (max(quick_at, jobs_at), PollKind.JOBS)
             due = min(due, full if full[0] <= jobs[0] else jobs)
         return due
 
@@ -206,7 +206,7 @@ class Pace:
         self.spent(rpcs, now)
         self._saved_for_regular = max(-self._most, self._saved_for_regular - rpcs)
 
-    def _affordable(self, poll: Poll, now: float, *, regular: bool = False) -> float:
+    def _affordable(self, poll: PollKind, now: float, *, regular: bool = False) -> float:
         """When the RPCs that it costs are saved up."""
         self._save(now)
         missing = min(self._cost[poll], self._most) - (self._saved_for_regular if regular else self._saved)

@@ -19,7 +19,7 @@ from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
 from scavenger.harvest.execute.execute import Sources
-from scavenger.harvest.pace import Poll
+from scavenger.harvest.pace import PollKind
 from scavenger.ledger import records as rec
 
 #: A cycle of backfill takes minutes at most (bf_max_time, by default bf_interval: 30 s); a job without a plan for longer has none.
@@ -84,33 +84,33 @@ class Poller:
     def name(self) -> str:
         return self.info.name if self.info is not None else "cluster"
 
-    async def observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
+    async def observe(self, poll: PollKind, failed: bool) -> tuple[ClusterView, PollKind]:
         """What was seen, and by which poll. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
         partition may not be harvested."""
         view, poll = await self._observe(poll, failed)
         self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
         return self.view, poll
 
-    async def _observe(self, poll: Poll, failed: bool) -> tuple[ClusterView, Poll]:
+    async def _observe(self, poll: PollKind, failed: bool) -> tuple[ClusterView, PollKind]:
         if self.info is None:
             info = await self._thread.call(self._cluster.info)
             view = await self.whole()
             harvest = self._config().harvest
             partition_check.check(info, view.partitions, harvest.partition, harvest.qos)
             self._learn(info)
-            return view, Poll.FULL
-        if poll is Poll.JOBS and self.view is not None:
+            return view, PollKind.FULL
+        if poll is PollKind.JOBS and self.view is not None:
             asked_at = self._clock()
             jobs = await self._thread.call(self._cluster.jobs)
             if not self._surprised(jobs):
-                return replace(self.view, jobs=jobs, observed_at=asked_at), Poll.JOBS
+                return replace(self.view, jobs=jobs, observed_at=asked_at), PollKind.JOBS
         view = await self.whole()
         if (
             failed or self._monotonic() - self._info_at >= INFO_S
         ):  # a controller that was restarted has read another configuration
             self._learn(await self._thread.call(self._cluster.info))
         self._check_again(self.info, view)
-        return view, Poll.FULL
+        return view, PollKind.FULL
 
     async def whole(self) -> ClusterView:
         """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""

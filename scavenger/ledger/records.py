@@ -422,7 +422,7 @@ class NodeReleased(Record, frozen=True):
 class Decision(Record, frozen=True):
     """One decision of a policy with its reason; `inputs` is JSON.
 
-    `code`: the reason in a word, for reports (a `Code` of the harvester or of the router).
+    `code`: the reason in a word, for reports (a `HarvestCode` or a `PolicyCode`).
     """
 
     policy: str
@@ -492,7 +492,7 @@ class SampleState(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int, int], ...] = ()  # (worker, tokens) of those who generated it, in order
 
 
-class GroupState(msgspec.Struct, frozen=True):
+class OpenGroup(msgspec.Struct, frozen=True):
     created: GroupCreated
     version: int
     samples: tuple[SampleState, ...]
@@ -513,7 +513,7 @@ class EngineLife(msgspec.Struct, frozen=True):
     seen_at: float
 
 
-class JobState(msgspec.Struct, frozen=True):
+class OpenIntent(msgspec.Struct, frozen=True):
     """A job intent that has not ended.
 
     `job_id` 0: intended, not known to be submitted. `last_allocation`: the restart count of its newest allocation, -1 where it has none.
@@ -548,9 +548,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     next_sample_id: int
     next_worker_id: int
     runs: tuple[RunState, ...]
-    groups: tuple[GroupState, ...]
+    groups: tuple[OpenGroup, ...]
     workers: tuple[WorkerState, ...]
-    jobs: tuple[JobState, ...]
+    jobs: tuple[OpenIntent, ...]
     retries: tuple[tuple[int, str, int, int, int], ...] = ()
     waits: tuple[OtherUserWaits, ...] = ()
     training_jobs: tuple[TrainingJobStarted, ...] = ()

@@ -378,7 +378,7 @@ decisions = Table(
     _text("reason"),
     _text("inputs"),
     _time("at"),
-    _text("code"),  # the reason in a word, for queries: a `Code` of the harvester or of the router; may be ""
+    _text("code"),  # the reason in a word, for queries: a `HarvestCode` or a `PolicyCode`; may be ""
     Index("ix_decisions_at", "at"),
 )
 

@@ -17,7 +17,7 @@ from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
-from scavenger.router.core.state import Run
+from scavenger.router.core.state import ActiveRun
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -56,7 +56,7 @@ def take(
     )
 
 
-def _run(run: Run, wanted: int) -> RunReading:
+def _run(run: ActiveRun, wanted: int) -> RunReading:
     engines = Counter(
         (worker.kind, "suspect" if worker.suspect else worker.status.value) for worker in run.workers.values()
     )

@@ -1,7 +1,7 @@
 """What the daemon did since it started, counted from the records that it hands to its ledger. Pure: records in, numbers out.
 
 Owns the counters and nothing else: whatever is counted here is a row of the ledger too, so a graph and an SQL report cannot disagree for
-long. `Counted` stands before the ledger's writer and lets every record pass through. Knows no router, no clock and no Prometheus.
+long. `TallyingWriter` stands before the ledger's writer and lets every record pass through. Knows no router, no clock and no Prometheus.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scavenger.ledger.records import Record
 
 
 class Writes(Protocol):
-    """What `Counted` passes on to."""
+    """What `TallyingWriter` passes on to."""
 
     @property
     def backlog_bytes(self) -> int: ...
@@ -145,7 +145,7 @@ def _seconds(metrics: str) -> dict[str, float]:
     return {label: float(said[key]) for key, label in names.items() if isinstance(said.get(key), int | float)}
 
 
-class Counted:
+class TallyingWriter:
     """A ledger writer as the server sees it, with a tally before it. `clock`: seconds, of whatever origin.
 
     It remembers when what may not be durable yet was submitted; `lag_s`, asked now and then, forgets what is.

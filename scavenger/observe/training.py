@@ -21,7 +21,7 @@ _LIVE = (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRun:
+class UnclosedRun:
     """A run that is not closed. `heard_at`: when its trainer last called (Unix seconds).
 
     `job_id` 0: of no Slurm job. `user`: as whom its owner's jobs run.
@@ -52,7 +52,7 @@ class TrainingJobs:
         self._seen: set[tuple[str, int]] = set()
         self.found: tuple[TrainingJob, ...] = ()
 
-    def observe(self, runs: Iterable[OpenRun], jobs: Sequence[Job]) -> tuple[TrainingJob, ...]:
+    def observe(self, runs: Iterable[UnclosedRun], jobs: Sequence[Job]) -> tuple[TrainingJob, ...]:
         """One poll. Those whose end is news."""
         reported = {(one.run, one.job_id) for one in self.found if one.ended}
         by_id = {job.job_id: job for job in jobs}
@@ -63,12 +63,12 @@ class TrainingJobs:
         return tuple(one for one in self.found if one.ended and (one.run, one.job_id) not in reported)
 
     @staticmethod
-    def _is_own(run: OpenRun, by_id: Mapping[int, Job]) -> bool:
+    def _is_own(run: UnclosedRun, by_id: Mapping[int, Job]) -> bool:
         """A run may name any number: of other users' jobs it learns nothing."""
         job = by_id.get(run.job_id)
         return job is None or job.user == run.user
 
-    def _judge(self, run: OpenRun, job: Job | None) -> TrainingJob | None:
+    def _judge(self, run: UnclosedRun, job: Job | None) -> TrainingJob | None:
         key = (run.name, run.job_id)
         if job is None:
             return TrainingJob(*key, "gone", "is not in the queue any more") if key in self._seen else None

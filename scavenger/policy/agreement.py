@@ -40,7 +40,7 @@ MOST_Z = 1e6
 _MAD = 1.4826
 
 
-class Span(NamedTuple):
+class AgreementSpan(NamedTuple):
     """Sums over the tokens of one sample that one worker generated. `signed`, `absolute`: of d; `k3`: of exp(d) - d - 1."""
 
     sample_id: int
@@ -81,7 +81,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SuspectWorker:
     """A worker is suspect. `by`: "absolute" | "signed". `against`: "peers" | "history", of which `usual` and `spread` are."""
 
     worker_id: int
@@ -131,12 +131,12 @@ class Verdict:
 class _Spans:
     """The spans of one worker, oldest first: sample id -> (step, span). Said again, a span takes the place of the one before."""
 
-    spans: OrderedDict[int, tuple[int, Span]] = field(default_factory=OrderedDict)
+    spans: OrderedDict[int, tuple[int, AgreementSpan]] = field(default_factory=OrderedDict)
     known: Rates | None = None
     fresh: bool = False  # something came since it was judged
 
 
-class Window:
+class SpanWindow:
     """The last spans of each worker of one run."""
 
     def __init__(self, rules: AgreementRules) -> None:
@@ -145,7 +145,7 @@ class Window:
         self._workers: OrderedDict[int, _Spans] = OrderedDict()
         self._past: deque[Rates] = deque(maxlen=HISTORY)
 
-    def add(self, step: int, spans: Iterable[Span]) -> None:
+    def add(self, step: int, spans: Iterable[AgreementSpan]) -> None:
         """Take in what was trained in `step`. A span that was said before counts once."""
         if step > self._step:
             self._turn_to(step)
@@ -178,7 +178,7 @@ class Window:
                 del self._workers[worker_id]
         self._step = step
 
-    def judge(self) -> list[Verdict]:
+    def judge(self) -> list[SuspectWorker]:
         """Workers that are wrong, by what came since they were judged last, in the order of their ids."""
         rates = {worker_id: self._rates(one) for worker_id, one in self._workers.items()}
         enough = {worker_id: found for worker_id, found in rates.items() if self._counts(found)}
@@ -203,7 +203,7 @@ class Window:
         return rates.samples >= self.rules.samples and rates.tokens >= self.rules.tokens
 
 
-def rates_of(spans: Sequence[Span]) -> Rates:
+def rates_of(spans: Sequence[AgreementSpan]) -> Rates:
     """Rates over all tokens, with the standard errors of ratios of sums, spans being what varies (Cochran 1977, eq. 6.13)."""
     samples, tokens = len(spans), sum(span.tokens for span in spans)
     absolute = math.fsum(span.absolute for span in spans) / tokens if tokens else 0.0
@@ -261,20 +261,24 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
     return middle, _MAD * median(abs(value - middle) for value in values)
 
 
-def compare(worker_id: int, own: Rates, base: Baseline, rules: AgreementRules) -> Verdict | None:
+def compare(worker_id: int, own: Rates, base: Baseline, rules: AgreementRules) -> SuspectWorker | None:
     """Whether a worker is wrong: by its absolute rate, else by its signed one."""
     floor, ratio = rules.floor * base.factor, rules.ratio * base.factor
     usual, spread = base.absolute
     limit = max(floor, (ratio - 1.0) * usual, rules.ratio * base.least - usual)
     excess = own.absolute - usual
     if found := _beyond(excess, math.hypot(own.absolute_se, spread), limit, rules):
-        return Verdict(worker_id, "absolute", own, base.against, base.compared, usual, spread, found, limit)
+        return SuspectWorker(
+            worker_id, "absolute", own, base.against, base.compared, usual, spread, found, limit
+        )
     limit = max(floor, SIGNED_SHARE * ratio * max(usual, base.least))
     usual, spread = base.signed
     # d has no good side: what is drawn from q has -KL(q || p), and above 0 lies only what is reported wrongly.
     excess = abs(own.signed - usual) if abs(own.signed) > abs(usual) else 0.0
     if found := _beyond(excess, math.hypot(own.signed_se, spread), limit, rules):
-        return Verdict(worker_id, "signed", own, base.against, base.compared, usual, spread, found, limit)
+        return SuspectWorker(
+            worker_id, "signed", own, base.against, base.compared, usual, spread, found, limit
+        )
     return None
 
 

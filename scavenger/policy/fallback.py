@@ -16,11 +16,11 @@ from scavenger.policy.interface import (
     Explains,
     Fact,
     Inputs,
-    Move,
     NewPolicy,
-    Placement,
     RouterPolicy,
     RunView,
+    SampleMove,
+    SamplePlacement,
     Standard,
     Weighs,
     WindowDecision,
@@ -42,10 +42,10 @@ class PolicyWithFallback:
     def every_s(self) -> float:
         return self.inner.every_s
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         return self._ask(lambda policy: policy.place(view, now))
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         return self._ask(lambda policy: policy.rebalance(view, now))
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
@@ -57,10 +57,10 @@ class PolicyWithFallback:
     def benefit(self) -> Benefit | None:
         return self._ask(lambda policy: policy.benefit() if isinstance(policy, Weighs) else None)
 
-    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+    def placed_by(self, answers: Sequence[SamplePlacement]) -> Inputs:
         return self._ask(lambda policy: policy.placed_by(answers) if isinstance(policy, Explains) else {})
 
-    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+    def moved_by(self, moves: Sequence[SampleMove]) -> Inputs:
         return self._ask(lambda policy: policy.moved_by(moves) if isinstance(policy, Explains) else {})
 
     def sized_by(self) -> Inputs:

@@ -16,11 +16,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from scavenger.policy.forecast.survival import Curve, settle_s
+from scavenger.policy.forecast.survival import SurvivalCurve, settle_s
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class FleetSizeRules:
     """`low`..`high`: shares of the step that the trainer may wait without a change. `shrink`: the most that leaves at once, a share.
 
     `patience`: steps in a row that ask for fewer before any leaves. `weight`: of the newest step in the average wait.
@@ -52,7 +52,7 @@ class State:
     reason: str = "no step was seen yet"
 
 
-def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> State:
+def step_ended(state: State, wait_share: float, useful: int, rules: FleetSizeRules) -> State:
     """The target after a step in which the trainer waited for `wait_share` of it, when up to `useful` engines shorten the next.
 
     Growth aims where the wait vanishes: with n engines and a share w waited, n / (1 - w) do the same work in the time that was not
@@ -82,11 +82,11 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     return State(state.target, wait, low_steps, f"{reason}: {band}, so it stays")
 
 
-def _averaged(wait: float | None, newest: float, rules: Rules) -> float:
+def _averaged(wait: float | None, newest: float, rules: FleetSizeRules) -> float:
     return newest if wait is None else (1 - rules.weight) * wait + rules.weight * newest
 
 
-def restarted(state: State, wait_shares: Sequence[float], asked: int, rules: Rules) -> State:
+def restarted(state: State, wait_shares: Sequence[float], asked: int, rules: FleetSizeRules) -> State:
     """After a restart: `asked` engines were asked for when these steps had been seen. What gives engines back counts its steps anew."""
     wait = state.wait
     for share in wait_shares:
@@ -127,7 +127,7 @@ def worth(
     run_gpus: float,
     gpus: int,
     cold_start_s: float,
-    life: Curve,
+    life: SurvivalCurve,
     age_s: float = 0.0,
     hold_s: float = 0.0,
     price: float = 1.0,
@@ -152,7 +152,9 @@ def worth(
     return NetBenefit(saved > cost or (price == 0 and saving > 0), saved, cost, reason)
 
 
-def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve, price: float = 1.0) -> float:
+def break_even(
+    run_gpus: float, gpus: int, cold_start_s: float, life: SurvivalCurve, price: float = 1.0
+) -> float:
     """The saving at which `worth` turns: what an engine must at least shorten the step by; inf when none outlasts its start."""
     if price == 0:
         return 0.0
@@ -187,7 +189,7 @@ class StartBenefit:
 _LATER = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-def start_benefit(benefit: Benefit, life: Curve, share: float) -> StartBenefit:
+def start_benefit(benefit: Benefit, life: SurvivalCurve, share: float) -> StartBenefit:
     """From which age on a GPU with this life earns the start of an engine. `share`: of starts that shall not be wasted (`settle_s`).
 
     Where harvested GPUs have no price no start is wasted, whatever becomes of it.

@@ -37,14 +37,14 @@ class Step(msgspec.Struct, frozen=True):
     completions: tuple[Completion, ...]
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class WeightLoad(msgspec.Struct, frozen=True, gc=False):
     at: float
     version: int
     pull_s: float
     load_s: float
 
 
-class Life(msgspec.Struct, frozen=True):
+class EngineLifetime(msgspec.Struct, frozen=True):
     """An engine. `left_at` None: it is here. `preempted`: others took its GPUs; else it was let go, or failed. `loads` in order."""
 
     worker_id: int
@@ -58,10 +58,10 @@ class Life(msgspec.Struct, frozen=True):
     preempted: bool
     notice: bool
     reason: str
-    loads: tuple[Load, ...]
+    loads: tuple[WeightLoad, ...]
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class LeaseInterval(msgspec.Struct, frozen=True, gc=False):
     """A lease. `ended_at` None: it is open."""
 
     sample_id: int
@@ -90,8 +90,8 @@ class RunHistory(msgspec.Struct, frozen=True):
     config: str
     engine: str
     steps: tuple[Step, ...]
-    lives: tuple[Life, ...]
-    spans: tuple[Span, ...]
+    lives: tuple[EngineLifetime, ...]
+    spans: tuple[LeaseInterval, ...]
     flushes: tuple[Flush, ...]
     policy: str = ""  # "predictive", "standard"; "" = no step was recorded
     engines: int | None = None  # harvested ones that its policy aimed at last; None: nothing tells

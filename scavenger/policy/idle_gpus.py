@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from scavenger.cluster.model import ClusterView, Node
 from scavenger.policy.fleet_size import Benefit, StartBenefit, start_benefit
-from scavenger.policy.forecast.survival import Curve, Life, Survival
+from scavenger.policy.forecast.survival import ObservedLife, Survival, SurvivalCurve
 
 #: Pieces of a life that goes on are told to the curves this often, so that they count as lives at risk.
 PIECE_S = 900.0
@@ -45,7 +45,7 @@ class Idle:
     """
 
     since: Mapping[str, Sequence[float]]
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, SurvivalCurve]
     share: float
 
     def start_benefit(self, node: Node, benefit: Benefit) -> StartBenefit | None:
@@ -111,7 +111,7 @@ class Idling:
     def _report_life(self, kind: str, gpu: _Gpu, now: float, *, lost: bool) -> None:
         age = now - gpu.since
         if age < math.inf:
-            self._survival.observe(kind, now, Life(age, lost, gpu.reported_s))
+            self._survival.observe(kind, now, ObservedLife(age, lost, gpu.reported_s))
             gpu.reported_s = age
 
     def known(self, share: float, now: float) -> Idle:

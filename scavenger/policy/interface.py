@@ -23,11 +23,11 @@ from scavenger.policy.placement import QueuedSamples, Slots
 # ---------------------------------------------------------------- what may be known
 
 
-class Seen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class PolicyView(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Base of the views: immutable, and made by the thousand."""
 
 
-class SampleView(Seen, frozen=True):
+class SampleView(PolicyView, frozen=True):
     """A sample of the run that is not consumed. Lengths are in tokens of the completion.
 
     `accepted`: what the core has; `length`: what was last reported, never less. `worker_id`: the lease's holder, 0 = it waits or is done.
@@ -51,7 +51,7 @@ class SampleView(Seen, frozen=True):
     avoid: frozenset[str] = frozenset()
 
 
-class WorkerView(Seen, frozen=True):
+class WorkerView(PolicyView, frozen=True):
     """One engine of the run. `serves`: it may take leases of the version wanted now. `status`: the router's own word for it.
 
     `leases` of at most `max_batch`. `tokens_per_s`: over its last heartbeats, all samples together; 0 = not measured. Times in Unix s;
@@ -78,7 +78,7 @@ class WorkerView(Seen, frozen=True):
     best_batch: int = 0
 
 
-class StepView(Seen, frozen=True):
+class StepView(PolicyView, frozen=True):
     """The newest step that was submitted, and the window. `step` 0: none yet. Counts are of samples and groups.
 
     `delivered`: groups that its trainer was sent. `reserved_awake`: what the trainer last asked for, since `window_since`.
@@ -290,7 +290,7 @@ Fact = (
 # ---------------------------------------------------------------- answers
 
 
-class Placement(NamedTuple):
+class SamplePlacement(NamedTuple):
     """Lease a queued sample to a worker."""
 
     sample_id: int
@@ -299,7 +299,7 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SampleMove:
     """Take a sample from a worker that generates it and give it to another (0: to the queue). `merges`: so that its engine may go.
 
     `gain_s`: by how much sooner the later of the two is done. `whole`: why all moves of this answer together.
@@ -337,10 +337,10 @@ class RouterPolicy(Protocol):
     @property
     def every_s(self) -> float: ...
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         """Which queued samples go where. What is left out waits until it is asked again."""
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         """Leases to take from one worker and give to another."""
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
@@ -369,9 +369,9 @@ Inputs = Mapping[str, float | str]
 class Explains(Protocol):
     """A policy that says what its answers were reckoned with. Asked right after an answer, and only where a row of the ledger has room."""
 
-    def placed_by(self, answers: Sequence[Placement]) -> Inputs: ...
+    def placed_by(self, answers: Sequence[SamplePlacement]) -> Inputs: ...
 
-    def moved_by(self, moves: Sequence[Move]) -> Inputs: ...
+    def moved_by(self, moves: Sequence[SampleMove]) -> Inputs: ...
 
     def sized_by(self) -> Inputs: ...
 
@@ -384,13 +384,13 @@ class Standard:
 
     every_s = math.inf
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         return [
-            Placement(sample_id, worker_id)
+            SamplePlacement(sample_id, worker_id)
             for sample_id, worker_id in placement.place(view.waiting(), view.slots())
         ]
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         return ()
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:

@@ -1,6 +1,6 @@
 """Which running samples change engines: rebalancing, and the merging of tails. Pure.
 
-Both reckon with when an engine is done: `Curve.drain_s` of what it holds (`forecast.speed`), given expected lengths. A move costs its
+Both reckon with when an engine is done: `SpeedCurve.drain_s` of what it holds (`forecast.speed`), given expected lengths. A move costs its
 target the prefill of the sample's whole context, and a transfer.
 
     rebalance  take from the engine that is done last, give to those that are done first, while each move ends the later of two sooner
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.speed import SpeedCurve
 
 
 class Running(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +39,7 @@ class Running(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """An engine and what it holds. `limit`: samples at most; `gives`, `takes`: samples may leave it, may come to it.
 
     `cache`: tokens of context that its KV cache holds; with more it would recompute what it preempts.
@@ -47,7 +47,7 @@ class Load:
 
     worker_id: int
     node: str
-    curve: Curve
+    curve: SpeedCurve
     limit: int
     samples: tuple[Running, ...]
     gives: bool = True
@@ -84,7 +84,7 @@ class Shift:
 class _Work:
     """One engine while moves are tried. `extra_s`: prefills of samples that came."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: EngineLoad) -> None:
         self.load = load
         self.samples = {s.sample_id: s for s in load.samples}
         self.work_s = sum([load.curve.work_s(s.have, s.rest) for s in load.samples])
@@ -135,7 +135,9 @@ class _Work:
         self.extra_s += price.of(sample)
 
 
-def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most: int = 64) -> list[Shift]:
+def rebalance(
+    loads: Iterable[EngineLoad], price: Price, critical_s: float = 0.0, most: int = 64
+) -> list[Shift]:
     """Moves, each worth it after those before it. Engines done before `critical_s` (when the step cannot end sooner) are left alone.
 
     Each round looks at the engine that is done last and takes from it, sample by sample, what ends the later of it and its target sooner
@@ -246,7 +248,7 @@ MERGE_SHARE = 0.9
 REFUSALS = 8
 
 
-def merge(loads: Iterable[Load], price: Price, end_s: float, worth_s: float) -> Merge:
+def merge(loads: Iterable[EngineLoad], price: Price, end_s: float, worth_s: float) -> Merge:
     """Empty as many engines as fit on others by `MERGE_SHARE * end_s`, `end_s` being when the step is expected to have all samples.
 
     Nothing is moved when less than `worth_s` is left: a freed GPU would be idle for less than it costs to start an engine on it again.
@@ -331,6 +333,6 @@ def _with_all(target: _Work, samples: Sequence[Running], price: Price) -> float:
     return curve.base * longest + target.work_s + more + target.extra_s
 
 
-def drains(loads: Iterable[Load]) -> Mapping[int, float]:
+def drains(loads: Iterable[EngineLoad]) -> Mapping[int, float]:
     """When each engine is done, by worker id."""
     return {load.worker_id: load.curve.drain_s([(s.have, s.rest) for s in load.samples]) for load in loads}

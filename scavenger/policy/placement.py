@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.speed import SpeedCurve
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
 
@@ -94,7 +94,7 @@ def _pop(heap: list[Slot], avoid: Set[str]) -> Slot | None:
 OLDEST_EVERY = 8
 
 
-class Job(msgspec.Struct, frozen=True, gc=False):
+class QueuedSample(msgspec.Struct, frozen=True, gc=False):
     """A queued sample as the forecast sees it. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
 
     `moved`: it was begun elsewhere. Ids grow with age.
@@ -111,11 +111,11 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 class Ranked(msgspec.Struct, frozen=True, gc=False):
     """A sample and why it is next."""
 
-    job: Job
+    job: QueuedSample
     why: str
 
 
-def order(jobs: Iterable[Job]) -> list[Ranked]:
+def order(jobs: Iterable[QueuedSample]) -> list[Ranked]:
     """In which order to place."""
     todo = sorted(jobs, key=lambda job: (job.group_id, job.sample_id))
     ranked = [
@@ -126,7 +126,7 @@ def order(jobs: Iterable[Job]) -> list[Ranked]:
     return ranked + _mixed(rest)
 
 
-def in_turn(jobs: Iterable[Job], group_rest: Mapping[int, float]) -> list[Ranked]:
+def in_turn(jobs: Iterable[QueuedSample], group_rest: Mapping[int, float]) -> list[Ranked]:
     """Group after group, the one with the least to come first: groups become whole all the time, and few are open at once.
 
     `group_rest`: tokens to come of all samples of each group, running ones included. What moved goes first, its group has waited most.
@@ -144,7 +144,7 @@ def in_turn(jobs: Iterable[Job], group_rest: Mapping[int, float]) -> list[Ranked
     return [Ranked(job, "moved" if job.moved else "its group has the least to come") for job in todo]
 
 
-def _mixed(jobs: Sequence[Job]) -> list[Ranked]:
+def _mixed(jobs: Sequence[QueuedSample]) -> list[Ranked]:
     """Longest first, with every `OLDEST_EVERY`-th place given to the oldest."""
     longest = deque(sorted(jobs, key=lambda job: (-job.rest, job.group_id, job.sample_id)))
     oldest = deque(jobs)
@@ -164,18 +164,18 @@ def _mixed(jobs: Sequence[Job]) -> list[Ranked]:
 
 
 @dataclass(slots=True)
-class Engine:
+class OpenEngine:
     """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `cache`: tokens that its KV cache holds.
 
-    `longest`: tokens to come of its longest sample; `work_s`: `Curve.work_s` over its samples; `context`: their tokens, half of what is to
-    come included. `open_s`: how long it will generate yet (a reserved one is put to sleep); `reload_s`: a token's prefill elsewhere.
+    `longest`: tokens to come of its longest sample; `work_s`: `SpeedCurve.work_s` over its samples; `context`: their tokens, half of what
+    is to come included. `open_s`: how long it will generate yet (a reserved one is put to sleep); `reload_s`: a token's prefill elsewhere.
     """
 
     worker_id: int
     node: str
     leases: int
     limit: int
-    curve: Curve
+    curve: SpeedCurve
     cache: float = math.inf
     longest: float = 0.0
     work_s: float = 0.0
@@ -187,7 +187,7 @@ class Engine:
     def drain_s(self) -> float:
         return self.curve.base * self.longest + self.work_s
 
-    def with_s(self, job: Job) -> float:
+    def with_s(self, job: QueuedSample) -> float:
         """When it would be done with this one too. What outlasts its window is prefilled elsewhere, which counts."""
         done = (
             self.curve.base * max(self.longest, job.rest)
@@ -196,21 +196,21 @@ class Engine:
         )
         return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
 
-    def has_capacity_for(self, job: Job) -> bool:
+    def has_capacity_for(self, job: QueuedSample) -> bool:
         fits = self.context + job.have + job.rest / 2 <= self.cache or not self.leases
         return fits and self.leases < self.limit
 
-    def take(self, job: Job) -> None:
+    def take(self, job: QueuedSample) -> None:
         self.leases += 1
         self.longest = max(self.longest, job.rest)
         self.work_s += self.curve.work_s(job.have, job.rest)
         self.context += job.have + job.rest / 2
 
 
-Entry = tuple[float, int, int, Engine]  # when it is done, leases, worker id (unique), engine
+Entry = tuple[float, int, int, OpenEngine]  # when it is done, leases, worker id (unique), engine
 
 
-def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tuple[int, int, str]]:
+def assign(ranked: Iterable[Ranked], engines: Iterable[OpenEngine]) -> Iterator[tuple[int, int, str]]:
     """Yield (sample id, worker id, reason) until samples or room run out. Changes the engines given as it fills them.
 
     List scheduling: each sample to the engine that would be done first with all it holds. Among engines alike that is the one done first
@@ -219,7 +219,7 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
     """
     fleet = sorted(engines, key=lambda e: e.worker_id)
     nodes = {engine.node for engine in fleet}
-    kinds: dict[tuple[Curve, float, int, float], list[Entry]] = {}
+    kinds: dict[tuple[SpeedCurve, float, int, float], list[Entry]] = {}
     for engine in fleet:
         if engine.leases < engine.limit:
             alike = (engine.curve, engine.open_s, engine.limit, engine.cache)
@@ -254,7 +254,7 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
         )
 
 
-def _first(heap: list[Entry], job: Job, avoid: Set[str]) -> Entry | None:
+def _first(heap: list[Entry], job: QueuedSample, avoid: Set[str]) -> Entry | None:
     """The entry that is done first among those that have room, not on a node to avoid. Mostly the heap's top."""
     if heap and heap[0][-1].node not in avoid and heap[0][-1].has_capacity_for(job):
         return heap[0]

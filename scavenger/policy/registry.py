@@ -8,7 +8,7 @@ from __future__ import annotations
 from scavenger.errors import ConfigError
 from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 
 NAMES = ("predictive", "standard")
 
@@ -16,7 +16,7 @@ NAMES = ("predictive", "standard")
 def named(name: str, harvested_gpu_price: float = 1.0) -> NewPolicy:
     """What makes the policy of a run. Raises `ConfigError` for a name that no policy has."""
     if name == "predictive":
-        return lambda run: Predictive(run, Settings(price=harvested_gpu_price))
+        return lambda run: Predictive(run, PredictiveSettings(price=harvested_gpu_price))
     if name == "standard":
         return lambda _run: Standard()
     raise ConfigError(f"there is no policy {name!r}", f"set router.policy to one of: {', '.join(NAMES)}")

@@ -30,7 +30,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SeedWindowPlan:
     """The best that is predicted. `close_after_s`: 0 = train now, NEVER = generate to the end (or, when asleep: stay so, `awake` False).
 
     `step_s`: what is left of the step then. `until_s`: how long they generate, also where that is to the end.
@@ -48,7 +48,7 @@ def predict(situation: Situation, window_s: float) -> float:
     return StepModel(situation).close_s(window_s)
 
 
-def solve(situation: Situation) -> Plan:
+def solve(situation: Situation) -> SeedWindowPlan:
     """The window with the least predicted step time; keeps the present state where that is as good."""
     model = StepModel(situation)
     if not situation.awake:
@@ -57,7 +57,7 @@ def solve(situation: Situation) -> Plan:
     summary = situation.summary()
     waits = situation.ready_groups >= situation.costs.round_groups
     if now_s <= best * (1 + (MIN_BENEFIT if waits else ALIKE)) and (waits or window <= AT_ONCE * best):
-        return Plan(
+        return SeedWindowPlan(
             False,
             0.0,
             now_s,
@@ -65,22 +65,24 @@ def solve(situation: Situation) -> Plan:
         )
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({summary})"
-    return Plan(True, window if window < model.end_s else NEVER, best, why, window)
+    return SeedWindowPlan(True, window if window < model.end_s else NEVER, best, why, window)
 
 
-def _solve_asleep(model: StepModel, stay: float, refinements: int = REFINEMENTS) -> Plan:
+def _solve_asleep(model: StepModel, stay: float, refinements: int = REFINEMENTS) -> SeedWindowPlan:
     summary = model.situation.summary()
     if not model.situation.samples or not model.situation.reserved.engines:
-        return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({summary})")
+        return SeedWindowPlan(
+            False, NEVER, stay, f"nothing is left for reserved engines to generate ({summary})"
+        )
     if model.situation.closed:
         why = f"the window is closed, training on ends the step in {stay:.1f} s ({summary})"
-        return Plan(False, NEVER, stay, why)
+        return SeedWindowPlan(False, NEVER, stay, why)
     window, best, _ = _search(model, refinements)
     if best < stay:
         why = f"generating for {window:.1f} s ends the step in {best:.1f} s, training from now on in {stay:.1f} s ({summary})"
-        return Plan(True, window if window < model.end_s else NEVER, best, why, window)
+        return SeedWindowPlan(True, window if window < model.end_s else NEVER, best, why, window)
     why = f"training from now on ends the step in {stay:.1f} s, generating before in {best:.1f} s at best ({summary})"
-    return Plan(False, NEVER, stay, why)
+    return SeedWindowPlan(False, NEVER, stay, why)
 
 
 def _step_s(situation: Situation, refinements: int = REFINEMENTS) -> float:
@@ -157,7 +159,7 @@ SERVE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingOrder:
     """In which order samples go to engines, the `order`-th of those given, and how many each engine serves at a time (NEVER: all).
 
     `share`: the limit as a share of an even one.
@@ -170,8 +172,8 @@ class Serving:
 
 
 def serve(
-    orders: Sequence[Situation], usual: Serving = Serving(), shares: Sequence[float] = SHARES
-) -> Serving:
+    orders: Sequence[Situation], usual: ServingOrder = ServingOrder(), shares: Sequence[float] = SHARES
+) -> ServingOrder:
     """The order and the limit with the least predicted step time, each with the best of a few windows; `usual` where that is about as good.
 
     `orders`: the same situation with its samples in several orders. Fewer samples at a time make the first groups whole sooner, so that the
@@ -179,13 +181,13 @@ def serve(
     """
     fair = _fair(orders[0])
 
-    def at(order: int, share: float) -> Serving:
+    def at(order: int, share: float) -> ServingOrder:
         return _serving(order, share, fair)
 
-    tried: dict[Serving, float] = {}
+    tried: dict[ServingOrder, float] = {}
     known_s: dict[tuple[int, float], float] = {}  # shares may be alike in samples
 
-    def best_of(candidates: Iterable[Serving]) -> Serving:
+    def best_of(candidates: Iterable[ServingOrder]) -> ServingOrder:
         for one in candidates:
             if (one.order, one.limit) not in known_s:
                 known_s[one.order, one.limit] = _step_s(replace(orders[one.order], limit=one.limit), 0)
@@ -193,17 +195,17 @@ def serve(
         return min(tried, key=lambda one: (tried[one], one.order, -one.limit))
 
     known = at(usual.order, usual.share)
-    best = best_of([known, Serving(), *(at(usual.order, share) for share in shares)])
+    best = best_of([known, ServingOrder(), *(at(usual.order, share) for share in shares)])
     best = best_of(at(order, best.share) for order in range(len(orders)))
     if tried[known] * (1 - SERVE_GAIN) <= tried[best]:
         best = known
     return replace(
         best,
-        reason=f"{_at_a_time(best)} end the step in {tried[best]:.1f} s, all in {tried[Serving()]:.1f} s",
+        reason=f"{_at_a_time(best)} end the step in {tried[best]:.1f} s, all in {tried[ServingOrder()]:.1f} s",
     )
 
 
-def carried(situation: Situation, usual: Serving) -> Serving:
+def carried(situation: Situation, usual: ServingOrder) -> ServingOrder:
     """The order and the share of an earlier decision, for these samples and engines: costs no prediction."""
     kept = _serving(usual.order, usual.share, _fair(situation))
     return replace(kept, reason=f"{_at_a_time(kept)}, as was decided for a step before")
@@ -221,9 +223,9 @@ def _fair(situation: Situation) -> float:
     return len(situation.samples) / max(1.0, engines)
 
 
-def _serving(order: int, share: float, fair: float) -> Serving:
+def _serving(order: int, share: float, fair: float) -> ServingOrder:
     limit = _limit(share, fair)
-    return Serving(order, limit, share if limit < NEVER else NEVER)
+    return ServingOrder(order, limit, share if limit < NEVER else NEVER)
 
 
 def _limit(share: float, fair: float) -> float:
@@ -231,7 +233,7 @@ def _limit(share: float, fair: float) -> float:
     return limit if limit < fair else NEVER
 
 
-def _at_a_time(serving: Serving) -> str:
+def _at_a_time(serving: ServingOrder) -> str:
     return (
         f"{serving.limit:.0f} samples an engine at a time"
         if serving.limit < NEVER

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from scavenger.policy.history import Completion, Flush, Life, RunHistory, Span, Step
+from scavenger.policy.history import Completion, EngineLifetime, Flush, LeaseInterval, RunHistory, Step
 from scavenger.policy.interface import (
     EngineProgress,
     EnginesAsked,
@@ -89,7 +89,7 @@ def facts(history: RunHistory) -> list[tuple[float, Fact]]:
     return found
 
 
-def _of_step(step: Step, lives: dict[int, Life]) -> Iterator[tuple[float, Fact]]:
+def _of_step(step: Step, lives: dict[int, EngineLifetime]) -> Iterator[tuple[float, Fact]]:
     yield (
         step.submitted_at,
         StepSubmitted(
@@ -103,7 +103,7 @@ def _of_step(step: Step, lives: dict[int, Life]) -> Iterator[tuple[float, Fact]]
         yield step.committed_at, StepFinished(step.step, "train", step.metrics)
 
 
-def _finished(step: Step, completion: Completion, life: Life | None) -> SampleFinished:
+def _finished(step: Step, completion: Completion, life: EngineLifetime | None) -> SampleFinished:
     kind, node = (life.kind, life.node) if life is not None else ("", "")
     capped = completion.finish == "length"
     return SampleFinished(
@@ -119,7 +119,7 @@ def _finished(step: Step, completion: Completion, life: Life | None) -> SampleFi
     )
 
 
-def _of_life(life: Life) -> Iterator[tuple[float, Fact]]:
+def _of_life(life: EngineLifetime) -> Iterator[tuple[float, Fact]]:
     who = (life.worker_id, life.kind, life.node, life.gpus)
     yield life.joined_at, WorkerJoined(*who)
     for place, load in enumerate(life.loads):
@@ -141,7 +141,7 @@ def rates(history: RunHistory) -> list[Rate]:
         for step in history.steps
         for completion in step.completions
     }
-    spans: dict[int, list[Span]] = defaultdict(list)
+    spans: dict[int, list[LeaseInterval]] = defaultdict(list)
     flushes: dict[int, list[Flush]] = defaultdict(list)
     for span in history.spans:
         spans[span.worker_id].append(span)
@@ -166,7 +166,7 @@ class _Sum:
 
 
 def _rates_of(
-    worker_id: int, spans: Sequence[Span], flushes: Sequence[Flush], prompts: dict[int, int]
+    worker_id: int, spans: Sequence[LeaseInterval], flushes: Sequence[Flush], prompts: dict[int, int]
 ) -> Iterator[Rate]:
     """One engine's. A stretch ends when it has lasted `LEAST_S` and the batch changes, or when nothing is held."""
     last = max(flush.at for flush in flushes)

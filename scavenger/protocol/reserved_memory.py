@@ -24,7 +24,7 @@ class Processes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ReservedObservation:
     """`event`: what the train-step state machine is told, None = nothing certain is known. `gone`: names of processes that are gone, which
     the daemon does not know. `ending`: names of those to be ended, should the time for an acknowledgement be over.
     """
@@ -34,13 +34,13 @@ class Memory:
     ending: tuple[str, ...] = ()
 
 
-def observe(fleet: Fleet, order: int, processes: Processes | None, *, launched: bool) -> Memory:
+def observe(fleet: Fleet, order: int, processes: Processes | None, *, launched: bool) -> ReservedObservation:
     """`order`: of the trainer's last word to the daemon. `processes`: what the launcher answered to the last one to it, None = nothing yet.
 
     `launched`: there is a launcher. Engines that others started are known by the daemon alone, and cannot be ended here.
     """
     if fleet.order != order or (launched and processes is None):
-        return Memory(None)
+        return ReservedObservation(None)
     running, own = (
         (set(processes.running), set(processes.slots)) if processes is not None else (set[str](), set[str]())
     )
@@ -48,7 +48,7 @@ def observe(fleet: Fleet, order: int, processes: Processes | None, *, launched: 
     late = tuple(sorted((holding | running) - asleep))
     gone = tuple(sorted(name for name in holding - running if name.rpartition(".")[0] in own))
     ending = tuple(sorted(running - asleep))
-    return Memory(
+    return ReservedObservation(
         train_step.ReservedHolds(late) if late else train_step.ReservedAsleep(len(asleep), fleet.bytes_held),
         gone,
         ending,

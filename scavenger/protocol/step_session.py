@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from scavenger.protocol import train_step
 from scavenger.protocol.messages import Fleet
-from scavenger.protocol.reserved_memory import Memory
+from scavenger.protocol.reserved_memory import ReservedObservation
 
 #: What the daemon says of the window, and what that decides.
-WINDOW: dict[str, train_step.Window] = {
-    "open": train_step.Window.OPEN,
-    "close": train_step.Window.CLOSED,
-    "": train_step.Window.UNDECIDED,
+WINDOW: dict[str, train_step.SeedWindowState] = {
+    "open": train_step.SeedWindowState.OPEN,
+    "close": train_step.SeedWindowState.CLOSED,
+    "": train_step.SeedWindowState.UNDECIDED,
 }
 
 
@@ -25,9 +25,9 @@ class StepSession:
 
     def __init__(
         self,
-        plan: train_step.Plan,
+        plan: train_step.StepPlan,
         fleet: Fleet,
-        memory: Memory | None,
+        memory: ReservedObservation | None,
         *,
         reserved_awake: bool,
         now: float,
@@ -45,10 +45,10 @@ class StepSession:
             sleep_ack=acknowledged if isinstance(acknowledged, train_step.ReservedAsleep) else None,
         )
 
-    def _window(self, fleet: Fleet) -> train_step.Window:
-        return WINDOW[fleet.window] if self._heeds_window else train_step.Window.UNDECIDED
+    def _window(self, fleet: Fleet) -> train_step.SeedWindowState:
+        return WINDOW[fleet.window] if self._heeds_window else train_step.SeedWindowState.UNDECIDED
 
-    def observe(self, fleet: Fleet, memory: Memory | None) -> list[train_step.Event]:
+    def observe(self, fleet: Fleet, memory: ReservedObservation | None) -> list[train_step.Event]:
         """What was said last, where that is news. `memory`: of the reserved engines; None where there is nothing to say of it."""
         events: list[train_step.Event] = []
         if fleet.harvested != self.state.harvested:
@@ -58,7 +58,7 @@ class StepSession:
             events.append(train_step.WindowDecided(self._window(fleet), fleet.window_reason))
         return [*events, *self.observe_memory(memory)]
 
-    def observe_memory(self, memory: Memory | None) -> list[train_step.Event]:
+    def observe_memory(self, memory: ReservedObservation | None) -> list[train_step.Event]:
         """The same of the reserved engines' memory alone."""
         state = self.state
         if memory is None or memory.event is None or not state.plan.reserved or state.reserved_awake:
@@ -73,4 +73,4 @@ class StepSession:
 
     @property
     def finished(self) -> bool:
-        return self.state.phase is train_step.Phase.FINISH
+        return self.state.phase is train_step.StepPhase.FINISH

@@ -10,11 +10,11 @@ Theory of operation. Reserved engines live on the training job's own GPUs, so ei
     FINISH  every sample has come and no group waits for the machine: train what the driver kept back (a barrier's batch, later
             mini-batches), then scale, clip, step
 
-An engine that does not acknowledge within `Plan.sleep_timeout_s` is ended (`EndReserved`): its memory is free once its process is gone, and
-the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
+An engine that does not acknowledge within `StepPlan.sleep_timeout_s` is ended (`EndReserved`): its memory is free once its process is gone,
+and the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
 
 Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
-share of samples `Plan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
+share of samples `StepPlan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
 `wake_after_s`. A step inherits the last decision, so 'open' also counts in SLEEP and TRAIN.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` says what fires (the first rule of
@@ -31,7 +31,7 @@ from enum import Enum
 END_TIMEOUT_S = 30.0
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     SEED = "seed"
     SLEEP = "sleep"
     TRAIN = "train"
@@ -39,7 +39,7 @@ class Phase(Enum):
     FINISH = "finish"
 
 
-class Window(Enum):
+class SeedWindowState(Enum):
     """What was decided of the seed window: whether reserved engines shall generate. UNDECIDED: nobody decides, and the share does."""
 
     OPEN = "open"
@@ -92,7 +92,7 @@ class FleetChanged:
 class WindowDecided:
     """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: nobody decides any more."""
 
-    window: Window
+    window: SeedWindowState
     reason: str
 
 
@@ -119,7 +119,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class StepTick:
     """Time passed."""
 
 
@@ -132,7 +132,7 @@ Event = (
     | ReservedAsleep
     | ReservedHolds
     | Trained
-    | Tick
+    | StepTick
 )
 
 
@@ -178,7 +178,7 @@ Action = SleepReserved | WakeReserved | EndReserved | TrainReady | FinishStep
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What a step asked for. `window` is a share of `samples`; `round_groups` fills every rank once."""
 
     samples: int
@@ -201,8 +201,8 @@ class StepState:
     often they were.
     """
 
-    plan: Plan
-    phase: Phase = Phase.SEED
+    plan: StepPlan
+    phase: StepPhase = StepPhase.SEED
     reserved_awake: bool = False
     done_samples: int = 0
     done_groups: int = 0
@@ -211,7 +211,7 @@ class StepState:
     harvested: int = 0
     gone_at: float | None = None
     back_at: float | None = None
-    decided: Window = Window.UNDECIDED
+    decided: SeedWindowState = SeedWindowState.UNDECIDED
     window_reason: str = ""
     sleep_ack: ReservedAsleep | None = None
     holding: tuple[str, ...] = ()
@@ -229,12 +229,12 @@ class StepState:
 
 
 def begin(
-    plan: Plan,
+    plan: StepPlan,
     *,
     harvested: int,
     reserved_awake: bool,
     now: float,
-    decided: Window = Window.UNDECIDED,
+    decided: SeedWindowState = SeedWindowState.UNDECIDED,
     window_reason: str = "",
     sleep_ack: ReservedAsleep | None = None,
 ) -> tuple[StepState, tuple[Action, ...]]:
@@ -272,7 +272,7 @@ def _nobody_seeds(state: StepState, now: float) -> str | None:
 
 def _window_says_close(state: StepState) -> str | None:
     """A decision closes the window only while harvested engines live."""
-    closes = state.decided is Window.CLOSED and state.harvested > 0
+    closes = state.decided is SeedWindowState.CLOSED and state.harvested > 0
     return f"decided: {state.window_reason}" if closes else None
 
 
@@ -280,7 +280,7 @@ def _seed_over(state: StepState, now: float) -> str | None:
     plan = state.plan
     if state.outstanding == 0:
         return "every sample has come"
-    if state.decided is not Window.UNDECIDED:
+    if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
     if state.harvested > 0 and state.done_samples >= plan.window * plan.samples:
         done = f"{state.done_samples}/{plan.samples}"
@@ -332,7 +332,7 @@ def _harvested_gone(state: StepState, now: float) -> str | None:
 
 
 def _decided_open(state: StepState, now: float) -> str | None:
-    if state.plan.reserved and state.outstanding > 0 and state.decided is Window.OPEN:
+    if state.plan.reserved and state.outstanding > 0 and state.decided is SeedWindowState.OPEN:
         return f"decided: {state.window_reason}"
     return None
 
@@ -340,7 +340,7 @@ def _decided_open(state: StepState, now: float) -> str | None:
 def _reserved_no_longer_needed(state: StepState, now: float) -> str | None:
     if state.outstanding == 0:
         return "every sample has come"
-    if state.decided is not Window.UNDECIDED:
+    if state.decided is not SeedWindowState.UNDECIDED:
         return _window_says_close(state)
     if state.back_at is not None and now - state.back_at >= state.plan.wake_after_s:
         return f"{state.harvested} harvested engines have lived for {now - state.back_at:.1f} s"
@@ -367,9 +367,9 @@ Condition = Callable[[StepState, float], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    phase: Phase
+    phase: StepPhase
     when: Condition
-    then: Phase
+    then: StepPhase
     action: (
         type[SleepReserved]
         | type[WakeReserved]
@@ -382,20 +382,20 @@ class Rule:
 
 # SEED -> SLEEP sends nothing. The SLEEP rule that follows sends SleepReserved, so engines that sleep already get no second order.
 RULES: tuple[Rule, ...] = (
-    Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
-    Rule(Phase.SEED, _nobody_seeds, Phase.TRAIN, None),
-    Rule(Phase.SEED, _seed_over, Phase.SLEEP, None),
-    Rule(Phase.SLEEP, _harvested_gone, Phase.WAKE, WakeReserved),
-    Rule(Phase.SLEEP, _decided_open, Phase.WAKE, WakeReserved),
-    Rule(Phase.SLEEP, _not_told_to_sleep, Phase.SLEEP, SleepReserved),
-    Rule(Phase.SLEEP, _memory_free, Phase.TRAIN, None),
-    Rule(Phase.SLEEP, _overdue, Phase.SLEEP, EndReserved),
-    Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
-    Rule(Phase.TRAIN, _decided_open, Phase.WAKE, WakeReserved),
-    Rule(Phase.TRAIN, _memory_taken, Phase.SLEEP, None),
-    Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
-    Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
-    Rule(Phase.WAKE, _reserved_no_longer_needed, Phase.SLEEP, None),
+    Rule(StepPhase.SEED, _asleep_in_seed, StepPhase.SEED, WakeReserved),
+    Rule(StepPhase.SEED, _nobody_seeds, StepPhase.TRAIN, None),
+    Rule(StepPhase.SEED, _seed_over, StepPhase.SLEEP, None),
+    Rule(StepPhase.SLEEP, _harvested_gone, StepPhase.WAKE, WakeReserved),
+    Rule(StepPhase.SLEEP, _decided_open, StepPhase.WAKE, WakeReserved),
+    Rule(StepPhase.SLEEP, _not_told_to_sleep, StepPhase.SLEEP, SleepReserved),
+    Rule(StepPhase.SLEEP, _memory_free, StepPhase.TRAIN, None),
+    Rule(StepPhase.SLEEP, _overdue, StepPhase.SLEEP, EndReserved),
+    Rule(StepPhase.TRAIN, _harvested_gone, StepPhase.WAKE, WakeReserved),
+    Rule(StepPhase.TRAIN, _decided_open, StepPhase.WAKE, WakeReserved),
+    Rule(StepPhase.TRAIN, _memory_taken, StepPhase.SLEEP, None),
+    Rule(StepPhase.TRAIN, _all_trained, StepPhase.FINISH, FinishStep),
+    Rule(StepPhase.TRAIN, _round_ready, StepPhase.TRAIN, TrainReady),
+    Rule(StepPhase.WAKE, _reserved_no_longer_needed, StepPhase.SLEEP, None),
 )
 
 
@@ -466,7 +466,7 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
     Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
     given is unchanged.
     """
-    if state.phase is Phase.FINISH:
+    if state.phase is StepPhase.FINISH:
         raise ValueError(f"{event} after the step was finished")
     match event:
         case GroupsCompleted(groups, samples, untrained, scoring):
@@ -507,6 +507,6 @@ def react(state: StepState, event: Event, now: float) -> tuple[StepState, tuple[
             if groups > state.ready_groups:
                 raise ValueError(f"{event}: only {state.ready_groups} groups wait")
             state = replace(state, passed_groups=state.passed_groups + groups)
-        case Tick():
+        case StepTick():
             pass
     return _fire_rules(state, now)

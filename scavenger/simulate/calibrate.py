@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from scavenger import toml
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import Efficiency, EngineSpec
+from scavenger.simulate.decode import Efficiency, SimulatedEngine
 from scavenger.simulate.survey.text import TableRow
 
 
-def rows(spec: EngineSpec, fit: Fit) -> tuple[TableRow, ...]:
+def rows(spec: SimulatedEngine, fit: Fit) -> tuple[TableRow, ...]:
     """The three fitted constants, beside the uncalibrated ones, and how well they do."""
     old, new = spec.efficiency, fit.efficiency
     bandwidth, compute = (
@@ -60,7 +60,7 @@ def _origin(old: float, new: float) -> str:
     return "as assumed: the points do not tell" if new == old else f"{old:.0%} was assumed"
 
 
-def residuals(spec: EngineSpec, fit: Fit) -> tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]:
+def residuals(spec: SimulatedEngine, fit: Fit) -> tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """(title, columns, cells): each point with what the fitted curve says of it."""
     columns = ("batch", "context", "measured tok/s", "fitted tok/s", "error of step time", "bound by")
     cells = tuple(
@@ -85,14 +85,14 @@ _SHARES = frozenset(
 _CONSTANTS_REMEDY = "make it with `scavenger simulate calibrate points.json --model M --gpu G --out FILE`"
 
 
-def dump(spec: EngineSpec, fit: Fit) -> str:
+def dump(spec: SimulatedEngine, fit: Fit) -> str:
     """The fit as TOML."""
     engine = {"model": spec.model.name, "gpu": spec.gpu.name, "gpus": spec.gpus}
     quality = {"points": len(fit.residuals), "rms_error": fit.rms_error, "worst_error": fit.worst_error}
     return toml.dumps({"engine": engine, "efficiency": dataclasses.asdict(fit.efficiency), "fit": quality})
 
 
-def load(text: str, spec: EngineSpec) -> Efficiency:
+def load(text: str, spec: SimulatedEngine) -> Efficiency:
     """The constants of `dump`'s text. Raises `ConfigError` when it is none, or was fitted for another model or GPU than `spec`'s."""
     try:
         document = tomllib.loads(text)
@@ -138,7 +138,7 @@ def error_of(text: str) -> float | None:
 Vector = NDArray[np.float64]
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One point of the JSON file: `batch` sequences of `context` tokens each (their mean while measured) made `tokens_per_s` together."""
 
     batch: int
@@ -150,7 +150,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Residual:
     """`error`: (predicted - measured) / measured step time."""
 
-    point: Measured
+    point: MeasuredPoint
     predicted_tokens_per_s: float
     error: float
     bound: str
@@ -172,7 +172,7 @@ USABLE_ERROR = 0.2
 _REMEDY = 'write [{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]'
 
 
-def read(path: Path) -> tuple[Measured, ...]:
+def read(path: Path) -> tuple[MeasuredPoint, ...]:
     """The points of a JSON file: `[{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]`, or `[[8, 2048, 900], ...]`."""
     try:
         return parse(path.read_bytes())
@@ -182,14 +182,14 @@ def read(path: Path) -> tuple[Measured, ...]:
         raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
 
 
-def parse(text: bytes) -> tuple[Measured, ...]:
+def parse(text: bytes) -> tuple[MeasuredPoint, ...]:
     """Raises `ConfigError` naming the point (from 1) that is wrong."""
     try:
         entries = msgspec.json.decode(text, type=list[dict[str, float] | tuple[int, float, float]])
         points = tuple(
-            msgspec.convert(entry, Measured, strict=False)
+            msgspec.convert(entry, MeasuredPoint, strict=False)
             if isinstance(entry, dict)
-            else Measured(entry[0], entry[1], entry[2])
+            else MeasuredPoint(entry[0], entry[1], entry[2])
             for entry in entries
         )
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -201,7 +201,7 @@ def parse(text: bytes) -> tuple[Measured, ...]:
     return points
 
 
-def fit(spec: EngineSpec, points: Sequence[Measured]) -> Fit:
+def fit(spec: SimulatedEngine, points: Sequence[MeasuredPoint]) -> Fit:
     """The efficiencies of `spec` that give the least sum of squared relative errors of step times. Raises `ConfigError` under 3 points."""
     if len(points) < 3:
         raise ConfigError(
@@ -224,7 +224,7 @@ def fit(spec: EngineSpec, points: Sequence[Measured]) -> Fit:
     return _report(spec, points, best[1], measured, (memory, compute, known))
 
 
-def _columns(spec: EngineSpec, points: Sequence[Measured]) -> tuple[Vector, Vector, Vector]:
+def _columns(spec: SimulatedEngine, points: Sequence[MeasuredPoint]) -> tuple[Vector, Vector, Vector]:
     """Seconds at the datasheet's peak bandwidth and at its peak FLOPs, and what is known beside the overhead (all-reduces)."""
     peak = replace(
         spec, efficiency=replace(spec.efficiency, bandwidth=1.0, decode_compute=1.0, overhead_s=0.0)
@@ -273,8 +273,8 @@ def _errors(values: Vector, measured: Vector, known: Vector, memory: Vector, com
 
 
 def _report(
-    spec: EngineSpec,
-    points: Sequence[Measured],
+    spec: SimulatedEngine,
+    points: Sequence[MeasuredPoint],
     values: Vector,
     measured: Vector,
     columns: tuple[Vector, Vector, Vector],

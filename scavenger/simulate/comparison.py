@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.fleet_stats import HOUR_S
-from scavenger.simulate.report import Estimate, PolicyMetrics, Report, Series
+from scavenger.simulate.report import Estimate, PolicyMetrics, Series, SimulationReport
 from scavenger.simulate.survey.survey import SpeedUp
 
 # Student's t, 97.5 %, for 1 to 30 degrees of freedom (any table of it); beyond, the normal distribution's is 2 % off at most.
@@ -285,7 +285,7 @@ def report(
     subtitle: str,
     facts: Sequence[tuple[str, str, str]] = (),
     notes: Sequence[str] = (),
-) -> Report:
+) -> SimulationReport:
     """The page: each policy's figures, and of its first seed the run's own GPUs; of the policy that harvested most all GPUs by owner."""
     runs = by_policy(results)
     first = {
@@ -300,7 +300,7 @@ def report(
     if first:
         most = max(first, key=lambda policy: first[policy][0])
         owners.append(replace(first[most][1], name=f"{most}, all"))
-    return Report(
+    return SimulationReport(
         "policies compared",
         subtitle,
         tuple(facts),

@@ -23,7 +23,7 @@ BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuDatasheet:
     """One GPU by its datasheet. `dense_flops`: bf16 tensor cores without sparsity. `nvlink_bytes_s`: one direction."""
 
     name: str
@@ -96,7 +96,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class DecodeCurve:
     """Step seconds of a batch of B: `overhead + max(memory + memory_slope * C, compute + compute_slope * C)`, C tokens of context."""
 
     overhead: float
@@ -112,14 +112,14 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
+class SimulatedEngine:
     """One engine: a model on `gpus` GPUs (tensor parallel). `resident_bytes`: a GPU's memory that others hold (training state).
 
     `kv_capacity`: tokens of KV that fit beside the weights. Counted in tokens, not in blocks: at most half a block a sequence too many.
     """
 
     model: Model
-    gpu: Gpu
+    gpu: GpuDatasheet
     efficiency: Efficiency
     gpus: int = 1
     max_sequences: int = 256
@@ -139,18 +139,18 @@ class EngineSpec:
                 "give the engine more GPUs, or offload the training state",
             )
 
-    def with_resident(self, nbytes_per_gpu: float) -> EngineSpec:
+    def with_resident(self, nbytes_per_gpu: float) -> SimulatedEngine:
         """The same engine while others hold this much of each of its GPUs' memory."""
         return replace(self, resident_bytes=nbytes_per_gpu)
 
-    def curve(self, batch: int) -> Curve:
+    def curve(self, batch: int) -> DecodeCurve:
         """The cost of one step of `batch` sequences as a function of their context tokens."""
         if batch < 1:
             raise ValueError(f"a batch of {batch}")
         model, eff = self.model, self.efficiency
         bandwidth = self.gpus * self.gpu.bandwidth_bytes_s * eff.bandwidth
         flops = self.gpus * self.gpu.dense_flops * eff.decode_compute
-        return Curve(
+        return DecodeCurve(
             overhead=eff.overhead_s + self.allreduce_s(batch),
             memory=model.matmul_parameters * BF16_BYTES / bandwidth,
             memory_slope=model.kv_bytes_per_token / bandwidth,
@@ -228,7 +228,7 @@ class EngineSpec:
 class Stretch(msgspec.Struct, frozen=True, gc=False):
     """`batch` sequences that hold `context` tokens together at step 0 and gain one each a step, with nothing else happening."""
 
-    curve: Curve
+    curve: DecodeCurve
     batch: int
     context: float
 

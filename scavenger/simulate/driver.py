@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 from scavenger.errors import SimulationError
 from scavenger.protocol.messages import SampleKey
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
 from scavenger.simulate.network import Network
-from scavenger.simulate.outcome import Outcome, StepOutcome
+from scavenger.simulate.outcome import SimulationOutcome, StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.site_cluster import SimHarvester, VirtualSlurm
@@ -36,7 +36,7 @@ Progress = Callable[[float, int], None]  # simulated seconds, finished steps
 
 def simulate(
     scenario: Scenario, simulated_policy: SimulatedPolicy, progress: Progress | None = None
-) -> Outcome:
+) -> SimulationOutcome:
     """What happens. Raises `SimulationError` when tokens went missing, or when nothing happens any more before the end."""
     return _SimulatedSite(scenario, simulated_policy, progress).run()
 
@@ -89,7 +89,7 @@ class _SimulatedSite:
         self._gone: list[SimEngine] = []
         self._steps: list[StepOutcome] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         scenario, sim = self._scenario, self._sim
         self._trainer.open()
         if self._simulated_policy.reserved:
@@ -159,7 +159,7 @@ class _SimulatedSite:
 
     def _start_harvested(self, number: int, intent_id: str, incarnation: int, node: str) -> SimEngine:
         scenario, spec = self._scenario, self._scenario.harvested
-        identity = Identity("worker", f"key-{intent_id}", RUN, intent_id)
+        identity = PeerIdentity("worker", f"key-{intent_id}", RUN, intent_id)
         load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
         engine = SimEngine(
             self._sim,
@@ -221,7 +221,7 @@ class _SimulatedSite:
 
     # ---------------------------------------------------------------- the end
 
-    def _close(self) -> Outcome:
+    def _close(self) -> SimulationOutcome:
         self._trainer.stopped = True
         everyone = [*self._reserved, *self._slurm.running, *self._gone]
         for engine in self._reserved:
@@ -238,7 +238,7 @@ class _SimulatedSite:
             if math.isinf(self._scenario.horizon_s)
             else min(self._sim.now, self._scenario.horizon_s)
         )
-        return Outcome(
+        return SimulationOutcome(
             policy=self._simulated_policy.name,
             seconds=end,
             gpus_reserved=self._scenario.gpus_reserved,

@@ -44,7 +44,7 @@ class Occupation:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetTrace:
     """Nodes, their idle GPUs at time 0, and every change until `end_s`, in order. `origin` says where it is from; print it."""
 
     origin: str
@@ -104,7 +104,7 @@ class Fleet:
         if self.end_s > since:
             yield since, self.end_s, idle
 
-    def segment(self, start_s: float, length_s: float) -> Fleet:
+    def segment(self, start_s: float, length_s: float) -> FleetTrace:
         """The part from `start_s` on, with time starting at 0. Changes at exactly `start_s` have happened."""
         if not 0 <= start_s < start_s + length_s <= self.end_s:
             raise ConfigError(f"{self.origin}: no segment of {length_s} s from {start_s} s in {self.end_s} s")
@@ -115,7 +115,7 @@ class Fleet:
                 initial[change.node] = change.idle
             elif change.t_s < start_s + length_s:
                 kept.append(FleetChange(change.t_s - start_s, change.node, change.delta, change.idle))
-        return Fleet(
+        return FleetTrace(
             f"{self.origin}, {start_s:g}-{start_s + length_s:g} s",
             length_s,
             self.capacity,
@@ -123,13 +123,13 @@ class Fleet:
             tuple(kept),
         )
 
-    def only(self, nodes: Iterable[str]) -> Fleet:
+    def only(self, nodes: Iterable[str]) -> FleetTrace:
         """The same over some nodes."""
         kept = set(nodes)
         unknown = kept - self.capacity.keys()
         if unknown:
             raise ConfigError(f"{self.origin}: no nodes {sorted(unknown)[:5]}")
-        return Fleet(
+        return FleetTrace(
             self.origin,
             self.end_s,
             {node: count for node, count in self.capacity.items() if node in kept},
@@ -144,7 +144,7 @@ def from_deltas(
     capacity: Mapping[str, int],
     initial: Mapping[str, int],
     deltas: Iterable[tuple[float, str, int]],
-) -> Fleet:
+) -> FleetTrace:
     """A fleet from (time, node, delta) in order of time."""
     idle = dict(initial)
     changes = []
@@ -152,12 +152,12 @@ def from_deltas(
         if delta:
             idle[node] = idle.get(node, 0) + delta
             changes.append(FleetChange(t_s, node, delta, idle[node]))
-    return Fleet(origin, end_s, capacity, initial, tuple(changes))
+    return FleetTrace(origin, end_s, capacity, initial, tuple(changes))
 
 
 def from_occupations(
     origin: str, jobs: Sequence[Occupation], capacity: Mapping[str, int], end_s: float
-) -> Fleet:
+) -> FleetTrace:
     """The GPUs that the jobs leave. At one instant jobs that end make room before others start, and a node's change is the net of both.
 
     Raises `ConfigError` naming the job's line when a node would hold more than it has: clocks that differ, or jobs that never ended.

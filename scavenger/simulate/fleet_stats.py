@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.fleet import FleetTrace
 
 HOUR_S = 3600.0
 
@@ -58,7 +58,7 @@ class Statistics:
     by_idle_on_node: dict[int, float]
 
 
-def slices(fleet: Fleet) -> list[Slice]:
+def slices(fleet: FleetTrace) -> list[Slice]:
     """Every GPU's idle slices, in order of their end."""
     idle: dict[str, list[tuple[float, bool]]] = {
         node: [(0.0, False)] * count for node, count in fleet.initial.items()
@@ -77,13 +77,13 @@ def slices(fleet: Fleet) -> list[Slice]:
     ]
 
 
-def idle_time_outlasting(fleet: Fleet, cold_start_s: float) -> float:
+def idle_time_outlasting(fleet: FleetTrace, cold_start_s: float) -> float:
     """The share of idle GPU time in slices longer than `cold_start_s`: what harvesting could reach at most."""
     lengths = np.array([one.length_s for one in slices(fleet)])
     return float(lengths[lengths > cold_start_s].sum() / lengths.sum()) if lengths.sum() else 0.0
 
 
-def measure(fleet: Fleet) -> Statistics:
+def measure(fleet: FleetTrace) -> Statistics:
     """All statistics of one fleet."""
     levels = list(fleet.levels())
     idle = np.array([level for _, _, level in levels], dtype=float)
@@ -149,7 +149,7 @@ def _residual(lengths: NDArray[np.float64], share: float) -> float:
     return float((share * total - below[index]) / longer[index])
 
 
-def _by_idle_on_node(fleet: Fleet) -> dict[int, float]:
+def _by_idle_on_node(fleet: FleetTrace) -> dict[int, float]:
     idle = dict(fleet.initial)
     since = dict.fromkeys(idle, 0.0)
     ends: Sequence[tuple[float, str, int]] = [(fleet.end_s, node, 0) for node in fleet.initial]

@@ -35,7 +35,7 @@ class Lengths(Protocol):
         """Lengths in tokens of one prompt's samples at a step, each from 1 to `cap`."""
 
 
-class Remembered:
+class CachedLengths:
     """`Lengths` that draw a group once: policies that are compared, and scenarios with one seed, ask for the same ones."""
 
     def __init__(self, lengths: Lengths) -> None:

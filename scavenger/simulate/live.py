@@ -102,7 +102,7 @@ class ClusterPoll:
     fit: int
     engines: int
     pending: int
-    decision: decide.Decision
+    decision: decide.HarvestDecision
     timing: Timing
     pending_other_users: int
 

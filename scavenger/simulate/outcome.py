@@ -58,7 +58,7 @@ class EngineOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """`seconds`: simulated. `level`: (time, GPUs held by harvested engines, idle GPUs of the fleet, ours included) at each change."""
 
     policy: str

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import Gpu, Model
+from scavenger.simulate.decode import GpuDatasheet, Model
 from scavenger.simulate.lengths import Lengths, Lognormal, Sampled
 
 _SHAPE = {
@@ -69,7 +69,7 @@ class TrainingSettings:
     wake_after_s: float = 5.0
     sleep_timeout_s: float = 60.0
 
-    def offloads(self, state_nbytes: float, gpu: Gpu) -> bool:
+    def offloads(self, state_nbytes: float, gpu: GpuDatasheet) -> bool:
         """Whether `state_nbytes` of training state leave a GPU while engines have it: the trainer's own rule (`trainer.model.offload`)."""
         if self.offload != "auto":
             return self.offload == "always"
@@ -82,7 +82,7 @@ class SimulationPlan:
 
     name: str
     model: Model
-    gpu: Gpu
+    gpu: GpuDatasheet
     reserved_gpus: int
     gpus_per_engine: int
     most_engines: int
@@ -101,7 +101,7 @@ class SimulationPlan:
         )
 
 
-def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: RunAssumptions) -> SimulationPlan:
+def of_run(config: RunConfig, model: Model, gpu: GpuDatasheet, assumed: RunAssumptions) -> SimulationPlan:
     """The plan of a `run.toml`. `most_engines` is 0 where the run may not harvest."""
     each = config.run.gpus_per_engine
     if assumed.reserved_gpus < 1:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.comparison import RunPolicy, SimulationResult, speed_up
-from scavenger.simulate.decode import Efficiency, EngineSpec
+from scavenger.simulate.decode import Efficiency, SimulatedEngine
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.fleet import FleetTrace
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.plan import RunAssumptions, SimulationPlan, assumptions
 from scavenger.simulate.policies import SIMULATED_POLICIES, SimulatedPolicy
 from scavenger.simulate.presets import COLD_CACHE, STACK, trainer_of
@@ -25,7 +25,7 @@ from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
 from scavenger.simulate.trainer_model import state_bytes_per_gpu
 
 
-def result_of(outcome: Outcome, fleet: Fleet, seed: int) -> SimulationResult:
+def result_of(outcome: SimulationOutcome, fleet: FleetTrace, seed: int) -> SimulationResult:
     """One run's figures. Raises `ConfigError` when not one step ended: there is no throughput then."""
     if not outcome.steps:
         raise ConfigError(
@@ -56,7 +56,7 @@ def result_of(outcome: Outcome, fleet: Fleet, seed: int) -> SimulationResult:
     )
 
 
-def _owners(outcome: Outcome, fleet: Fleet) -> Series:
+def _owners(outcome: SimulationOutcome, fleet: FleetTrace) -> Series:
     times = tuple(t_s for t_s, _, _ in outcome.levels)
     by_owner = (
         ("reserved", tuple(float(outcome.gpus_reserved) for _ in outcome.levels)),
@@ -87,7 +87,7 @@ def checked_policy_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def scenario_of(
-    plan: SimulationPlan, fleet: Fleet, efficiency: Efficiency, steps: int, seed: int
+    plan: SimulationPlan, fleet: FleetTrace, efficiency: Efficiency, steps: int, seed: int
 ) -> Scenario:
     """The run on the fleet, until `steps` are done (0: no limit) or the fleet ends."""
     engines, rest = divmod(plan.reserved_gpus, plan.gpus_per_engine)
@@ -98,7 +98,9 @@ def scenario_of(
         )
     training = plan.training
     efficiency = replace(efficiency, memory_share=training.memory_share)
-    engine = EngineSpec(plan.model, plan.gpu, efficiency, plan.gpus_per_engine, max_sequences=plan.max_batch)
+    engine = SimulatedEngine(
+        plan.model, plan.gpu, efficiency, plan.gpus_per_engine, max_sequences=plan.max_batch
+    )
     stack = replace(STACK, recompute=training.recompute, forwards=training.forwards)
     trainer = trainer_of(plan.model, plan.gpu, plan.reserved_gpus, stack)
     return Scenario(
@@ -131,7 +133,7 @@ def product_policy(name: str, _scenario: Scenario) -> SimulatedPolicy:
 
 def policy_runner(
     plan: SimulationPlan,
-    fleet: Fleet,
+    fleet: FleetTrace,
     efficiency: Efficiency,
     steps: int = 0,
     policy_of: Callable[[str, Scenario], SimulatedPolicy] = product_policy,
@@ -197,7 +199,7 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
     return replace(found, notes=(*assumptions(plan, assumed), *assumed_of_machines(calibrated=False)))
 
 
-def _plan(question: Question, assumed: RunAssumptions, fleet: Fleet) -> SimulationPlan:
+def _plan(question: Question, assumed: RunAssumptions, fleet: FleetTrace) -> SimulationPlan:
     spec = question.spec
     most = fleet.gpus // spec.gpus if question.most is None else question.most
     return SimulationPlan(

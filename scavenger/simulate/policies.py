@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from scavenger.policy import placement
 from scavenger.policy.interface import (
     Fact,
-    Placement,
     RouterPolicy,
     RunView,
     SampleFinished,
+    SamplePlacement,
     Standard,
     StepSubmitted,
     WindowMoved,
@@ -29,7 +29,7 @@ from scavenger.policy.interface import (
 )
 from scavenger.policy.placement import Slots
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StaticSplit(Standard):
     Group i of G goes to engine floor(i * N / G) of N.
     """
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         engines = [worker for worker in view.workers if worker.kind == "reserved"]
         rank = {
             group: index for index, group in enumerate(sorted({sample.group_id for sample in view.samples}))
@@ -77,7 +77,7 @@ class StaticSplit(Standard):
             engine = engines[rank[sample.group_id] * len(engines) // len(rank)]
             if free.get(engine.id, 0) > 0:
                 free[engine.id] -= 1
-                found.append(Placement(sample.id, engine.id))
+                found.append(SamplePlacement(sample.id, engine.id))
         return found
 
 
@@ -138,13 +138,14 @@ class Even(Standard):
     def __init__(self) -> None:
         self._share = EvenShare()
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         share = self._share.each
         slots = [
             Slots(one.worker_id, one.leases, min(one.max_batch, share), one.node) for one in view.slots()
         ]
         return [
-            Placement(sample_id, worker_id) for sample_id, worker_id in placement.place(view.waiting(), slots)
+            SamplePlacement(sample_id, worker_id)
+            for sample_id, worker_id in placement.place(view.waiting(), slots)
         ]
 
     def observe(self, fact: Fact, now: float) -> None:
@@ -157,16 +158,18 @@ DISAGGREGATED = SimulatedPolicy("disaggregated", Even, harvest=True, reserved=Fa
 # ---------------------------------------------------------------- ours
 
 
-_ALL_ON = Settings()
+_ALL_ON = PredictiveSettings()
 #: A run's own rule where nobody decides its window: `reserved.window` in run.toml, as it is by default.
 LIVE_WINDOW = 0.5
 
 
-def predictive(settings: Settings = _ALL_ON) -> RouterPolicy:
+def predictive(settings: PredictiveSettings = _ALL_ON) -> RouterPolicy:
     return Predictive("run", settings)
 
 
-def ours(settings: Settings = _ALL_ON, name: str = "ours", *, start_benefits: bool = True) -> SimulatedPolicy:
+def ours(
+    settings: PredictiveSettings = _ALL_ON, name: str = "ours", *, start_benefits: bool = True
+) -> SimulatedPolicy:
     return SimulatedPolicy(
         name, functools.partial(predictive, settings), window=LIVE_WINDOW, start_benefits=start_benefits
     )

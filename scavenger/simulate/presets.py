@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import Efficiency, EngineSpec, Gpu, Model
+from scavenger.simulate.decode import Efficiency, GpuDatasheet, Model, SimulatedEngine
 from scavenger.simulate.startup import ColdStart, StartupPhase
 from scavenger.simulate.trainer_model import TrainerSpec
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 # NVIDIA H100 datasheet, SXM: 3.35 TB/s HBM3, 1,979 TFLOPS bf16 with sparsity (989.4 dense), NVLink 900 GB/s both ways, PCIe 5 x16
 # 128 GB/s both ways. Memory: what `nvidia-smi` shows of the 80 GB.
-H100 = Gpu("H100", 81_559 * MIB, 3.35e12, 989.4e12, 450e9, 64e9)
+H100 = GpuDatasheet("H100", 81_559 * MIB, 3.35e12, 989.4e12, 450e9, 64e9)
 # NVIDIA H200 datasheet, SXM: 141 GB HBM3e, 4.8 TB/s; compute, NVLink and PCIe as H100. Memory: `nvidia-smi`.
-H200 = Gpu("H200", 143_771 * MIB, 4.8e12, 989.4e12, 450e9, 64e9)
+H200 = GpuDatasheet("H200", 143_771 * MIB, 4.8e12, 989.4e12, 450e9, 64e9)
 # NVIDIA A100 datasheet (nvidia-1758950-r4), 80GB SXM: 2,039 GB/s HBM2e, 312 TFLOPS bf16 dense, NVLink 600 GB/s both ways, PCIe 4 x16
 # 64 GB/s both ways. Memory: `nvidia-smi`.
-A100 = Gpu("A100", 81_920 * MIB, 2.039e12, 312e12, 300e9, 32e9)
+A100 = GpuDatasheet("A100", 81_920 * MIB, 2.039e12, 312e12, 300e9, 32e9)
 
 # huggingface.co/Qwen/Qwen3-8B config.json: num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads, head_dim,
 # intermediate_size, vocab_size, tie_word_embeddings. Its card says 8.2B parameters, 6.95B without embeddings.
@@ -106,11 +106,11 @@ COLD_CACHE = ColdStart(
     load_spread=0.4,
 )
 
-GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (H100, H200, A100)}
+GPUS: Mapping[str, GpuDatasheet] = {gpu.name: gpu for gpu in (H100, H200, A100)}
 MODELS: Mapping[str, Model] = {model.name: model for model in (QWEN3_8B, QWEN3_14B, QWEN3_32B)}
 
 
-def gpu(name: str) -> Gpu:
+def gpu(name: str) -> GpuDatasheet:
     """A GPU by its name, whatever its case. Raises `ConfigError` naming the known ones."""
     return _known("GPU", name, GPUS)
 
@@ -120,9 +120,11 @@ def model(name: str) -> Model:
     return _known("model", name.rpartition("/")[2], MODELS)
 
 
-def engine(model_name: str, gpu_name: str, gpus: int = 1, efficiency: Efficiency = VLLM_H100) -> EngineSpec:
+def engine(
+    model_name: str, gpu_name: str, gpus: int = 1, efficiency: Efficiency = VLLM_H100
+) -> SimulatedEngine:
     """An engine of this model on `gpus` of these GPUs. Raises `ConfigError` when the weights leave no memory for KV."""
-    return EngineSpec(model(model_name), gpu(gpu_name), efficiency, gpus)
+    return SimulatedEngine(model(model_name), gpu(gpu_name), efficiency, gpus)
 
 
 def _known(what: str, name: str, table: Mapping[str, T]) -> T:
@@ -175,7 +177,7 @@ class Stack:
 STACK = Stack()
 
 
-def trainer_of(model: Model, gpu: Gpu, ranks: int, stack: Stack = STACK) -> TrainerSpec:
+def trainer_of(model: Model, gpu: GpuDatasheet, ranks: int, stack: Stack = STACK) -> TrainerSpec:
     """The setting's trainer, for any model and GPU: nodes have eight GPUs."""
     return TrainerSpec(
         model,

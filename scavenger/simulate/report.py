@@ -1,7 +1,7 @@
 """The simulator's report: one self-contained HTML page from plain series and figures. Pure: dataclasses in, HTML out.
 
 Owns what the page shows and in which order. Knows nothing of policies, fleets and how anything was computed; whoever has figures fills a
-`Report`, and what is empty is left out of the page.
+`SimulationReport`, and what is empty is left out of the page.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PolicyMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """The page. `facts`: (name, value, meaning). `prices`: what tokens per dollar assume; it stands under the plots."""
 
     title: str
@@ -85,7 +85,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def html(report: Report) -> str:
+def html(report: SimulationReport) -> str:
     """The page. Nothing in it is fetched from elsewhere, and every text in it is escaped."""
     parts = list(dict.fromkeys(name for policy in report.policies for name, _ in policy.step_parts))
     return plots.render(

@@ -16,7 +16,14 @@ from scavenger.cluster.model import JobState, Node
 from scavenger.cluster.slurm.text import REMEMBERED, expand, parse_state
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.parsing import whole
-from scavenger.simulate.fleet import LONGEST_S, MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
+from scavenger.simulate.fleet import (
+    LONGEST_S,
+    MOST_NODE_GPUS,
+    FleetTrace,
+    Occupation,
+    from_occupations,
+    most_used,
+)
 
 FIELDS = (
     "JobIDRaw",
@@ -65,7 +72,7 @@ class SacctJob:
 class Dump:
     """A dump as a fleet. Time 0 is `since` (Unix s). `notes` says what was inferred: print it with every result."""
 
-    fleet: Fleet
+    fleet: FleetTrace
     since: float
     jobs: tuple[SacctJob, ...]
     occupations: tuple[Occupation, ...]

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.decode import SimulatedEngine
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import Lengths
 from scavenger.simulate.presets import WARM_CACHE
 from scavenger.simulate.startup import ColdStart, Deltas
@@ -36,12 +36,12 @@ class Scenario:
     `poll_interval_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
     """
 
-    reserved: EngineSpec
+    reserved: SimulatedEngine
     reserved_engines: int
-    harvested: EngineSpec
+    harvested: SimulatedEngine
     trainer: TrainerSpec
     lengths: Lengths
-    fleet: Fleet
+    fleet: FleetTrace
     prompts: int = 128
     samples: int = 8
     prompt_tokens: int = 512

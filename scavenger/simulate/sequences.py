@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from scavenger.errors import EngineError
-from scavenger.simulate.decode import Curve, EngineSpec, Stretch
+from scavenger.simulate.decode import DecodeCurve, SimulatedEngine, Stretch
 
 # Kept free when something is admitted beside others, so that a preempted sequence does not come back at once (vLLM's watermark).
 WATERMARK = 0.01
@@ -83,10 +83,10 @@ class EngineBatch:
     An engine whose memory changes (training state comes or goes) is empty then: make a new batch for its new `spec`.
     """
 
-    def __init__(self, spec: EngineSpec, now: float = 0.0) -> None:
+    def __init__(self, spec: SimulatedEngine, now: float = 0.0) -> None:
         self.spec = spec
         self._capacity = spec.kv_capacity
-        self._curves: dict[int, Curve] = {}  # by batch: the same few come again and again
+        self._curves: dict[int, DecodeCurve] = {}  # by batch: the same few come again and again
         self.decoded_tokens = 0
         self.prefilled_tokens = 0
         self.preemptions = 0

@@ -27,16 +27,16 @@ from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition,
 from scavenger.config.site import ClusterSection, HarvestSection
 from scavenger.errors import SimulationError
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.actions import Caps, Code, DrainKind, Limits, Placement
+from scavenger.harvest.decide.actions import Caps, DrainKind, HarvestCode, JobPlacement, Limits
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.observed_jobs import Stage, comment_of, intent_name
-from scavenger.harvest.track.tracker import Output, Rules, Tracker
+from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
 from scavenger.ledger.records import JobIntended
 from scavenger.policy.idle_gpus import Idling
 from scavenger.router.core import workers
 from scavenger.router.core.events import IntentRevoked
 from scavenger.simulate.clock import Simulation, Timer
-from scavenger.simulate.fleet import Fleet, FleetChange
+from scavenger.simulate.fleet import FleetChange, FleetTrace
 from scavenger.simulate.outcome import EngineOutcome
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import SimEngine
@@ -84,7 +84,7 @@ class VirtualSlurm:
     """See the module. `engines` lists every incarnation that ended, `levels` who held what. `changed` is for its reader to clear."""
 
     def __init__(
-        self, sim: Simulation, fleet: Fleet, start: StartEngine, schedule_s: float, requeue_s: float
+        self, sim: Simulation, fleet: FleetTrace, start: StartEngine, schedule_s: float, requeue_s: float
     ) -> None:
         self._sim, self._fleet, self._start_engine = sim, fleet, start
         self._schedule_s, self._requeue_s = schedule_s, requeue_s
@@ -275,12 +275,12 @@ class SimHarvester:
         self, sim: Simulation, daemon: SimDaemon, slurm: VirtualSlurm, most: int, start_benefits: bool
     ) -> None:
         self._sim, self._daemon, self._slurm = sim, daemon, slurm
-        live = Placement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
+        live = JobPlacement(pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
         self._limits = Limits(
-            PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else Placement()
+            PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else JobPlacement()
         )
         self._idling = Idling() if start_benefits else None
-        self._tracker = Tracker(Rules(_UID, _USER, ClusterSection().absent_s, _HEALTH))
+        self._tracker = Tracker(TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH))
         self._demand: tuple[tuple[int, int], ...] = ()
         self._waits = False  # a job of ours, or a demand for GPUs to be old enough: what was decided may be another with time alone
         self._polled_at = -math.inf
@@ -308,7 +308,7 @@ class SimHarvester:
         ours = tracker.jobs(workers.leases(router.core))
         decision = decide.decide(view, demand, ours, limits, now)
         self._perform(decision.actions)
-        self._waits = decision.code is Code.SETTLING or any(job.waits for job in tracker.jobs({}))
+        self._waits = decision.code is HarvestCode.SETTLING or any(job.waits for job in tracker.jobs({}))
 
     def _leaving(self) -> bool:
         return any(

@@ -15,12 +15,12 @@ from scavenger.policy.interface import RouterPolicy
 from scavenger.protocol.messages import Message
 from scavenger.router.core.events import (
     Committed,
+    CoreTick,
     Fill,
     HistoryRead,
     ReadHistory,
     RouterEvent,
     Send,
-    Tick,
     Write,
 )
 from scavenger.router.core.machine import Router
@@ -108,7 +108,7 @@ class SimDaemon:
     def _tick(self) -> None:
         self._next_tick = self._sim.now + self._tick_s
         self._sim.at(self._next_tick, self._tick, priority=_TICKS_LAST)
-        self.post(Tick())
+        self.post(CoreTick())
 
     def _tick_in_time(self) -> None:
         """A tick when the policy wants to be asked, should the next one come later than that."""
@@ -119,4 +119,4 @@ class SimDaemon:
 
     def _extra_tick(self) -> None:
         self._next_tick = self._sim.now + self._tick_s
-        self.post(Tick())
+        self.post(CoreTick())

@@ -32,9 +32,9 @@ from scavenger.protocol.messages import (
 from scavenger.protocol.worker import events as worker
 from scavenger.protocol.worker.session import Session
 from scavenger.protocol.worker.work import TokenBuffer
-from scavenger.router.core.events import HelloReceived, Identity, WorkerSent
+from scavenger.router.core.events import HelloReceived, PeerIdentity, WorkerSent
 from scavenger.simulate.clock import Simulation, Timer
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 from scavenger.simulate.site_daemon import SimDaemon
 
@@ -103,7 +103,7 @@ class SimEngine:
         self,
         sim: Simulation,
         daemon: SimDaemon,
-        spec: EngineSpec,
+        spec: SimulatedEngine,
         pace: WeightDelays,
         truth: Truth,
         fetch: Callable[[SimEngine, int, Callable[[], None]], None],
@@ -111,7 +111,7 @@ class SimEngine:
         *,
         kind: str,
         node: str,
-        identity: Identity,
+        identity: PeerIdentity,
         run: str,
         incarnation: int = 0,
         slot: str = "",
@@ -125,7 +125,7 @@ class SimEngine:
         self._sleeps_until_hang, self._hangs = hangs_at, False
         self._whole_groups = whole_groups
         session = f"{identity.intent_id or slot}.{incarnation}"
-        me = worker.Identity(
+        me = worker.WorkerIdentity(
             kind, run, session, incarnation, 1, node, spec.gpus, "simulated", "0", 1, slot=slot
         )
         self._session = Session(me, _LIMITS, sim.now, CountedTokens)
@@ -209,7 +209,7 @@ class SimEngine:
         self._hangs = True
         self._abort(list(self._requests))
 
-    def _tell(self, event: worker.Event) -> None:
+    def _tell(self, event: worker.WorkerEvent) -> None:
         self._perform(self._session.handle(event, self._sim.now))
 
     def _perform(self, actions: Sequence[worker.WorkerAction]) -> None:
@@ -220,7 +220,7 @@ class SimEngine:
         added = []
         for action in actions:
             match action:
-                case worker.Send(message=message):
+                case worker.SendMessage(message=message):
                     self._send(message)
                 case worker.Add(request=request):
                     added.append(self._begin(request))

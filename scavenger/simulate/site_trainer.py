@@ -39,7 +39,7 @@ from scavenger.protocol.messages import (
     WeightSource,
 )
 from scavenger.protocol.step_session import StepSession
-from scavenger.router.core.events import Identity, TrainerCalled
+from scavenger.router.core.events import PeerIdentity, TrainerCalled
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.outcome import StepOutcome
@@ -49,7 +49,7 @@ from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import root_of, zeros
 
 RUN = "run"
-OWNER = Identity("owner", "owner")
+OWNER = PeerIdentity("owner", "owner")
 _SOURCE = WeightSource("simulated", "", b"")
 PING_S = 20.0
 #: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
@@ -217,10 +217,10 @@ class SimTrainer:
         self._actions.extend(session.first)
         self._act()
 
-    def _plan(self) -> train_step.Plan:
+    def _plan(self) -> train_step.StepPlan:
         sc, simulated_policy = self._scenario, self._simulated_policy
         ranks = min(sc.trainer.ranks, sc.prompts)
-        return train_step.Plan(
+        return train_step.StepPlan(
             sc.prompts * sc.samples,
             sc.prompts,
             simulated_policy.window,
@@ -245,13 +245,13 @@ class SimTrainer:
             under.ready.append(group)
             under.done.append(group)
             events.append(train_step.GroupsCompleted(1, len(group.samples)))
-        self._feed(under, events or [train_step.Tick()])
+        self._feed(under, events or [train_step.StepTick()])
         self._act()
 
     def _sleeps(self, under: Under) -> bool:
         return (
             self._simulated_policy.sleeps
-            and under.session.state.phase is train_step.Phase.SEED
+            and under.session.state.phase is train_step.StepPhase.SEED
             and self._fleet.window == "open"
         )
 
@@ -328,7 +328,7 @@ class SimTrainer:
         self._order += 1
         self._call(SetReserved(awake, self._order))
 
-    def _memory(self) -> reserved_memory.Memory | None:
+    def _memory(self) -> reserved_memory.ReservedObservation | None:
         """What the daemon says of the engines that were told to sleep."""
         if not self._reserved or self.reserved_awake:
             return None
@@ -460,11 +460,11 @@ class SimTrainer:
         waits = [
             at + machine.plan.wake_after_s for at in (machine.gone_at, machine.back_at) if at is not None
         ]
-        if machine.phase is train_step.Phase.SLEEP:
+        if machine.phase is train_step.StepPhase.SLEEP:
             limit = train_step.END_TIMEOUT_S if machine.end_attempts else machine.plan.sleep_timeout_s
             waits.append(machine.sleep_asked_at + limit)
         due = min((at for at in waits if at > self._sim.now), default=None)
-        if due is not None and machine.phase is not train_step.Phase.FINISH:
+        if due is not None and machine.phase is not train_step.StepPhase.FINISH:
             self._poke = self._sim.at(due, self._react_later)
 
 

@@ -22,7 +22,7 @@ from scavenger.simulate.fleet import (
     MOST_MOVES,
     MOST_NODE_GPUS,
     MOST_NODES,
-    Fleet,
+    FleetTrace,
     Occupation,
     from_deltas,
 )
@@ -30,15 +30,15 @@ from scavenger.simulate.fleet import (
 
 @dataclass(frozen=True, slots=True)
 class VirtualClusters:
-    """Idle GPUs of each virtual cluster (as a `Fleet` whose "nodes" are the clusters), and GPUs queued for in it from a time on."""
+    """Idle GPUs of each virtual cluster (as a `FleetTrace` whose "nodes" are the clusters), and GPUs queued for in it from a time on."""
 
-    fleet: Fleet
+    fleet: FleetTrace
     pending: tuple[tuple[float, str, int], ...]
 
 
 def parse_nodes(
     lines: Iterable[str], gpus_per_node: int, end_s: float, origin: str = "trace, simulated placement"
-) -> Fleet:
+) -> FleetTrace:
     """t_seconds, node, idle_gpus, delta; rows at t = 0 with delta 0 are the first state. `end_s`: the trace's length."""
     initial: dict[str, int] = {}
     deltas: list[tuple[float, str, int]] = []
@@ -116,7 +116,7 @@ def parse_spot(
     gpus_per_instance: int,
     stream: np.random.Generator,
     end_s: float | None = None,
-) -> Fleet:
+) -> FleetTrace:
     """Spot instances of one `source` as nodes that are wholly there or not. The trace counts instances: which one goes is drawn.
 
     `gpus_per_instance`: what one of ours would have, whatever the trace's had. `end_s`: None for the last change.
@@ -184,7 +184,7 @@ def _in_order(row: CsvRow, t_s: float, before: float, end_s: float) -> float:
     return t_s
 
 
-def read_nodes(path: Path, gpus_per_node: int, end_s: float) -> Fleet:
+def read_nodes(path: Path, gpus_per_node: int, end_s: float) -> FleetTrace:
     return read_csv(
         path,
         lambda lines: parse_nodes(
@@ -203,5 +203,5 @@ def read_jobs(path: Path) -> tuple[Occupation, ...]:
 
 def read_spot(
     path: Path, source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None
-) -> Fleet:
+) -> FleetTrace:
     return read_csv(path, lambda lines: parse_spot(lines, source, gpus_per_instance, stream, end_s))

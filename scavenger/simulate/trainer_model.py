@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scavenger.simulate.decode import BF16_BYTES, Gpu, Model
+from scavenger.simulate.decode import BF16_BYTES, GpuDatasheet, Model
 
 Lengths = Sequence[int]  # tokens of each sequence, prompt and completion
 
@@ -24,7 +24,7 @@ class TrainerSpec:
     """
 
     model: Model
-    gpu: Gpu
+    gpu: GpuDatasheet
     ranks: int
     compute: float
     link_bytes_s: float
@@ -117,7 +117,7 @@ def optimizer_s(spec: TrainerSpec) -> float:
 
 
 def state_bytes_per_gpu(spec: TrainerSpec) -> float:
-    """Training state on one GPU: what a reserved engine's KV loses while the state stays (`EngineSpec.with_resident`)."""
+    """Training state on one GPU: what a reserved engine's KV loses while the state stays (`SimulatedEngine.with_resident`)."""
     return spec.model.parameters * spec.state_bytes / spec.ranks
 
 

@@ -24,7 +24,7 @@ PEERS = 6
 
 
 @dataclass(slots=True)
-class Holder:
+class WeightHolder:
     """A worker that serves a version. `readers`: workers that were sent to it and have not loaded the version yet."""
 
     worker: int
@@ -34,7 +34,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SourceChoice:
     sources: tuple[WeightSource, ...]
     reason: str
 
@@ -53,12 +53,12 @@ def refused(source: WeightSource, encrypt: bool) -> str:
     return ""
 
 
-class Directory:
+class WeightDirectory:
     """Of one run. `switches`: node -> switch, where Slurm's topology is known."""
 
     def __init__(self, switches: Mapping[str, str] | None = None) -> None:
         self._switches = switches if switches is not None else {}
-        self._holders: dict[int, dict[int, Holder]] = {}  # version -> worker -> holder
+        self._holders: dict[int, dict[int, WeightHolder]] = {}  # version -> worker -> holder
         self._reading: dict[int, int] = {}  # worker -> version that it is pulling
         self._revisions: dict[int, int] = {}
         self._leaders: dict[
@@ -73,7 +73,7 @@ class Directory:
         present = known.get(worker)
         if present is not None and present.source == source:
             return
-        known[worker] = Holder(worker, node, source, present.readers if present is not None else set())
+        known[worker] = WeightHolder(worker, node, source, present.readers if present is not None else set())
         self._changed(version)
 
     def drop(self, version: int, worker: int) -> None:
@@ -142,12 +142,12 @@ class Directory:
 
     def choose(
         self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS
-    ) -> Choice:
+    ) -> SourceChoice:
         """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`."""
         self._unread(worker)
         switch, leader = self._switches.get(node), self._leader(version, worker, node)
 
-        def rank(holder: Holder) -> tuple[int, bool, bool, int]:
+        def rank(holder: WeightHolder) -> tuple[int, bool, bool, int]:
             far = switch is None or self._switches.get(holder.node) != switch
             return len(holder.readers), holder.node != node, far, holder.worker
 
@@ -174,9 +174,9 @@ class Directory:
             reason += f", for which worker {leader} fetches it"
         sources = [offered(source, near=False) for source in publisher]
         sources += [offered(holder.source, holder.node == node) for holder in chosen]
-        return Choice(tuple(sources), reason)
+        return SourceChoice(tuple(sources), reason)
 
-    def _leads(self, version: int, holder: Holder) -> bool:
+    def _leads(self, version: int, holder: WeightHolder) -> bool:
         """Whether no other engine fetches for its node: one that does not lead has only a part of what its leader has."""
         return self._leaders.get((version, holder.node), holder.worker) == holder.worker
 

@@ -22,10 +22,10 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights.delta_store import Chains
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.pace import NodePace
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.source_zmq import end_process
 from scavenger.weights.transfer import TransferLimits
 
@@ -86,12 +86,12 @@ class Store:
         self._limits = limits
         self._announce_s = announce_s
         self._clock = clock
-        self._source: WeightSource | None = None
+        self._source: WeightServer | None = None
         self._encrypted = False  # whether that one is
         self._complete: dict[int, tuple[Manifest, Buffer]] = {}  # complete and verified
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
-        self._pool = Pool(most=1)
+        self._pool = MemoryPool(most=1)
         self._relay = Chains(RELAYED_STEPS)  # for engines that follow from the same version as this one
         self._pace = pace or NodePace()
         self._no_nixl: set[str] = set()  # endpoints with which it failed
@@ -264,7 +264,7 @@ class Store:
         self._served[serving.version] = serving.root
         self._say(serving)
 
-    def _serving(self, weights: messages.UseWeights) -> WeightSource | None:
+    def _serving(self, weights: messages.UseWeights) -> WeightServer | None:
         """This process's own source, encrypted where the run's are. None where it cannot have one: it then only receives.
 
         What the run wants is told beside the sources: a disk, or the memory of a neighbour, does not show it.
@@ -278,7 +278,7 @@ class Store:
             encrypt = weights.encrypt or any(source.server_key for source in weights.sources)
             try:
                 nixl = any(source.nixl for source in weights.sources) and rdma.installed()
-                self._source = WeightSource(
+                self._source = WeightServer(
                     self._address(),
                     keep=KEEP,
                     encrypt=encrypt,
@@ -296,7 +296,7 @@ class Store:
                 )
         return self._source
 
-    def _withdrawn(self, source: WeightSource) -> list[tuple[Manifest, Buffer]]:
+    def _withdrawn(self, source: WeightServer) -> list[tuple[Manifest, Buffer]]:
         """End our source: it stopped, or the run began to encrypt and nothing more leaves this process in the clear.
 
         Returns what is to be served anew.

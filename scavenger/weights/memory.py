@@ -95,7 +95,7 @@ class Buffer:
             os.close(self.fd)
 
 
-class Pool:
+class MemoryPool:
     """Memory of versions that are over, for the next one of the same size. It is written again only when nobody looks at it any more."""
 
     def __init__(self, most: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Bounds on the bytes a second of weight transfers: a token bucket of one process (`Pace`), or of all engines of a node (`NodePace`).
+"""Bounds on the bytes a second of weight transfers: a token bucket of one process (`ByteRateLimit`), or of a node's engines (`NodePace`).
 
 Engines share their node's network and file server with other users' jobs. The shared bucket is eight bytes in a file in memory, owned by
 this user: the time, on the machine's monotonic clock, at which all bytes taken so far are paid for. Owns that file. Knows no weights.
@@ -34,7 +34,7 @@ _FREE_AT = struct.Struct("<d")
 _ALONE = ": this engine keeps to its pull_mb_per_s, but not together with its neighbours"
 
 
-class Pace:
+class ByteRateLimit:
     """`take` counts bytes and waits as long as the bound asks for. 0 bytes a second: no bound. Thread-safe."""
 
     def __init__(self, nbytes_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class Pace:
         return self._free_at - now
 
 
-class NodePace(Pace):
+class NodePace(ByteRateLimit):
     """One bound for all engines of this user on this node together."""
 
     def __init__(

@@ -35,7 +35,7 @@ from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import NodePace
 from scavenger.weights.protocol import AvailableChunks, ChunkPart, NoSuch, Reached, SourceReply
 from scavenger.weights.spool import SCHEME
-from scavenger.weights.transfer import Transfer, TransferLimits, Verdict
+from scavenger.weights.transfer import ChunkOutcome, Transfer, TransferLimits
 
 _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
@@ -409,9 +409,9 @@ class _Stream(threading.Thread):
             if self.left:  # what is here is shared with the transfer that goes on
                 return
             verdict = self._transfer.settle(index, reply.chunk, good, pull.clock())
-        if verdict is Verdict.CORRUPT:
+        if verdict is ChunkOutcome.CORRUPT:
             _log.warning("weights.corrupt", source=self.source.endpoint, chunk=reply.chunk)
-        elif verdict is Verdict.ACCEPTED:
+        elif verdict is ChunkOutcome.ACCEPTED:
             if reply.delta and pull.relay is not None:
                 pull.relay.add(
                     pull._parent, pull.manifest.root, reply.chunk, bytes(self._into[: reply.nbytes])

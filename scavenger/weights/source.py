@@ -27,7 +27,7 @@ from scavenger.weights.delta import MOST_LINKS
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.pace import Pace
+from scavenger.weights.pace import ByteRateLimit
 from scavenger.weights.protocol import (
     MAX_REQUEST_BYTES,
     Map,
@@ -67,7 +67,7 @@ def serving_interface(listen: str, daemon_endpoint: str) -> str:
     return "127.0.0.1" if is_loopback(host) else "0.0.0.0"
 
 
-class WeightSource:
+class WeightServer:
     """Server threads. Everything may be called from any thread."""
 
     def __init__(
@@ -96,7 +96,7 @@ class WeightSource:
         chains = Chains(min(deltas, MOST_LINKS)) if isinstance(deltas, int) else deltas
         self._encoder = Encoder(chains) if isinstance(deltas, int) and deltas else None
         self._store = VersionStore(keep, lease_s, chains=chains, encoder=self._encoder)
-        self._pace = Pace(nbytes_per_s)
+        self._pace = ByteRateLimit(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, _Connection] = {}
@@ -220,7 +220,7 @@ class WeightSource:
         if self._curve is not None:
             self._curve.close()
 
-    def __enter__(self) -> WeightSource:
+    def __enter__(self) -> WeightServer:
         return self
 
     def __exit__(self, *_exc: object) -> None:

@@ -31,7 +31,7 @@ _MOST_COPIES = 2
 _RATE_MEMORY = 0.7
 
 
-class Verdict(Enum):
+class ChunkOutcome(Enum):
     """What became of a delivered chunk."""
 
     ACCEPTED = "accepted"
@@ -242,32 +242,34 @@ class Transfer:
         start, stop = self.manifest.chunk_range(chunk)
         self._bytes[start:stop] = np.frombuffer(data, dtype=np.uint8)
 
-    def settle(self, index: int, chunk: int, good: bool, now: float) -> Verdict:
+    def settle(self, index: int, chunk: int, good: bool, now: float) -> ChunkOutcome:
         """A holder delivered a chunk; `good`: it matched and is written."""
         holder = self.holders[index]
         holder.heard_at = now
         if not 0 <= chunk < len(self.here):
-            return Verdict.UNASKED
+            return ChunkOutcome.UNASKED
         asked_at = holder.asked.get(chunk)
         self._unask(holder, index, chunk)
         if not good and not self.here[chunk]:
             self.corrupt += 1
             self._failed(index, f"chunk {chunk} does not have the manifest's hash", now)
-            return Verdict.CORRUPT
+            return ChunkOutcome.CORRUPT
         if asked_at is not None:
             self._measure(holder, asked_at, now)
         if self.here[chunk]:
             self.duplicates += 1
-            return Verdict.DUPLICATE
+            return ChunkOutcome.DUPLICATE
         self.here[chunk], self._free[chunk] = True, False
         self.missing -= 1
         holder.chunks += 1
         holder.failures, holder.rests = 0, 0
         if holder.source not in self._last:
             self._delivered_at = now
-        return Verdict.ACCEPTED
+        return ChunkOutcome.ACCEPTED
 
-    def delivered(self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float) -> Verdict:
+    def delivered(
+        self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float
+    ) -> ChunkOutcome:
         """`matches`, `write` and `settle` in one call, for a driver without threads."""
         good = self.matches(chunk, data)
         if good:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ScavengerError
 from tests.chaos.audit import table
 from tests.chaos.choose import KINDS
@@ -38,7 +38,7 @@ def undisturbed(work: Path, model: Path, steps: int) -> play.Result:
     if not cache.exists():
         say(f"the undisturbed run of {steps} steps, for comparison")
         here = work / f"undisturbed-{os.getpid()}"
-        with Site(SiteOptions("local", here, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+        with DemoSite(SiteOptions("local", here, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
             run = play.write_run(
                 site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16}
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scavenger.demo.site import Site
+from scavenger.demo.site import DemoSite
 from scavenger.ledger.read import reports
 from tests.chaos.watch import Watcher
 from tests.system import play
@@ -54,7 +54,7 @@ class Audit:
         return not any(self.counts.values())
 
 
-def audit(site: Site, watcher: Watcher, reference: play.Result) -> Audit:
+def audit(site: DemoSite, watcher: Watcher, reference: play.Result) -> Audit:
     """Ask everything. The ledger must be reachable, and the run at its end."""
     found: list[str] = []
     wrong = list(watcher.seen.wrong)
@@ -82,7 +82,7 @@ def audit(site: Site, watcher: Watcher, reference: play.Result) -> Audit:
     return Audit(counts, _facts(site, seen, watcher), tuple(found))
 
 
-def _final(site: Site) -> list[tuple[int, str, bytes]]:
+def _final(site: DemoSite) -> list[tuple[int, str, bytes]]:
     joined: dict[int, tuple[str, bytearray]] = {}
     for sample, state, tokens in play.ask(site, _FINAL):
         joined.setdefault(sample, (state, bytearray()))[1].extend(tokens or b"")
@@ -122,7 +122,7 @@ _FACTS = {
 }
 
 
-def _facts(site: Site, seen: int, watcher: Watcher) -> dict[str, int]:
+def _facts(site: DemoSite, seen: int, watcher: Watcher) -> dict[str, int]:
     facts = {name: int(play.ask(site, sql)[0][0]) for name, sql in _FACTS.items()}
     return {
         **facts,

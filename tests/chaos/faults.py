@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site
+from scavenger.demo.site import DemoSite
 from scavenger.errors import Fenced
 from tests.chaos.choose import Process
 from tests.chaos.parts import is_there, variable
@@ -37,7 +37,7 @@ class Lasting(Protocol):
     def end(self) -> None: ...
 
 
-def engine_left(site: Site, process: Process) -> bool:
+def engine_left(site: DemoSite, process: Process) -> bool:
     """Whether the ledger says that this engine is gone or holds nothing."""
     job = variable(process.pid, "SCAVENGER_JOB_ID") or "0"
     held = (
@@ -51,7 +51,7 @@ def engine_left(site: Site, process: Process) -> bool:
 class Stopped:
     """A process that does not run and is not gone: a zombie, until its leases moved."""
 
-    site: Site
+    site: DemoSite
     process: Process
     away_s: float
     since: float = field(default_factory=time.monotonic)
@@ -75,7 +75,7 @@ class Stopped:
 class StoppedDaemon:
     """A stalled daemon beside its successor: it wakes when the other serves (or cannot start for it), and must end as fenced."""
 
-    site: Site
+    site: DemoSite
     first: subprocess.Popen[bytes]
     since: float = field(default_factory=time.monotonic)
     woken_at: float = 0.0
@@ -114,7 +114,7 @@ class StoppedDaemon:
 class StoppedTrainer:
     """A hung rank 0 beside the job that was submitted in its place: it wakes when the other has the run, and must end as outdated."""
 
-    site: Site
+    site: DemoSite
     process: Process
     job: int
     since: float = field(default_factory=time.monotonic)
@@ -179,7 +179,7 @@ class Hole:
 class FullDisk:
     """The file system of the state directory without a free block, until the daemon says so or a while has passed."""
 
-    site: Site
+    site: DemoSite
     away_s: float
     since: float = field(default_factory=time.monotonic)
     said: int = 0

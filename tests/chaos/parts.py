@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from scavenger.cluster import processes
-from scavenger.demo.site import Site
+from scavenger.demo.site import DemoSite
 from tests.chaos.choose import Process
 from tests.private_postgres import PrivatePostgres
 
@@ -35,7 +35,7 @@ def variable(pid: int, name: str) -> str:
     )
 
 
-def observe(site: Site, run_toml: Path, postgres: PrivatePostgres | None) -> list[Process]:
+def observe(site: DemoSite, run_toml: Path, postgres: PrivatePostgres | None) -> list[Process]:
     """Everything of the site that may be killed now."""
     table = processes.snapshot()
     found: list[Process] = []

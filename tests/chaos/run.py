@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable
 from tests.chaos.audit import Audit, audit
 from tests.chaos.choose import Planned, Process, plan, target
@@ -110,7 +110,7 @@ class Chaos:
             if "disk" in options.kinds:
                 stack.enter_context(small_disk(options.dir / "state", DISK_NBYTES))
             self.postgres = stack.enter_context(PrivatePostgres()) if options.database == "postgres" else None
-            self.site = stack.enter_context(Site(self._site_options()))
+            self.site = stack.enter_context(DemoSite(self._site_options()))
             self.proxy = stack.enter_context(Proxy(self.site.state_dir))
             self.run_toml = play.write_run(
                 self.site,

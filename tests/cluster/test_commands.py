@@ -428,5 +428,8 @@ def test_shares_of_unknown_gpus_leave_none_idle() -> None:
     "text", ["gres:shard:8", "gres/shard:8", "gres/shard=8", "gres:mps:50", "gres:shard:h100:2"]
 )
 def test_a_job_that_asks_for_a_share_counts_as_one_gpu_on_each_node(text: str) -> None:
-    assert slurm_text.job_gpus(slurm_text.Asked("cpu=2,node=2", "", text, "", ""), 2, 2) == 2
-    assert slurm_text.job_gpus(slurm_text.Asked("cpu=2,node=2", "", "gres:craynetwork:4", "", ""), 2, 2) == 0
+    assert slurm_text.job_gpus(slurm_text.RequestedTres("cpu=2,node=2", "", text, "", ""), 2, 2) == 2
+    assert (
+        slurm_text.job_gpus(slurm_text.RequestedTres("cpu=2,node=2", "", "gres:craynetwork:4", "", ""), 2, 2)
+        == 0
+    )

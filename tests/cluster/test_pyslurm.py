@@ -405,7 +405,12 @@ def test_a_list_of_tasks_that_is_cut_off_or_malformed_is_no_observation(text: st
 
 
 def test_bytes_that_are_no_reply_and_lengths_over_the_bound_are_refused() -> None:
-    for body in (b"", b"\x00", wire.frame(wire.Ask(1, "view"))[4:], wire.frame(wire.RowsReply(1))[4:-1]):
+    for body in (
+        b"",
+        b"\x00",
+        wire.frame(wire.PyslurmRequest(1, "view"))[4:],
+        wire.frame(wire.RowsReply(1))[4:-1],
+    ):
         with pytest.raises(ClusterUnavailable):
             wire.decode_reply(body)
     with pytest.raises(ClusterUnavailable, match="bound"):

@@ -19,7 +19,7 @@ from scavenger.cluster.port import Cluster
 from scavenger.cluster.pyslurm.client import PyslurmCluster
 from scavenger.cluster.sandbox import accounting, sandbox
 from scavenger.cluster.sandbox import sandbox as sandbox_nodes
-from scavenger.cluster.sandbox.conf import Site, cred_expire_s, gres_conf, slurm_conf
+from scavenger.cluster.sandbox.conf import SandboxLocation, cred_expire_s, gres_conf, slurm_conf
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
@@ -241,7 +241,7 @@ class _NoDaemons:
 
     def __init__(self, folder: Path) -> None:
         self.layout, self.dir = demo_layout(), folder
-        self.site = Site(str(folder), "host", "me", "/plugins", 20000, 20010)
+        self.site = SandboxLocation(str(folder), "host", "me", "/plugins", 20000, 20010)
         self.env = {"PATH": os.pathsep.join([str(folder), "/usr/bin", "/bin"])}
 
     def spawn(self, name: str, *argv: str) -> None:
@@ -270,7 +270,7 @@ def test_an_accounting_that_cannot_be_made_is_an_error_with_its_words(
 
 def test_a_configuration_says_what_the_layout_says() -> None:
     layout = demo_layout(nodes=3, gpus=2, grace_s=2.5)
-    site = Site("/d", "host", "me", "/plugins", 20000)
+    site = SandboxLocation("/d", "host", "me", "/plugins", 20000)
     text = slurm_conf(layout, site)
     assert "NodeName=node2 NodeHostname=host NodeAddr=127.0.0.1 Port=20003 " in text
     assert (

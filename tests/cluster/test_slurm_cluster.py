@@ -12,7 +12,7 @@ import pytest
 
 from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import JobSpec, Node, Partition, PreemptMode
-from scavenger.cluster.slurm.backend import Remembered, SlurmCluster
+from scavenger.cluster.slurm.backend import PartitionCache, SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 
 
@@ -91,7 +91,7 @@ def test_partitions_are_remembered_for_a_while_and_not_longer_than_they_agree_wi
     both, one = (
         Partition("p", frozenset(names), 1, PreemptMode.OFF, 0.0, 0.0) for names in (("n1", "n2"), ("n1",))
     )
-    kept, answers = Remembered(300.0, lambda: now[0]), [both, one, both]
+    kept, answers = PartitionCache(300.0, lambda: now[0]), [both, one, both]
 
     def ask() -> tuple[Partition, ...]:
         asked.append(now[0])

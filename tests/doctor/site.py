@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, Facts, Wanted
+from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, SiteFacts, SiteRequirements
 from tests.cluster.record import MARK
 
 RELEASES = Path(__file__).resolve().parents[1] / "data/slurm"
 DATA = Path(__file__).resolve().parents[1] / "data/doctor"
 NAMES = ("config", "client", "partitions", "nodes", "mpi")
-WANTED = Wanted("scavenge", user="scavenger")
+WANTED = SiteRequirements("scavenge", user="scavenger")
 #: When the recorded configuration was printed (Unix s).
 AT = float(re.findall(r"as of (\d+)", (DATA / "config.txt").read_text())[0])
 
@@ -26,7 +26,7 @@ def site(
     pyslurm: str = "",
     pyslurm_unfit: str = "",
     probe: CommandOutput | None = None,
-) -> Facts:
+) -> SiteFacts:
     """The recorded site with other settings (None: this Slurm has none of that name), and with text replaced in its answers."""
     found = {name: (DATA / f"{name}.txt").read_text() for name in NAMES}
     found["queue"] = (RELEASES / "22.05/jobs.txt").read_text().replace(MARK, QUEUE_MARK)
@@ -37,7 +37,7 @@ def site(
     for name, (old, new) in (replace or {}).items():
         assert old in found[name], f"{old!r} is not in the recorded {name}"
         found[name] = found[name].replace(old, new)
-    return Facts(
+    return SiteFacts(
         {name: CommandOutput(text) for name, text in found.items()} | (answers or {}),
         asked_at,
         0.0,

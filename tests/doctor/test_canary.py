@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from scavenger import toml
 from scavenger.cli.main import app
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import JobSpec, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
@@ -36,10 +36,10 @@ pytest.importorskip("torch", reason="the reference engine needs the [trainer] ex
 STAGES = ["checked", "submitted", "started", "connected", "loaded", "generated", "drained", "cleaned up"]
 
 
-def harmless() -> Layout:
+def harmless() -> ClusterLayout:
     nodes = ("node1", "node2")
     low = PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=PreemptMode.REQUEUE)
-    return Layout(
+    return ClusterLayout(
         nodes=nodes,
         gpus=1,
         kill_wait_s=1.0,

@@ -18,14 +18,14 @@ from typer.testing import CliRunner, Result
 
 from scavenger import toml
 from scavenger.cli.main import app
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import JobState, PreemptMode
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import collect, probe
-from scavenger.doctor.facts import Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.facts import SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.doctor.rules import run
 from scavenger.errors import ConfigError
 from scavenger.protocol import keys
@@ -49,9 +49,9 @@ def config(state_dir: Path, **harvest: object) -> DaemonConfig:
     )
 
 
-def on_node(sandbox: SlurmSandbox, settings: DaemonConfig, *others: str) -> Finding:
+def on_node(sandbox: SlurmSandbox, settings: DaemonConfig, *others: str) -> SiteFinding:
     """What the test job's finding is. `others`: ports that it is to reach too."""
-    wanted = Wanted("scavenge")
+    wanted = SiteRequirements("scavenge")
     facts = collect.gather(wanted, env=sandbox.env)
     said = probe.run(settings, sandbox.env, controllers=facts.controllers, others=others)
     facts = dataclasses.replace(facts, probe=said)
@@ -59,7 +59,7 @@ def on_node(sandbox: SlurmSandbox, settings: DaemonConfig, *others: str) -> Find
 
 
 def test_a_healthy_site_has_no_unknown_but_what_only_a_job_can_tell(slurm_sandbox: SlurmSandbox) -> None:
-    wanted = Wanted("reserved", user="me")
+    wanted = SiteRequirements("reserved", user="me")
     found = {one.check: one.level for one in run.judge(collect.gather(wanted, env=slurm_sandbox.env), wanted)}
     assert [check for check, level in found.items() if level is Level.UNKNOWN] == ["compute node"]
     assert found["preemption"] is found["preempt mode"] is Level.PROBLEM, (
@@ -167,10 +167,10 @@ def test_the_command_prints_json_and_ends_with_the_worst_finding_s_code(
     assert not (tmp_path / "state").exists(), "it writes nothing"
 
 
-def harmless() -> Layout:
+def harmless() -> ClusterLayout:
     nodes = ("node1", "node2")
     low = PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=PreemptMode.REQUEUE)
-    return Layout(
+    return ClusterLayout(
         nodes=nodes, partitions=(PartitionLayout(name="normal", nodes=nodes, priority_tier=10), low)
     )
 
@@ -264,7 +264,7 @@ def test_a_site_s_file_is_drafted_once_the_lines_that_it_asked_for_are_in_slurm_
     """`scavenger init --site` on a Slurm with one partition, that nobody may preempt, of the lowest tier by Slurm's defaults."""
     nodes = ("node1", "node2")
     normal = PartitionLayout(name="normal", nodes=nodes, priority_tier=1)
-    with SlurmSandbox(Layout(nodes=nodes, partitions=(normal,))) as sandbox:
+    with SlurmSandbox(ClusterLayout(nodes=nodes, partitions=(normal,))) as sandbox:
         conf = Path(sandbox.env["SLURM_CONF"])
         monkeypatch.setenv("SLURM_CONF", str(conf))
         monkeypatch.setenv("PATH", sandbox.env["PATH"])
@@ -290,7 +290,9 @@ def test_a_site_s_file_is_drafted_once_the_lines_that_it_asked_for_are_in_slurm_
         assert "# PriorityTier 0, below every other partition" in path.read_text()
         assert "owners.groups or owners.users: who may train" in done.output
         assert CliRunner().invoke(app, ["check-config", str(path)]).exit_code == 0
-        found = run.judge(collect.gather(Wanted("scavenge", cpus=8)), Wanted("scavenge", cpus=8))
+        found = run.judge(
+            collect.gather(SiteRequirements("scavenge", cpus=8)), SiteRequirements("scavenge", cpus=8)
+        )
         assert [one for one in found if one.level is Level.PROBLEM] == []
         view = SlurmCluster(sandbox.env)
         ours = view.submit(spec("scavenge", gpus=4, nodelist=("node1",), workdir="/tmp"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
 from scavenger.cluster.preemption_notice import notice
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
@@ -37,7 +37,7 @@ def test_a_process_that_ignores_sigterm_stays_as_long_as_was_said(grace_s: float
     low = PartitionLayout(
         name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=PreemptMode.REQUEUE, grace_s=grace_s
     )
-    layout = Layout(
+    layout = ClusterLayout(
         nodes=nodes,
         gpus=1,
         kill_wait_s=KILL_WAIT_S,

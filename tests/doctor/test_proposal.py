@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from scavenger.doctor.facts import CommandOutput, Facts, Missing
+from scavenger.doctor.facts import CommandOutput, Missing, SiteFacts
 from scavenger.doctor.proposal import Proposal, propose
 from scavenger.errors import ConfigError
 from tests.doctor.site import qos_lines, site
@@ -17,7 +17,7 @@ LOW, NORMAL = "low||cluster|00:00:00||0.000000||||", "normal|low|cluster|00:00:0
 
 def sole(
     config: Mapping[str, str | None] | None = None, answers: dict[str, CommandOutput] | None = None
-) -> Facts:
+) -> SiteFacts:
     """The recorded site without its second scavenge partition."""
     facts = site(config, answers=answers)
     lines = [line for line in facts.text("partitions").splitlines() if "PartitionName=scavenge0" not in line]
@@ -117,4 +117,4 @@ def test_of_several_types_of_gpus_the_most_frequent_is_taken() -> None:
 
 def test_a_slurm_that_does_not_answer_proposes_nothing() -> None:
     with pytest.raises(Missing):
-        propose(Facts({"config": CommandOutput(error="no controller")}), "scavenger")
+        propose(SiteFacts({"config": CommandOutput(error="no controller")}), "scavenger")

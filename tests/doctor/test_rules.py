@@ -10,8 +10,8 @@ import pytest
 
 from scavenger.cluster.preemption_notice import notice
 from scavenger.doctor import findings
-from scavenger.doctor.facts import CommandOutput, Facts, Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.facts import CommandOutput, SiteFacts, SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.doctor.rules import limits, preemption, run
 from scavenger.doctor.rules import site as rules_site
 from tests.doctor.site import AT, DATA, NAMES, WANTED, qos_lines, site
@@ -44,7 +44,7 @@ LOW = "low||cluster|00:00:00||0.000000||||"
 NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
 
 
-def found(name: str, facts: Facts, wanted: Wanted = WANTED) -> Finding:
+def found(name: str, facts: SiteFacts, wanted: SiteRequirements = WANTED) -> SiteFinding:
     (one,) = [one for one in run.judge(facts, wanted) if one.check == name]
     return one
 
@@ -461,7 +461,9 @@ IDS = [f"{case[0]}-{case[3]}-{number}" for number, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("name", "facts", "wanted", "level", "text"), CASES, ids=IDS)
-def test_a_check_s_outcome(name: str, facts: Facts, wanted: Wanted, level: Level, text: str) -> None:
+def test_a_check_s_outcome(
+    name: str, facts: SiteFacts, wanted: SiteRequirements, level: Level, text: str
+) -> None:
     one = found(name, facts, wanted)
     assert one.level is level, one
     assert text in one.observed, one
@@ -492,7 +494,7 @@ def test_every_check_has_at_least_two_outcomes_here_and_its_own_name() -> None:
 
 
 def test_a_site_that_answers_nothing_is_unknown_in_every_line_and_never_well() -> None:
-    silent = Facts({name: CommandOutput(error="scontrol gave no answer within 20 s") for name in NAMES})
+    silent = SiteFacts({name: CommandOutput(error="scontrol gave no answer within 20 s") for name in NAMES})
     assert {one.level for one in run.judge(silent, WANTED)} == {UNKNOWN}
     assert findings.exit_code(run.judge(silent, WANTED)) == 1
 
@@ -504,7 +506,7 @@ def test_a_setting_that_this_slurm_does_not_have_is_unknown_and_not_its_default(
 
 def test_exit_codes_are_the_worst_finding_s() -> None:
     def code(*levels: Level) -> int:
-        return findings.exit_code([Finding("x", level, "y") for level in levels])
+        return findings.exit_code([SiteFinding("x", level, "y") for level in levels])
 
     assert [code(OK), code(OK, WARNING), code(OK, UNKNOWN), code(WARNING, PROBLEM, OK), code()] == [
         0,

@@ -9,8 +9,8 @@ from scavenger.harvest.decide.actions import (
     Caps,
     Headroom,
     JobLimits,
+    JobPlacement,
     Limits,
-    Placement,
     Restrictions,
     YieldLimits,
 )
@@ -26,7 +26,7 @@ _GROUPS: dict[str, tuple[type[Any], dict[str, str]]] = {
         YieldLimits,
         {"other_users_window_s": "window_s", "yield_after_s": "after_s", "same_tier_yield_s": "same_tier_s"},
     ),
-    "placement": (Placement, {}),
+    "placement": (JobPlacement, {}),
     "restrictions": (Restrictions, {}),
 }
 

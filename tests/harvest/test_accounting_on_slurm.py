@@ -201,7 +201,7 @@ class Site:
         key = (self.jobs()[one], 2)
         await until("Slurm knows that it ended", lambda: key in self.account.ends, 60.0)
 
-    def snapshot(self) -> tuple[rec.JobState, ...]:
+    def snapshot(self) -> tuple[rec.OpenIntent, ...]:
         engine = store.open_engine(self.url)
         try:
             return reader.read_snapshot(engine).jobs

@@ -222,7 +222,7 @@ def test_what_one_engine_of_a_job_showed_is_no_sign_of_its_next_life() -> None:
 # ---------------------------------------------------------------- a restarted daemon
 
 
-def restored(state: rec.JobState, at: float = 300.0) -> Watch:
+def restored(state: rec.OpenIntent, at: float = 300.0) -> Watch:
     w = Watch()
     w.tracker.restore([state], at)
     return w
@@ -230,19 +230,19 @@ def restored(state: rec.JobState, at: float = 300.0) -> Watch:
 
 def test_a_job_that_started_while_no_daemon_ran_holds_since_slurm_started_it() -> None:
     """Seen at a site: two were clipped by two minutes, to the restart."""
-    w = restored(rec.JobState(intended(A, 10.0), 1, "PENDING", 0, "", False, free_since=60.0))
+    w = restored(rec.OpenIntent(intended(A, 10.0), 1, "PENDING", 0, "", False, free_since=60.0))
     w.see(301.0, running(start_time=180.0))
     assert spans(w) == [(0, "node1", 180.0, -1.0, "")]
 
 
 def test_a_job_that_ended_while_no_daemon_ran_ended_when_slurm_says_so() -> None:
-    w = restored(rec.JobState(intended(A, 10.0), 1, "RUNNING", 0, "node1", True, 50.0, 0, polled_at=60.0))
+    w = restored(rec.OpenIntent(intended(A, 10.0), 1, "RUNNING", 0, "node1", True, 50.0, 0, polled_at=60.0))
     w.see(301.0, ours(A, 1, JobState.CANCELLED, nodes=("node1",), start_time=50.0, end_time=180.0))
     assert [(one.restart_count, one.at) for one in w.of(rec.AllocationEnded)] == [(0, 180.0)]
 
 
 def test_a_job_that_was_preempted_and_runs_again_since_is_accounted_for_both_times() -> None:
-    w = restored(rec.JobState(intended(A, 10.0), 1, "RUNNING", 0, "node1", True, 50.0, 0, polled_at=60.0))
+    w = restored(rec.OpenIntent(intended(A, 10.0), 1, "RUNNING", 0, "node1", True, 50.0, 0, polled_at=60.0))
     w.see(301.0, running(restart_count=1, submit_time=120.0, start_time=245.0))
     assert [(one.restart_count, one.at, one.reason) for one in w.of(rec.AllocationEnded)] == [
         (0, 120.0, "preempted")
@@ -252,13 +252,13 @@ def test_a_job_that_was_preempted_and_runs_again_since_is_accounted_for_both_tim
 
 def test_an_engine_that_lived_and_died_before_the_restart_and_no_look_saw_is_in_the_ledger() -> None:
     lives = (rec.EngineLife(0, "node3", 70.0, 90.0),)
-    w = restored(rec.JobState(intended(A, 10.0), 1, "PENDING", 0, "", False, free_since=60.0, lives=lives))
+    w = restored(rec.OpenIntent(intended(A, 10.0), 1, "PENDING", 0, "", False, free_since=60.0, lives=lives))
     w.see(301.0, back(put_back_at=95.0))
     assert spans(w) == [(0, "node3", 70.0, 95.0, "preempted")]
 
 
 def test_an_allocation_that_ends_unseen_after_a_restart_lasted_at_least_until_the_last_look() -> None:
-    w = restored(rec.JobState(intended(A, 10.0), 1, "RUNNING", 2, "node1", True, 50.0, 2, polled_at=260.0))
+    w = restored(rec.OpenIntent(intended(A, 10.0), 1, "RUNNING", 2, "node1", True, 50.0, 2, polled_at=260.0))
     w.see(301.0)
     w.see(361.0)
     assert [(one.restart_count, one.at) for one in w.of(rec.AllocationEnded)] == [(2, 260.0)]

@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.policy.fleet_size import Rules, State, break_even, restarted, start_with, step_ended, worth
-from scavenger.policy.forecast.survival import Life, estimate, prior
+from scavenger.policy.fleet_size import (
+    FleetSizeRules,
+    State,
+    break_even,
+    restarted,
+    start_with,
+    step_ended,
+    worth,
+)
+from scavenger.policy.forecast.survival import ObservedLife, estimate, prior
 
-RULES = Rules(low=0.05, high=0.15, shrink=0.125, patience=2, weight=1.0)
+RULES = FleetSizeRules(low=0.05, high=0.15, shrink=0.125, patience=2, weight=1.0)
 
 
 def test_before_a_step_was_seen_all_that_is_useful_is_asked_for() -> None:
@@ -26,13 +34,13 @@ def test_what_was_asked_for_before_any_forecast_stays_until_a_step_was_seen() ->
     assert first.target == 3
     assert "stay" in first.reason
     assert start_with(State(), 5, asked=3).target == 5
-    seen = step_ended(first, 0.5, 4, Rules())
+    seen = step_ended(first, 0.5, 4, FleetSizeRules())
     assert start_with(seen, 1, asked=3) is seen
 
 
 def test_a_restart_alone_gives_nothing_back() -> None:
     """The steps of before were answered: asked again, all of them would count as so many steps with too many engines."""
-    after = restarted(State(), (0.4, 0.0, 0.0, 0.0), 2, Rules(weight=0.5))
+    after = restarted(State(), (0.4, 0.0, 0.0, 0.0), 2, FleetSizeRules(weight=0.5))
     assert (after.target, after.wait, after.low_steps) == (2, 0.05, 0)
     assert start_with(after, 1) is after
     once = step_ended(after, 0.0, 1, RULES)
@@ -92,7 +100,7 @@ def test_the_target_grows_to_what_is_useful_at_most_and_falls_by_a_share_at_most
 ) -> None:
     state = State(target=20)
     for wait, most in zip(waits, useful, strict=False):
-        after = step_ended(state, wait, most, Rules())
+        after = step_ended(state, wait, most, FleetSizeRules())
         assert after.target <= max(state.target, most)
         assert after.target >= state.target - max(1, math.floor(0.125 * state.target))
         assert after.target >= 0
@@ -100,10 +108,10 @@ def test_the_target_grows_to_what_is_useful_at_most_and_falls_by_a_share_at_most
 
 
 def test_a_steady_wait_in_the_band_ends_every_change() -> None:
-    state = step_ended(State(target=4), 0.6, 40, Rules())
+    state = step_ended(State(target=4), 0.6, 40, FleetSizeRules())
     for _ in range(10):
-        state = step_ended(state, 0.1, 40, Rules())
-    assert step_ended(state, 0.1, 40, Rules()).target == state.target
+        state = step_ended(state, 0.1, 40, FleetSizeRules())
+    assert step_ended(state, 0.1, 40, FleetSizeRules()).target == state.target
 
 
 def test_an_engine_is_worth_its_start_exactly_above_the_break_even() -> None:
@@ -118,7 +126,7 @@ def test_an_engine_is_worth_its_start_exactly_above_the_break_even() -> None:
 
 
 def test_an_engine_that_is_most_likely_lost_before_it_serves_is_not_asked_for() -> None:
-    short = estimate([Life(30.0, True)] * 200, prior())
+    short = estimate([ObservedLife(30.0, True)] * 200, prior())
     verdict = worth(0.5, 64, 1, 90.0, short)
     assert not verdict.ask
     assert "wasted" in verdict.reason
@@ -132,14 +140,14 @@ def test_a_longer_hold_between_steps_costs() -> None:
 
 def test_impossible_rules_and_shares_are_refused() -> None:
     with pytest.raises(ValueError, match="low"):
-        Rules(low=0.3, high=0.2)
+        FleetSizeRules(low=0.3, high=0.2)
     with pytest.raises(ValueError, match="wait share"):
         step_ended(State(), 1.5, 3, RULES)
 
 
 def test_at_no_price_idle_gpus_are_taken_whatever_is_wasted() -> None:
     """Lives of seconds, starts of half a minute: at a price nobody asks; for nothing, all that shorten the step are worth it."""
-    short = estimate([Life(6.0, True) for _ in range(200)], prior())
+    short = estimate([ObservedLife(6.0, True) for _ in range(200)], prior())
     assert not worth(0.05, 1, 1, 30.0, short).ask
     assert worth(0.05, 1, 1, 30.0, short, price=0.0).ask
     assert not worth(0.0, 1, 1, 30.0, short, price=0.0).ask, "one that shortens nothing is not worth having"

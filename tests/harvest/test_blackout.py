@@ -20,9 +20,9 @@ from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Cancel,
     CancelPending,
-    Code,
-    Decision,
     DrainAllocated,
+    HarvestCode,
+    HarvestDecision,
     Limits,
     OurJob,
     OwnerRule,
@@ -51,7 +51,7 @@ def dark(begins_in: float, lasts: float = 3600.0) -> Limits:
     return replace(LIMITS, blackouts=(BlackoutTime(NOW + begins_in, NOW + begins_in + lasts, "exams"),))
 
 
-def decided(limits: Limits, jobs: Sequence[OurJob] = (), want: int = 3) -> Decision:
+def decided(limits: Limits, jobs: Sequence[OurJob] = (), want: int = 3) -> HarvestDecision:
     listed = [
         ours(job.intent_id, job.job_id, JobState.PENDING if job.waits else JobState.RUNNING) for job in jobs
     ]
@@ -69,7 +69,7 @@ def test_long_before_a_blackout_engines_start_and_slurm_ends_them_in_time() -> N
 def test_no_engine_starts_that_would_not_have_its_least_life_before(begins_in: float, starts: bool) -> None:
     found = decided(dark(begins_in))
     assert bool(submits(found)) == starts
-    assert found.code is (Code.OWN_PENDING if starts else Code.BLACKOUT)
+    assert found.code is (HarvestCode.OWN_PENDING if starts else HarvestCode.BLACKOUT)
     if not starts:
         assert "a blackout begins in 689 s (exams): no engine would live for long enough" in found.reason
 
@@ -78,7 +78,7 @@ def test_what_waits_is_cancelled_before_a_blackout_and_what_runs_stays() -> None
     jobs = [mine(1, node="node1"), mine(2, waits=True)]
     found = decided(dark(300), jobs)
     assert [(type(action), action.code) for action in found.actions if not isinstance(action, Submit)] == [
-        (CancelPending, Code.BLACKOUT)
+        (CancelPending, HarvestCode.BLACKOUT)
     ]
 
 
@@ -87,8 +87,8 @@ def test_engines_are_drained_before_a_blackout_begins() -> None:
     assert leave_for_blackout_at(dark(90).blackouts[0], LIMITS) == NOW
     found = decided(dark(90), jobs)
     assert [(type(action), action.code) for action in found.actions] == [
-        (Cancel, Code.BLACKOUT),
-        (DrainAllocated, Code.BLACKOUT),
+        (Cancel, HarvestCode.BLACKOUT),
+        (DrainAllocated, HarvestCode.BLACKOUT),
     ]
     assert "a blackout begins in 90 s (exams)" in found.actions[-1].reason  # type: ignore[union-attr]
     assert decided(dark(91), jobs).actions == ()
@@ -96,8 +96,8 @@ def test_engines_are_drained_before_a_blackout_begins() -> None:
 
 def test_nothing_is_harvested_in_a_blackout_and_all_is_after_it() -> None:
     found = decided(dark(-10), [mine(1, node="node1")])
-    assert [action.code for action in found.actions] == [Code.BLACKOUT]  # type: ignore[union-attr]
-    assert (found.code, "a blackout is on (exams)" in found.reason) == (Code.BLACKOUT, True)
+    assert [action.code for action in found.actions] == [HarvestCode.BLACKOUT]  # type: ignore[union-attr]
+    assert (found.code, "a blackout is on (exams)" in found.reason) == (HarvestCode.BLACKOUT, True)
     assert submits(decided(LIMITS))
 
 
@@ -202,14 +202,14 @@ def two_kinds() -> Any:
     return replace(view(NOW, (), nodes), partitions=(*PARTITIONS, small))
 
 
-def asked(limits: Limits, jobs: Sequence[OurJob] = (), *wants: Demand) -> Decision:
+def asked(limits: Limits, jobs: Sequence[OurJob] = (), *wants: Demand) -> HarvestDecision:
     return decide(two_kinds(), list(wants) or [demand(9)], jobs, limits, NOW)
 
 
 MANY = limits_with("scavenge", max_engines=20, max_pending=20, pin=True)
 
 
-def by_node(found: Decision) -> dict[str, int]:
+def by_node(found: HarvestDecision) -> dict[str, int]:
     places = [one.nodelist[0] for one in submits(found)]
     return {name: places.count(name) for name in sorted(set(places))}
 
@@ -219,7 +219,7 @@ def test_a_cap_bounds_what_we_hold_there_and_nothing_else(cap: dict[str, Any]) -
     assert by_node(asked(MANY, (), demand(12))) == {"node1": 4, "node2": 4, "node3": 4}
     found = asked(limits_with(MANY, **cap), (), demand(12))
     assert by_node(found) == {"node1": 4, "node2": 4, "node3": 1}
-    assert found.code is Code.PER_PARTITION
+    assert found.code is HarvestCode.PER_PARTITION
     assert "(1)" in found.reason
     assert "max_gpus_by_" in found.reason
     unpinned = asked(limits_with(MANY, pin=False, **{key: ((name, 0),) for key, ((name, _),) in cap.items()}))
@@ -253,7 +253,7 @@ def test_a_job_that_waits_for_a_busy_node_counts_against_its_caps(cap: dict[str,
     queued = ours(waiting.intent_id, waiting.job_id)
     limits = limits_with(MANY, fresh_after_s=60.0, **cap)
 
-    def played(*jobs: OurJob, since: float = NOW, **seen: Any) -> Decision:
+    def played(*jobs: OurJob, since: float = NOW, **seen: Any) -> HarvestDecision:
         nodes = (*cluster.nodes[:2], full, fourth)
         now = replace(cluster, **{"nodes": nodes, "partitions": tuple(parts), "jobs": (queued,), **seen})
         return decide(now, [demand(12)], [replace(waiting, since=since), *jobs], limits, NOW)
@@ -261,12 +261,12 @@ def test_a_job_that_waits_for_a_busy_node_counts_against_its_caps(cap: dict[str,
     assert by_node(played()) == {"node1": 4, "node2": 4}
     moved = played(since=NOW - 100.0)
     assert by_node(moved) == {"node1": 4, "node2": 4, "node4": 1}
-    assert [one.code for one in moved.actions if isinstance(one, CancelPending)] == [Code.FRESH]
+    assert [one.code for one in moved.actions if isinstance(one, CancelPending)] == [HarvestCode.FRESH]
     engine = mine(2, node="node4")
     there = {"nodes": ("node4",), "gpus_by_node": (("node4", 1),)}
     both = (queued, ours(engine.intent_id, engine.job_id, JobState.RUNNING, **there))
     (cancelled,) = [one for one in played(engine, jobs=both).actions if isinstance(one, CancelPending)]
-    assert (cancelled.intent_id, cancelled.code) == (waiting.intent_id, Code.PER_PARTITION)
+    assert (cancelled.intent_id, cancelled.code) == (waiting.intent_id, HarvestCode.PER_PARTITION)
     assert "(1): 1 GPUs of ours are there" in cancelled.reason
 
 
@@ -275,7 +275,7 @@ def test_an_owner_s_engines_start_on_its_types_and_partitions_only() -> None:
     a100 = replace(MANY, owners=(OwnerRule("ada", gpu_types=frozenset({"a100"})),))
     found = asked(a100, (), want)
     assert by_node(found) == {"node3": 4}
-    assert (found.code, "an owner may not use" in found.reason) == (Code.PER_OWNER_NODES, True)
+    assert (found.code, "an owner may not use" in found.reason) == (HarvestCode.PER_OWNER_NODES, True)
     other = replace(demand(4, run_id=2), owner="bob")
     assert [one.run_id for one in submits(asked(a100, (), want, other))].count(2) == 4, "others go on"
     small = replace(MANY, owners=(OwnerRule("ada", partitions=frozenset({"small"})),))
@@ -304,7 +304,7 @@ FOUR = limits_with("scavenge", max_engines=4, max_pending=4, pin=True)
 ADA, BOB = replace(demand(9), owner="ada"), replace(demand(9, run_id=2), owner="bob")
 
 
-def played(rule: OwnerRule, *jobs: OurJob, taken: int = 0) -> Decision:
+def played(rule: OwnerRule, *jobs: OurJob, taken: int = 0) -> HarvestDecision:
     """Bob's engines and ada's on two kinds of nodes, of whose only a100 other users hold `taken` GPUs."""
     shown = []
     for one in jobs:
@@ -320,7 +320,7 @@ def played(rule: OwnerRule, *jobs: OurJob, taken: int = 0) -> Decision:
     return decide(cluster, [ADA, BOB], jobs, replace(FOUR, owners=(rule,)), NOW)
 
 
-def drained(found: Decision) -> list[str]:
+def drained(found: HarvestDecision) -> list[str]:
     return [action.intent_id for action in found.actions if isinstance(action, DrainAllocated)]
 
 

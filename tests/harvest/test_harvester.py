@@ -21,7 +21,7 @@ from scavenger.policy.fleet_size import Benefit, Demand
 from scavenger.policy.forecast.survival import prior
 from scavenger.policy.idle_gpus import Idle, Idling, node_class
 from scavenger.protocol import keys
-from scavenger.router.core.events import Identity, IntentRevoked, JobGone
+from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity
 from tests.harvest.world import UID, World, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
@@ -55,7 +55,7 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
         path = keys.worker_key_path(world.state_dir, intended.intent_id)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert keys.read_keypair(path).public == intended.worker_key
-        assert world.allowed[intended.worker_key] == Identity(
+        assert world.allowed[intended.worker_key] == PeerIdentity(
             "worker", intended.worker_key, "run", intended.intent_id
         )
     pinned = {intended.intent_id: (intended.pinned,) for intended in world.of(rec.JobIntended)}
@@ -354,7 +354,7 @@ def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_
         world.allowed.clear()
         second = world.harvester()
         second.restore(
-            [rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
+            [rec.OpenIntent(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
         )
         assert world.allowed[intended.worker_key].run == "run"
         assert not keys.worker_key_path(world.state_dir, "scv-00000000dddddddd").exists()
@@ -504,7 +504,7 @@ def test_a_worker_whose_key_is_lost_is_withdrawn_after_a_restart(world: World) -
         world.said.clear()
         second = world.harvester(drain_notice_s=0.2)
         second.restore(
-            [rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
+            [rec.OpenIntent(intended, submitted.job_id, "RUNNING", 0, "node1", True, time.time(), 0)]
         )
         async with running(second):
             await until("it is cancelled", lambda: world.acted("cancel"))
@@ -585,7 +585,7 @@ def test_accounting_that_fails_is_an_event_and_stops_neither_looks_nor_submissio
         ]
         second = world.harvester()
         second.restore(
-            [rec.JobState(intended, submitted.job_id, "PENDING", 0, "", False, free_since=intended.at)]
+            [rec.OpenIntent(intended, submitted.job_id, "PENDING", 0, "", False, free_since=intended.at)]
         )
         async with running(second, cancel=True):
             await until("it says so", lambda: world.events("accounting_unavailable"))

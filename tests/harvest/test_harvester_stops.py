@@ -15,7 +15,7 @@ from scavenger.cluster.model import JobSpec, JobState
 from scavenger.errors import Fenced
 from scavenger.harvest import limits as harvest_limits
 from scavenger.harvest.limits import drain, resume
-from scavenger.harvest.pace import Poll
+from scavenger.harvest.pace import PollKind
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked
 from tests.harvest.world import World, running, until
@@ -78,7 +78,7 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
         harvester = world.harvester()
         due, bys = harvester._pace.next, []
 
-        def asked(now: float, *, by: float, **more: bool) -> tuple[float, Poll]:
+        def asked(now: float, *, by: float, **more: bool) -> tuple[float, PollKind]:
             bys.append((harvester.stop_state.stop_read is not None, by <= now))
             return due(now, by=by, **more)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import Node
-from scavenger.harvest.decide.decide import Code, Decision, Submit, decide
+from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision, Submit, decide
 from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
-from scavenger.policy.forecast.survival import Curve, Life, estimate, prior
+from scavenger.policy.forecast.survival import ObservedLife, SurvivalCurve, estimate, prior
 from scavenger.policy.idle_gpus import GAP_S, LEAST_LOST, PIECE_S, Idle, Idling, node_class
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import SHARED, node, view
@@ -25,10 +25,12 @@ LIMITS = limits_with("scavenge", max_engines=12, max_pending=12, pin=True)
 BENEFIT = Benefit(0.05, 8.0, 1, 100.0)
 #: Half of the slices end within two minutes, the others last for hours.
 MIXED = estimate(
-    [Life(20.0 + i % 100, True) for i in range(300)] + [Life(30_000.0, False) for _ in range(300)], prior()
+    [ObservedLife(20.0 + i % 100, True) for i in range(300)]
+    + [ObservedLife(30_000.0, False) for _ in range(300)],
+    prior(),
 )
 #: None outlasts a start.
-SHORT = estimate([Life(20.0 + i % 30, True) for i in range(3000)], prior())
+SHORT = estimate([ObservedLife(20.0 + i % 30, True) for i in range(3000)], prior())
 
 
 def polled(idling: Idling, at: float, *allocated: int, held: dict[str, int] | None = None) -> None:
@@ -134,16 +136,16 @@ def decided(
     engines: int = 12,
     benefit: Benefit | None = BENEFIT,
     **more: Any,
-) -> Decision:
+) -> HarvestDecision:
     wanted = Demand(1, "r", engines, benefit.gpus if benefit else 1, f"{engines} are useful", benefit=benefit)
     return decide(view(NOW, nodes=nodes), [wanted], [], limits_with(LIMITS, idle=idle, **more), NOW)
 
 
-def where(decision: Decision) -> list[str]:
+def where(decision: HarvestDecision) -> list[str]:
     return sorted(action.nodelist[0] for action in decision.actions if isinstance(action, Submit))
 
 
-def idle_for(curve: Curve, share: float = 0.95, **seconds: list[float]) -> Idle:
+def idle_for(curve: SurvivalCurve, share: float = 0.95, **seconds: list[float]) -> Idle:
     return Idle({name: [NOW - age for age in found] for name, found in seconds.items()}, {KIND: curve}, share)
 
 
@@ -152,7 +154,7 @@ def test_only_gpus_that_have_settled_are_taken_and_the_record_says_why() -> None
     nodes = [node("node1", 1), node("node2", 0), node("node3", 3)]
     decision = decided(idle, nodes)
     assert where(decision) == ["node1", "node1", "node3"]
-    assert decision.code is Code.SETTLING
+    assert decision.code is HarvestCode.SETTLING
     assert "not idle for long enough to be worth a start" in decision.reason
     for action in decision.actions:
         assert "outlast a start of 100 s" in action.reason
@@ -174,7 +176,7 @@ def test_no_engine_is_asked_for_whose_saving_over_its_expected_life_is_less_than
         idle_for(MIXED, share=0.0, node1=[math.inf] * 4), nodes, benefit=replace(BENEFIT, saving=1e-6)
     )
     assert where(decision) == []
-    assert decision.code is Code.SETTLING
+    assert decision.code is HarvestCode.SETTLING
     assert "never" in decision.start_benefits[0]
     assert "not worth its start" in decision.start_benefits[0]
 

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, Node
-from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Submit, decide
+from scavenger.harvest.decide.decide import (
+    CancelPending,
+    HarvestCode,
+    HarvestDecision,
+    OurJob,
+    Submit,
+    decide,
+)
 from scavenger.policy.fleet_size import Benefit, Demand, start_benefit
-from scavenger.policy.forecast.survival import Life, estimate, prior
+from scavenger.policy.forecast.survival import ObservedLife, estimate, prior
 from scavenger.policy.idle_gpus import Idle, node_class
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import node, ours, view
@@ -23,7 +30,9 @@ LIMITS = limits_with("scavenge", max_engines=4, max_pending=4, pin=True, fresh_a
 BENEFIT = Benefit(0.05, 8.0, 1, 100.0)
 #: Half of the slices end within two minutes, the others last for hours.
 MIXED = estimate(
-    [Life(20.0 + i % 100, True) for i in range(300)] + [Life(30_000.0, False) for _ in range(300)], prior()
+    [ObservedLife(20.0 + i % 100, True) for i in range(300)]
+    + [ObservedLife(30_000.0, False) for _ in range(300)],
+    prior(),
 )
 SETTLED_S = start_benefit(BENEFIT, MIXED, 0.95).age_s
 
@@ -39,7 +48,7 @@ def decided(
     *listed: Job,
     benefit: Benefit | None = BENEFIT,
     **limits: Any,
-) -> Decision:
+) -> HarvestDecision:
     wanted = Demand(1, "r", len(jobs), 1, f"{len(jobs)} are useful", benefit=benefit)
     queue = listed or tuple(
         ours(job.intent_id, job.job_id, restart_count=1, reason="Resources") for job in jobs
@@ -51,11 +60,11 @@ def idle_for(share: float = 0.95, **seconds: list[float]) -> Idle:
     return Idle({name: [NOW - age for age in found] for name, found in seconds.items()}, {KIND: MIXED}, share)
 
 
-def cancelled(decision: Decision) -> list[str]:
+def cancelled(decision: HarvestDecision) -> list[str]:
     return [action.intent_id for action in decision.actions if isinstance(action, CancelPending)]
 
 
-def placed(decision: Decision) -> list[tuple[str, ...]]:
+def placed(decision: HarvestDecision) -> list[tuple[str, ...]]:
     return [action.nodelist for action in decision.actions if isinstance(action, Submit)]
 
 
@@ -67,7 +76,7 @@ def test_a_preempted_job_does_not_wait_for_the_node_that_others_took_where_what_
     assert cancelled(decision) == ["scv-0000000000000001"]
     [action] = decision.actions
     assert isinstance(action, CancelPending)
-    assert action.code is Code.SETTLING
+    assert action.code is HarvestCode.SETTLING
     assert f"0 of 1 GPUs have then been idle for {SETTLED_S:.0f} s" in action.reason
     assert "outlast a start of 100 s" in action.reason
 
@@ -143,4 +152,4 @@ def test_what_has_no_id_yet_is_held_or_leaves_is_not_weighed() -> None:
     decision = decided([unknown, held], [node("node1", 4)], idle_for())
     assert [
         (action.intent_id, action.code) for action in decision.actions if isinstance(action, CancelPending)
-    ] == [(held.intent_id, Code.HELD)]
+    ] == [(held.intent_id, HarvestCode.HELD)]

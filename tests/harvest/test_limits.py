@@ -13,7 +13,7 @@ import pytest
 
 from scavenger.cluster.model import JobState
 from scavenger.config import DaemonConfig, DaemonSection, HarvestSection, Hours
-from scavenger.harvest.decide.decide import Code, Decision
+from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision
 from scavenger.harvest.limits import (
     Stop,
     StopState,
@@ -209,7 +209,7 @@ def test_since_when_a_job_could_start_is_remembered_while_it_can(tmp_path: Path)
     settings = DaemonConfig(daemon=DaemonSection(state_dir=tmp_path))
     stop_state, tracker = StopState(lambda: settings), Tracker(rules_of(settings, "u", "me"))
     for now, could in ((1.0, (7,)), (2.0, (7, 8)), (3.0, (8,)), (4.0, (8, 7))):
-        stop_state.decided(Decision((), "", Code.SERVED, could), now)
+        stop_state.decided(HarvestDecision((), "", HarvestCode.SERVED, could), now)
     assert stop_state.update_limits(view(NOW), INFO, tracker, 30.0, NOW).yielding.could_start_since == (
         (8, 2.0),
         (7, 4.0),

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from scavenger.cluster.model import JobState
 from scavenger.config.site import OwnersSection
-from scavenger.harvest.decide.decide import Code, Decision, DrainKind, OurJob, Submit, allot, decide
+from scavenger.harvest.decide.decide import (
+    DrainKind,
+    HarvestCode,
+    HarvestDecision,
+    OurJob,
+    Submit,
+    allot,
+    decide,
+)
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
@@ -56,14 +64,14 @@ def test_no_owner_holds_more_and_nothing_that_fits_is_withheld(
     assert [want for want in found if want.owner == "b"] == [was for was in asked if was.owner == "b"]
 
 
-def played(*leaving: OurJob, most: int | None = 2, engines: int = 2) -> Decision:
+def played(*leaving: OurJob, most: int | None = 2, engines: int = 2) -> HarvestDecision:
     """Ada's run 1 wants engines and has those that leave; bob's run 2 wants two."""
     asked = [demand(1, "ada", engines), demand(2, "bob", 2)]
     wanted = within_owners(asked, lambda owner: most if owner == "ada" else None)
     return decide(view(NOW, [listed(one) for one in leaving]), wanted, list(leaving), LIMITS, NOW)
 
 
-def submitted(decision: Decision) -> dict[str, int]:
+def submitted(decision: HarvestDecision) -> dict[str, int]:
     return Counter(action.owner for action in decision.actions if isinstance(action, Submit))
 
 
@@ -81,7 +89,7 @@ def test_engines_of_a_run_that_ended_count_too_and_the_decision_says_why_nothing
     ]
     wanted = within_owners([demand(1, "ada", 2)], lambda _: 2)
     decision = decide(view(NOW, [listed(one) for one in left]), wanted, left, LIMITS, NOW)
-    assert (submitted(decision), decision.code) == ({}, Code.MAX_PER_OWNER)
+    assert (submitted(decision), decision.code) == ({}, HarvestCode.MAX_PER_OWNER)
     assert "owner ada has 2 of 2 GPUs (owners.max_gpus; draining ones count)" in decision.reason
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.error_kind import ErrorKind, error_kind_of
-from scavenger.harvest.pace import MAX_RETRY_S, SAVED_MIN, Pace, PaceRules, Poll
+from scavenger.harvest.pace import MAX_RETRY_S, SAVED_MIN, PaceRules, PollKind, PollPace
 
 RULES = PaceRules(poll_interval_s=60.0, fast_poll_interval_s=15.0, floor_s=5.0, max_rpc_per_min=4.0)
-COST = {Poll.FULL: 4, Poll.JOBS: 1}
+COST = {PollKind.FULL: 4, PollKind.JOBS: 1}
 EVEN = lambda: 0.5  # noqa: E731  intervals as they are written
 
 
@@ -27,25 +27,25 @@ def play(
     at_rest: bool = False,
     draw: Callable[[], float] = EVEN,
     extra: int = 0,
-) -> list[tuple[float, Poll]]:
+) -> list[tuple[float, PollKind]]:
     """The looks of `seconds`, the first at 0; `extra` requests follow each whole one."""
-    pace = Pace(rules, draw, 0.0)
-    now, poll, looks = 0.0, Poll.FULL, []
+    pace = PollPace(rules, draw, 0.0)
+    now, poll, looks = 0.0, PollKind.FULL, []
     while now <= seconds:
         looks.append((now, poll))
         pace.polled(poll, COST[poll], now)
-        pace.spent(extra if poll is Poll.FULL else 0, now)
+        pace.spent(extra if poll is PollKind.FULL else 0, now)
         now, poll = pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest)
     return looks
 
 
-def rpcs(looks: Sequence[tuple[float, Poll]]) -> int:
+def rpcs(looks: Sequence[tuple[float, PollKind]]) -> int:
     return sum(COST[poll] for _, poll in looks)
 
 
 def test_quiet_looks_come_every_observe_s_and_at_rest_a_third_as_often() -> None:
-    assert play(300) == [(60.0 * n, Poll.FULL) for n in range(6)]
-    assert play(400, at_rest=True) == [(180.0 * n, Poll.FULL) for n in range(3)]
+    assert play(300) == [(60.0 * n, PollKind.FULL) for n in range(6)]
+    assert play(400, at_rest=True) == [(180.0 * n, PollKind.FULL) for n in range(3)]
     hour = play(3600, at_rest=True)
     seldom = 3600 / 300 + 3600 / 300 + 3600 / 900  # partitions, reservations, configuration
     assert (rpcs(hour) + seldom) / 60 < 2.0, "at rest less than two requests a minute"
@@ -67,16 +67,16 @@ def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_
     for start in range(0, 3 * 3600, 300):
         spent = rpcs([(at, poll) for at, poll in looks if start <= at < start + 600 * 2])
         # what was saved beforehand, what was earned meanwhile, and the look that began before
-        assert spent <= most * SAVED_MIN + most * 20 + COST[Poll.FULL]
+        assert spent <= most * SAVED_MIN + most * 20 + COST[PollKind.FULL]
     hour = rpcs([(at, poll) for at, poll in looks if at >= 3 * 3600])
     regular = rpcs(play(3600, replace(RULES, max_rpc_per_min=1e9)))
-    assert hour <= max(most * 60, regular / 2) + COST[Poll.FULL]
+    assert hour <= max(most * 60, regular / 2) + COST[PollKind.FULL]
 
 
 def test_a_look_at_the_queue_alone_is_taken_where_a_whole_one_is_too_dear() -> None:
     looks = play(3600, replace(RULES, max_rpc_per_min=6.0), expecting=True)
     kinds = [poll for at, poll in looks if at > 1800]
-    assert kinds.count(Poll.JOBS) > kinds.count(Poll.FULL) > 0
+    assert kinds.count(PollKind.JOBS) > kinds.count(PollKind.FULL) > 0
 
 
 @pytest.mark.parametrize("most", [4.0, 5.0, 6.0, 12.0])
@@ -84,16 +84,16 @@ def test_looks_at_the_queue_are_never_at_the_expense_of_the_regular_ones_which_d
     whole = [
         at
         for at, poll in play(3600, replace(RULES, max_rpc_per_min=most), expecting=True)
-        if poll is Poll.FULL
+        if poll is PollKind.FULL
     ]
     assert max(later - before for before, later in itertools.pairwise(whole)) <= 60.0 + 1e-6
 
 
 def test_other_rules_hold_at_once() -> None:
-    pace = Pace(replace(RULES, max_rpc_per_min=60.0), EVEN, 0.0)
+    pace = PollPace(replace(RULES, max_rpc_per_min=60.0), EVEN, 0.0)
     pace.obey(RULES, 0.0)
     pace.spent(int(RULES.max_rpc_per_min * SAVED_MIN), 0.0)
-    pace.polled(Poll.FULL, 4, 0.0)
+    pace.polled(PollKind.FULL, 4, 0.0)
     due, _ = pace.next(0.0, expecting=False, moved=True, at_rest=False)
     assert due >= 60.0, "what was saved up under the larger limit is gone"
 
@@ -105,10 +105,10 @@ def test_the_budget_puts_the_regular_look_off_by_one_interval_at_most() -> None:
 
 
 def test_a_promise_is_kept_whatever_it_costs() -> None:
-    pace = Pace(replace(RULES, max_rpc_per_min=0.1), EVEN, 0.0)
-    pace.polled(Poll.FULL, 4, 0.0)
-    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=20.0) == (20.0, Poll.FULL)
-    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=1.0) == (5.0, Poll.FULL), (
+    pace = PollPace(replace(RULES, max_rpc_per_min=0.1), EVEN, 0.0)
+    pace.polled(PollKind.FULL, 4, 0.0)
+    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=20.0) == (20.0, PollKind.FULL)
+    assert pace.next(1.0, expecting=False, moved=False, at_rest=True, by=1.0) == (5.0, PollKind.FULL), (
         "the site's floor holds"
     )
 
@@ -121,7 +121,7 @@ def test_submissions_are_counted_and_put_quick_looks_off() -> None:
 def test_submissions_never_put_off_the_regular_looks() -> None:
     """A daemon that submitted as its fleet was preempted polled after 118 and 128 s where 60 were promised."""
     looks = play(3600, RULES, extra=20, expecting=True)
-    whole = [at for at, poll in looks if poll is Poll.FULL]
+    whole = [at for at, poll in looks if poll is PollKind.FULL]
     assert max(later - before for before, later in itertools.pairwise(whole)) <= 60.0 + 1e-6
 
 
@@ -141,27 +141,27 @@ def test_intervals_are_stretched_by_chance_a_tenth_at_most() -> None:
 
 
 def test_failures_double_the_wait_to_a_bound_and_one_success_ends_that() -> None:
-    pace = Pace(RULES, EVEN, 0.0)
+    pace = PollPace(RULES, EVEN, 0.0)
     waits, now = [], 0.0
     for _ in range(7):
         waits.append(pace.failed(ErrorKind.NO_REPLY, 1, now))
         due, poll = pace.next(now, expecting=True, moved=True, at_rest=False)
-        assert (due, poll) == (now + waits[-1], Poll.FULL), "neither demand nor expectation asks sooner"
+        assert (due, poll) == (now + waits[-1], PollKind.FULL), "neither demand nor expectation asks sooner"
         now = due
     assert waits == [15, 30, 60, 120, 240, MAX_RETRY_S, MAX_RETRY_S]
-    pace.polled(Poll.FULL, 4, now)
+    pace.polled(PollKind.FULL, 4, now)
     assert pace.failures == 0
     assert pace.next(now, expecting=False, moved=False, at_rest=False)[0] <= now + 2 * 60
 
 
 def test_where_slurm_asks_for_fewer_requests_the_first_wait_is_a_whole_interval() -> None:
-    pace = Pace(RULES, EVEN, 0.0)
+    pace = PollPace(RULES, EVEN, 0.0)
     assert [pace.failed(ErrorKind.RATE_LIMITED, 1, 0.0) for _ in range(3)] == [60, 120, 240]
 
 
 def test_a_clock_that_was_set_back_saves_nothing_up() -> None:
-    pace = Pace(RULES, EVEN, 1000.0)
-    pace.polled(Poll.FULL, 200, 1000.0)
+    pace = PollPace(RULES, EVEN, 1000.0)
+    pace.polled(PollKind.FULL, 200, 1000.0)
     due, _ = pace.next(0.0, expecting=True, moved=False, at_rest=False)
     assert math.isfinite(due)
     assert due > 0
@@ -196,8 +196,8 @@ def test_slurms_complaints_have_names_and_refusals_have_none(
 @pytest.mark.parametrize("fails", [False, True])
 def test_commands_that_fail_take_no_more_from_regular_polls_than_others(fails: bool) -> None:
     """Eighty requests of submissions, of which the last one failed, put no regular poll off."""
-    pace = Pace(RULES, EVEN, 0.0)
-    pace.polled(Poll.FULL, COST[Poll.FULL], 0.0)
+    pace = PollPace(RULES, EVEN, 0.0)
+    pace.polled(PollKind.FULL, COST[PollKind.FULL], 0.0)
     if fails:
         pace.failed(ErrorKind.NO_REPLY, 80, 0.0, polling=False)
     else:
@@ -214,15 +214,15 @@ def test_commands_that_fail_take_no_more_from_regular_polls_than_others(fails: b
 # ---------------------------------------------------------------- behind what was promised
 
 
-def ready(now: float = 0.0, rules: PaceRules = RULES) -> Pace:
+def ready(now: float = 0.0, rules: PaceRules = RULES) -> PollPace:
     """One whole poll was made at `now`."""
-    pace = Pace(rules, EVEN, now)
+    pace = PollPace(rules, EVEN, now)
     pace.begins(now)
-    pace.polled(Poll.FULL, 4, now)
+    pace.polled(PollKind.FULL, 4, now)
     return pace
 
 
-def following(pace: Pace, now: float, **mood: bool) -> tuple[float, Poll]:
+def following(pace: PollPace, now: float, **mood: bool) -> tuple[float, PollKind]:
     return pace.next(now, **{"expecting": False, "moved": False, "at_rest": False, **mood})
 
 
@@ -233,7 +233,7 @@ def test_polls_that_come_as_promised_are_not_behind() -> None:
         following(pace, 60.0 * minute)
         pace.begins(60.0 * minute)
         assert pace.behind(60.0 * minute + 1) == ""
-        pace.polled(Poll.FULL, 4, 60.0 * minute + 1)
+        pace.polled(PollKind.FULL, 4, 60.0 * minute + 1)
     following(pace, 300.0, at_rest=True)
     assert pace.behind(400.0) == "", "at rest every three minutes are promised"
 
@@ -242,15 +242,15 @@ def test_a_budget_that_is_spent_is_named_until_a_poll_comes_in_time() -> None:
     rules = replace(RULES, max_rpc_per_min=1.0)
     pace = ready(rules=rules)
     for _ in range(2):  # more than ten minutes' worth
-        pace.polled(Poll.FULL, 8, 0.0)
+        pace.polled(PollKind.FULL, 8, 0.0)
     due, poll = following(pace, 1.0)
-    assert (due, poll) == (120.0, Poll.FULL), "by an interval at most"
+    assert (due, poll) == (120.0, PollKind.FULL), "by an interval at most"
     for second in range(2, 120):
         following(pace, float(second))
     why = "the RPC budget is spent (cluster.max_rpc_per_min = 1)"
     assert pace.behind(119.0) == f"119 s since the last whole poll where 66 s were promised: {why}"
     pace.begins(120.0)
-    pace.polled(Poll.FULL, 4, 121.0)
+    pace.polled(PollKind.FULL, 4, 121.0)
     following(pace, 130.0)
     assert pace.behind(130.0) == f"121 s since the last whole poll where 66 s were promised: {why}", (
         "it was late"
@@ -262,15 +262,15 @@ def test_a_slow_slurmctld_is_told_from_the_budget() -> None:
     following(pace, 59.0)
     pace.begins(60.0)
     assert pace.behind(100.0).endswith("66 s were promised: slurmctld is slow: the poll took 40 s")
-    pace.polled(Poll.FULL, 4, 110.0)
+    pace.polled(PollKind.FULL, 4, 110.0)
     pace.acted(95.0)
     following(pace, 205.0)
     pace.begins(206.0)
     assert pace.behind(207.0).endswith("slurmctld is slow: commands after the last poll took 95 s")
-    pace.polled(Poll.FULL, 4, 208.0)
+    pace.polled(PollKind.FULL, 4, 208.0)
     following(pace, 260.0)
     pace.begins(262.0)
-    pace.polled(Poll.FULL, 4, 263.0)
+    pace.polled(PollKind.FULL, 4, 263.0)
     assert pace.behind(264.0) == "", "one came in time"
 
 

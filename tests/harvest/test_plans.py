@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.model import Job, JobState
-from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Submit, decide
+from scavenger.harvest.decide.decide import (
+    CancelPending,
+    HarvestCode,
+    HarvestDecision,
+    OurJob,
+    Submit,
+    decide,
+)
 from scavenger.harvest.poller import KEPT_S, Plans
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
@@ -32,7 +39,7 @@ def planned(in_s: float, *nodes: str) -> Job:
     return job(7, gpus=4 * len(nodes), n_nodes=len(nodes), start_time=NOW + in_s, planned=nodes, priority=9)
 
 
-def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits: Any) -> Decision:
+def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits: Any) -> HarvestDecision:
     return decide(
         view(NOW, queue, NODES),
         [Demand(1, "r", wants, 1, "useful")],
@@ -42,7 +49,7 @@ def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits
     )
 
 
-def submitted(decision: Decision) -> list[tuple[tuple[str, ...], float]]:
+def submitted(decision: HarvestDecision) -> list[tuple[tuple[str, ...], float]]:
     return [(one.nodelist, one.most_s) for one in decision.actions if isinstance(one, Submit)]
 
 
@@ -55,7 +62,7 @@ def test_an_engine_on_a_kept_node_ends_before_the_others_are_expected() -> None:
 
 def test_where_they_are_expected_too_soon_none_is_submitted() -> None:
     decision = decided(planned(689, "node1", "node2"))
-    assert (decision.actions, decision.code) == ((), Code.PLANNED)
+    assert (decision.actions, decision.code) == ((), HarvestCode.PLANNED)
     assert "kept for other users' jobs that are expected soon: node2" in decision.reason
     assert submitted(decided(planned(691, "node1", "node2")))
 
@@ -93,7 +100,7 @@ def test_a_job_of_ours_whose_limit_is_too_long_for_the_kept_node_is_exchanged_fo
         return
     cancelled, fresh = decision.actions
     assert isinstance(cancelled, CancelPending)
-    assert (cancelled.intent_id, cancelled.code) == (name, Code.FRESH)
+    assert (cancelled.intent_id, cancelled.code) == (name, HarvestCode.FRESH)
     assert (
         "its limit is 60 min, and node2 is kept for other users' jobs that are expected in 29"
         in cancelled.reason

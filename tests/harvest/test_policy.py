@@ -15,10 +15,10 @@ from scavenger.cluster.model import ClusterView, JobState
 from scavenger.harvest.decide.decide import (
     Cancel,
     CancelPending,
-    Code,
-    Decision,
     DrainAllocated,
     DrainKind,
+    HarvestCode,
+    HarvestDecision,
     Limits,
     OurJob,
     Submit,
@@ -49,7 +49,7 @@ def mine(n: int, *, waits: bool = False, **more: Any) -> OurJob:
     )
 
 
-def submits(decision: Decision) -> list[Submit]:
+def submits(decision: HarvestDecision) -> list[Submit]:
     return [action for action in decision.actions if isinstance(action, Submit)]
 
 
@@ -307,9 +307,9 @@ def test_surplus_goes_pending_first_then_the_idlest_engine() -> None:
     jobs = [mine(1, leases=2), mine(2, idle_since=50.0), mine(3, idle_since=10.0), mine(4, waits=True)]
     assert [type(a) for a in decide(view(NOW), [demand(3)], jobs, LIMITS, NOW).actions] == [CancelPending]
     two = decide(view(NOW), [demand(2)], jobs, LIMITS, NOW).actions
-    assert {a.code for a in two} == {Code.OVER_SHARE}
+    assert {a.code for a in two} == {HarvestCode.OVER_SHARE}
     misfits = decide(view(NOW), [demand(1, gpus=2)], [mine(1)], LIMITS, NOW).actions
-    assert [a.code for a in misfits] == [Code.WRONG_SIZE, Code.WANTED]
+    assert [a.code for a in misfits] == [HarvestCode.WRONG_SIZE, HarvestCode.WANTED]
     assert [(type(a), a.intent_id) for a in two if not isinstance(a, Submit)] == [
         (CancelPending, jobs[3].intent_id),
         (DrainAllocated, jobs[2].intent_id),
@@ -319,7 +319,7 @@ def test_surplus_goes_pending_first_then_the_idlest_engine() -> None:
 def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
     jobs = [mine(1, leases=2), mine(2, waits=True), mine(3, connected=False)]
     decision = decide(view(NOW), [Demand(1, "run1", 0, 1, "the run is over")], jobs, LIMITS, NOW)
-    assert {a.code for a in decision.actions} == {decision.code} == {Code.NO_DEMAND}
+    assert {a.code for a in decision.actions} == {decision.code} == {HarvestCode.NO_DEMAND}
     assert {type(a): a.intent_id for a in decision.actions if not isinstance(a, Submit)} == {
         CancelPending: jobs[1].intent_id,
         DrainAllocated: jobs[0].intent_id,
@@ -332,10 +332,10 @@ def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:
     given_back = mine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW)
     assert decide(view(NOW + 29), [], [given_back], LIMITS, NOW + 29).actions == ()
     (late,) = decide(view(NOW + 30), [], [given_back], LIMITS, NOW + 30).actions
-    assert (type(late), late.code) == (Cancel, Code.OVERDUE)
+    assert (type(late), late.code) == (Cancel, HarvestCode.OVERDUE)
     back = mine(1, waits=True, drain_kind=DrainKind.DRAINING, asked_at=NOW)
     first, *_ = decide(view(NOW), [demand(1)], [back], LIMITS, NOW).actions
-    assert (type(first), first.code) == (CancelPending, Code.REQUEUED)
+    assert (type(first), first.code) == (CancelPending, HarvestCode.REQUEUED)
 
 
 def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
@@ -343,8 +343,8 @@ def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
         view(NOW), [demand(1)], [mine(1, waits=True, held="launch failed requeued held")], LIMITS, NOW
     )
     assert [(type(a), a.code) for a in decision.actions] == [
-        (CancelPending, Code.HELD),
-        (Submit, Code.WANTED),
+        (CancelPending, HarvestCode.HELD),
+        (Submit, HarvestCode.WANTED),
     ]
     assert "launch failed" in decision.actions[0].reason
 

@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Reservation
-from scavenger.harvest.decide.decide import CancelPending, Code, Decision, OurJob, Release, Submit, decide
+from scavenger.harvest.decide.decide import (
+    CancelPending,
+    HarvestCode,
+    HarvestDecision,
+    OurJob,
+    Release,
+    Submit,
+    decide,
+)
 from scavenger.harvest.decide.standby import BEGIN_S, is_standby
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
@@ -33,23 +41,23 @@ def decided(
     engines: int = 2,
     reserved: Sequence[Reservation] = (),
     **limits: Any,
-) -> Decision:
+) -> HarvestDecision:
     wanted = [Demand(1, "r", engines, 1, f"{engines} are useful")]
     seen: ClusterView = replace(view(NOW, queue, nodes), reservations=tuple(reserved))
     return decide(seen, wanted, jobs, limits_with(LIMITS, **limits), NOW)
 
 
-def new_spares(decision: Decision) -> list[Submit]:
+def new_spares(decision: HarvestDecision) -> list[Submit]:
     return [action for action in decision.actions if isinstance(action, Submit) and action.standby]
 
 
-def fresh(decision: Decision) -> list[tuple[str, ...]]:
+def fresh(decision: HarvestDecision) -> list[tuple[str, ...]]:
     return [
         action.nodelist for action in decision.actions if isinstance(action, Submit) and not action.standby
     ]
 
 
-def released(decision: Decision) -> list[tuple[str, str]]:
+def released(decision: HarvestDecision) -> list[tuple[str, str]]:
     return [(action.intent_id, action.node) for action in decision.actions if isinstance(action, Release)]
 
 
@@ -58,7 +66,7 @@ def test_the_first_decision_submits_them_before_any_engine_so_that_they_are_the_
     kinds = [isinstance(action, Submit) and action.standby for action in decision.actions]
     assert kinds == [True, True, False, False]
     assert {action.nodelist for action in new_spares(decision)} == {()}
-    assert {action.code for action in new_spares(decision)} == {Code.STANDBY}
+    assert {action.code for action in new_spares(decision)} == {HarvestCode.STANDBY}
 
 
 def test_the_oldest_goes_where_others_are_too_and_an_idle_node_gets_a_fresh_job() -> None:
@@ -137,9 +145,13 @@ def test_what_nobody_needs_is_cancelled_the_youngest_first() -> None:
     ]
     nobody = decided(jobs, [node("node1", 4)], *queue, engines=0)
     assert len(nobody.actions) == 3
-    assert {action.code for action in nobody.actions if isinstance(action, CancelPending)} == {Code.NO_DEMAND}
+    assert {action.code for action in nobody.actions if isinstance(action, CancelPending)} == {
+        HarvestCode.NO_DEMAND
+    }
     stopped = decided(jobs, [node("node1", 4)], *queue, stop="drained")
-    assert {action.code for action in stopped.actions if isinstance(action, CancelPending)} == {Code.STOPPED}
+    assert {action.code for action in stopped.actions if isinstance(action, CancelPending)} == {
+        HarvestCode.STOPPED
+    }
     unpinned = decided(jobs, [node("node1", 4)], *queue, pin=False)
     assert len([action for action in unpinned.actions if isinstance(action, CancelPending)]) == 3
 

@@ -13,7 +13,7 @@ from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import Job, JobFlag, JobState, Node
 from scavenger.cluster.slurm.text import parse_state
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Cancel, Code
+from scavenger.harvest.decide.decide import Cancel, HarvestCode
 from scavenger.harvest.track import observed_jobs
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
@@ -142,7 +142,7 @@ def test_the_page_shows_these_tables() -> None:
 
 def decided(
     w: Watch, *jobs: Job, engines: int = 1, nodes: Sequence[Node] = tuple(NODES), down: bool = False
-) -> decide.Decision:
+) -> decide.HarvestDecision:
     """What the policy does with what the watcher knows after that view."""
     w.see(61, *jobs, nodes=nodes)
     shown = view(61, jobs, nodes)
@@ -157,7 +157,7 @@ def decided(
 @pytest.mark.parametrize("name", ["REQUEUE_HOLD", "SPECIAL_EXIT", "launch failed"])
 def test_a_job_that_would_never_start_is_cancelled_and_another_submitted(name: str) -> None:
     decision = decided(play(SCENES[name])[0], *SCENES[name].later)
-    assert [action.code for action in decision.actions] == [Code.HELD, Code.WANTED]
+    assert [action.code for action in decision.actions] == [HarvestCode.HELD, HarvestCode.WANTED]
 
 
 def test_an_id_that_is_another_jobs_now_is_never_cancelled() -> None:
@@ -197,7 +197,7 @@ def test_a_drained_node_has_no_room_for_more_of_ours() -> None:
     w, _ = play(scene)
     only = [replace(n, gpus_allocated=4) if n.name in ("node2", "node3") else n for n in scene.nodes]
     decision = decided(w, running(), engines=2, nodes=only)
-    assert decision.code is Code.NO_CAPACITY
+    assert decision.code is HarvestCode.NO_CAPACITY
 
 
 def test_a_node_that_was_lost_is_why_its_job_comes_back() -> None:
@@ -210,7 +210,7 @@ def test_a_node_that_was_lost_is_why_its_job_comes_back() -> None:
 def test_a_partition_that_is_down_gets_nothing_and_what_runs_there_goes_on() -> None:
     w, _ = play(SCENES["partition down"])
     decision = decided(w, running(), engines=3, down=True)
-    assert (decision.actions, decision.code) == ((), Code.PARTITION_DOWN)
+    assert (decision.actions, decision.code) == ((), HarvestCode.PARTITION_DOWN)
 
 
 def test_a_look_at_the_queue_alone_is_not_enough_when_one_of_ours_left_its_gpus() -> None:

@@ -14,14 +14,14 @@ from scavenger.harvest.decide.decide import DrainKind
 from scavenger.harvest.track import observed_jobs, set_up
 from scavenger.harvest.track.node_health import MAX_SENTENCE, Health, HealthRules, without_failing
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
-from scavenger.harvest.track.tracker import Output, Rules, Tracker
+from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import CondemnedNode, WorkerLife
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
 A, B = "scv-000000000000000a", "scv-000000000000000b"
-RULES = Rules(
+RULES = TrackerRules(
     UID, USER, absent_s=30.0, health=HealthRules(quarantine_after=3, quarantine_s=600.0, backoff_s=5.0)
 )
 COMPLETING = frozenset({JobFlag.COMPLETING})
@@ -30,7 +30,7 @@ COMPLETING = frozenset({JobFlag.COMPLETING})
 class Watch:
     """A tracker that is shown views; keeps everything that it said, and checks its tables after each."""
 
-    def __init__(self, rules: Rules = RULES) -> None:
+    def __init__(self, rules: TrackerRules = RULES) -> None:
         self.tracker = Tracker(rules)
         self.records: list[rec.Record] = []
         self.gone: list[tuple[str, int, bool]] = []
@@ -391,7 +391,7 @@ def test_a_submission_that_never_arrived_is_given_up_after_absent_s() -> None:
 @pytest.mark.parametrize("more", [{}, {"comment": "rewritten by a plugin"}])
 def test_after_a_restart_jobs_are_adopted_by_comment_or_name(more: dict[str, str]) -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 0, "", 0, "", False)], 100.0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 0, "", 0, "", False)], 100.0)
     w.see(101, running(job_id=5, **more))
     assert [(r.intent_id, r.job_id) for r in w.of(rec.JobSubmitted)] == [(A, 5)]
     assert [e.kind for e in w.of(rec.Event)] == ["job_adopted"]
@@ -399,7 +399,7 @@ def test_after_a_restart_jobs_are_adopted_by_comment_or_name(more: dict[str, str
 
 def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 1, "node1", True, 90.0, 1)], 100.0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 5, "RUNNING", 1, "node1", True, 90.0, 1)], 100.0)
     w.see(101, running(job_id=5, restart_count=1))
     assert w.of(rec.AllocationStarted) == []
     w.see(102, ours(A, 5, restart_count=2, reason="BeginTime"))
@@ -411,8 +411,8 @@ def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> Non
 def test_after_a_restart_a_job_that_waits_again_waits_for_the_node_where_it_ran() -> None:
     """Else a fresh one is put there, and the other waits behind it while a node that it may not have is idle."""
     w = Watch()
-    ran = rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)
-    never_ran = rec.JobState(intended(B), 6, "PENDING", 0, "", False)
+    ran = rec.OpenIntent(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)
+    never_ran = rec.OpenIntent(intended(B), 6, "PENDING", 0, "", False)
     w.tracker.restore([ran, never_ran], 100.0)
     w.see(101, ours(A, 5, restart_count=1, reason="BeginTime"), ours(B, 6, reason="Resources"))
     assert [job.pinned for job in w.tracker.jobs({})] == ["node1", ""]
@@ -420,7 +420,7 @@ def test_after_a_restart_a_job_that_waits_again_waits_for_the_node_where_it_ran(
 
 def test_after_a_restart_a_job_that_has_not_run_waits_for_the_node_that_was_chosen_for_it() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A, pinned="node2"), 5, "PENDING", 0, "", False)], 100.0)
+    w.tracker.restore([rec.OpenIntent(intended(A, pinned="node2"), 5, "PENDING", 0, "", False)], 100.0)
     w.see(101, ours(A, 5, reason="Resources"))
     assert [job.pinned for job in w.tracker.jobs({})] == ["node2"]
 
@@ -428,7 +428,11 @@ def test_after_a_restart_a_job_that_has_not_run_waits_for_the_node_that_was_chos
 def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:
     w = Watch()
     w.tracker.restore(
-        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=20.0, last_allocation=0)],
+        [
+            rec.OpenIntent(
+                intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=20.0, last_allocation=0
+            )
+        ],
         100.0,
     )
     w.see(101, ours(A, 5, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=20.0, end_time=100.5))
@@ -440,7 +444,11 @@ def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> Non
 def test_after_a_restart_an_engine_that_leaves_may_have_been_asked_to() -> None:
     w = Watch()
     w.tracker.restore(
-        [rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=90.0, last_allocation=0)],
+        [
+            rec.OpenIntent(
+                intended(A), 5, "RUNNING", 0, "node1", True, allocated_since=90.0, last_allocation=0
+            )
+        ],
         100.0,
     )
     w.see(101, ours(A, 5, JobState.COMPLETED, nodes=("node1",), start_time=90.0, end_time=100.5))
@@ -449,7 +457,7 @@ def test_after_a_restart_an_engine_that_leaves_may_have_been_asked_to() -> None:
 
 def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)], 100.0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 5, "RUNNING", 0, "node1", True, 90.0, 0)], 100.0)
     w.see(101, running(job_id=5, restart_count=1))
     assert w.ends == [(0, "preempted")]
     assert w.gone == [(A, 0, False)]
@@ -458,7 +466,9 @@ def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.COMPLETED, JobState.PREEMPTED])
 def test_after_a_restart_a_hold_that_had_ended_is_not_recorded_again(state: JobState) -> None:
     w = Watch()
-    w.tracker.restore([rec.JobState(intended(A), 5, str(state), 0, "node1", False, last_allocation=0)], 100.0)
+    w.tracker.restore(
+        [rec.OpenIntent(intended(A), 5, str(state), 0, "node1", False, last_allocation=0)], 100.0
+    )
     w.see(101, ours(A, 5, state, exit_code=1, nodes=("node1",), start_time=90.0, end_time=95.0))
     assert (w.of(rec.AllocationStarted), w.of(rec.AllocationEnded)) == ([], [])
 
@@ -623,7 +633,7 @@ def test_an_engine_that_lost_a_daemon_which_it_had_found_blames_nothing() -> Non
     w.tracker.heard([WorkerLife(f"scv-{1:016x}", 0, "node1", 0.5, 30.0)])
     how: dict[str, Any] = {"exit_code": 69, "nodes": ("node1",), "start_time": 0.0, "end_time": 930.0}
     w.see(931.0, ours(f"scv-{1:016x}", 1, JobState.FAILED, **how))
-    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False)], 940.0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 5, "PENDING", 0, "", False)], 940.0)
     how |= {"start_time": 941.0, "end_time": 1841.0}
     w.see(1842.0, ours(A, 5, JobState.FAILED, **how))
     assert len([event for event in w.of(rec.Event) if event.kind == "engine_died"]) == 2
@@ -696,8 +706,8 @@ def test_a_set_up_that_failed_long_ago_is_tried_afresh() -> None:
 def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -> None:
     """Each that waited starts, finds another release than it was submitted for, and leaves; what is submitted since is of ours."""
     w = Watch()
-    again = rec.JobState(intended(B), 6, "PENDING", 1, "", False, last_allocation=0)
-    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False), again], 100.0)
+    again = rec.OpenIntent(intended(B), 6, "PENDING", 1, "", False, last_allocation=0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 5, "PENDING", 0, "", False), again], 100.0)
     ended: dict[str, Any] = {"nodes": ("node2",), "start_time": 100.5, "end_time": 101.0}
     w.see(
         102,
@@ -706,7 +716,7 @@ def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -
     )
     assert len([event for event in w.of(rec.Event) if event.kind == "engine_died"]) == 2, "they did end so"
     assert w.tracker.health.backoff() == (0.0, "")
-    w.tracker.restore([rec.JobState(intended(A), 7, "PENDING", 0, "", False)], 110.0)
+    w.tracker.restore([rec.OpenIntent(intended(A), 7, "PENDING", 0, "", False)], 110.0)
     w.see(112, ours(A, 7, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=110.5, end_time=111.0))
     assert w.tracker.health.backoff()[0] == 117.0, "one that dies of something else does count"
 

@@ -16,10 +16,10 @@ from scavenger.harvest.decide.decide import (
     Action,
     Cancel,
     CancelPending,
-    Code,
-    Decision,
     DrainAllocated,
     DrainKind,
+    HarvestCode,
+    HarvestDecision,
     Limits,
     OurJob,
     Submit,
@@ -27,7 +27,7 @@ from scavenger.harvest.decide.decide import (
 )
 from scavenger.harvest.limits import StopState
 from scavenger.harvest.track.node_health import HealthRules
-from scavenger.harvest.track.tracker import Rules, Tracker
+from scavenger.harvest.track.tracker import Tracker, TrackerRules
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.views import INFO, SHARED, job, node, ours, view
@@ -82,7 +82,7 @@ def played(
     return replace(made, **more), engines
 
 
-def asked(decision: Decision) -> int:
+def asked(decision: HarvestDecision) -> int:
     return sum(action.gpus for action in decision.actions if isinstance(action, Submit))
 
 
@@ -124,32 +124,37 @@ def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_wh
         left(decide(cluster, want(2), ours_, limits_with(limits, preempted_last_hour=1), NOW).actions) == []
     )
     decision = decide(cluster, want(2), ours_, limits_with(limits, preempted_last_hour=2), NOW)
-    assert (left(decision.actions), decision.code) == ([("CancelPending", "preemptions")], Code.PREEMPTIONS)
+    assert (left(decision.actions), decision.code) == (
+        [("CancelPending", "preemptions")],
+        HarvestCode.PREEMPTIONS,
+    )
     assert asked(decision) == 0
 
 
 @pytest.mark.parametrize(
     ("limits", "room", "code"),
     [
-        ({"headroom_gpus": 3}, 9, Code.HEADROOM),
-        ({"headroom_per_node": 1}, 9, Code.HEADROOM),
-        ({"headroom_by_type": (("h100", 5),)}, 7, Code.HEADROOM),
-        ({"headroom_by_type": (("a100", 5),)}, 12, Code.HEADROOM),
-        ({"headroom_by_partition": (("normal", 4), ("reserved", 2))}, 8, Code.HEADROOM),
-        ({"max_gpus_per_node": 1}, 3, Code.NO_CAPACITY),
-        ({"max_gpus": 5}, 5, Code.MAX_GPUS),
-        ({"max_gpus_per_user": 5}, 5, Code.MAX_PER_USER),
-        ({"max_engines": 5}, 5, Code.MAX_ENGINES),
-        ({"max_pending": 5}, 5, Code.MAX_PENDING),
-        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 3}, 0, Code.PREEMPTIONS),
-        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 2}, 12, Code.NO_CAPACITY),
-        ({"hidden": "PrivateData hides jobs"}, 12, Code.NO_CAPACITY),
-        ({"hidden": "PrivateData hides jobs", "blind": True}, 0, Code.HIDDEN),
-        ({"stop": "the stop file"}, 0, Code.STOPPED),
-        ({"memory_mb_per_engine": 250_001}, 0, Code.NO_CAPACITY),
+        ({"headroom_gpus": 3}, 9, HarvestCode.HEADROOM),
+        ({"headroom_per_node": 1}, 9, HarvestCode.HEADROOM),
+        ({"headroom_by_type": (("h100", 5),)}, 7, HarvestCode.HEADROOM),
+        ({"headroom_by_type": (("a100", 5),)}, 12, HarvestCode.HEADROOM),
+        ({"headroom_by_partition": (("normal", 4), ("reserved", 2))}, 8, HarvestCode.HEADROOM),
+        ({"max_gpus_per_node": 1}, 3, HarvestCode.NO_CAPACITY),
+        ({"max_gpus": 5}, 5, HarvestCode.MAX_GPUS),
+        ({"max_gpus_per_user": 5}, 5, HarvestCode.MAX_PER_USER),
+        ({"max_engines": 5}, 5, HarvestCode.MAX_ENGINES),
+        ({"max_pending": 5}, 5, HarvestCode.MAX_PENDING),
+        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 3}, 0, HarvestCode.PREEMPTIONS),
+        ({"max_preemptions_per_hour": 3, "preempted_last_hour": 2}, 12, HarvestCode.NO_CAPACITY),
+        ({"hidden": "PrivateData hides jobs"}, 12, HarvestCode.NO_CAPACITY),
+        ({"hidden": "PrivateData hides jobs", "blind": True}, 0, HarvestCode.HIDDEN),
+        ({"stop": "the stop file"}, 0, HarvestCode.STOPPED),
+        ({"memory_mb_per_engine": 250_001}, 0, HarvestCode.NO_CAPACITY),
     ],
 )
-def test_each_limit_stops_submissions_and_says_so(limits: dict[str, Any], room: int, code: Code) -> None:
+def test_each_limit_stops_submissions_and_says_so(
+    limits: dict[str, Any], room: int, code: HarvestCode
+) -> None:
     decision = decide(view(NOW), want(20), [], limits_with(LIMITS, **limits), NOW)
     assert (asked(decision), decision.code) == (room, code)
     assert decision.reason
@@ -166,7 +171,7 @@ def test_a_job_that_slurm_holds_back_for_a_limit_of_ours_stops_more() -> None:
     mine = engine(1, "", waits=True)
     held = replace(waiting(mine), reason="QOSMaxGRESPerUser")
     decision = decide(view(NOW, [held]), want(3), [mine], LIMITS, NOW)
-    assert (decision.actions, decision.code) == ((), Code.ACCOUNT_LIMIT)
+    assert (decision.actions, decision.code) == ((), HarvestCode.ACCOUNT_LIMIT)
 
 
 def test_an_engine_asks_for_its_gpus_share_of_the_node_at_most() -> None:
@@ -230,10 +235,10 @@ def test_an_engine_leaves_before_its_end_a_reservation_and_a_drained_node() -> N
         if not isinstance(a, Submit)
     }
     assert gone == {
-        engines[0].intent_id: (DrainAllocated, Code.ENDING),
-        engines[1].intent_id: (DrainAllocated, Code.RESERVED),
-        engines[2].intent_id: (DrainAllocated, Code.NODE_DRAINED),
-        engines[3].intent_id: (Cancel, Code.NODE_DRAINED),
+        engines[0].intent_id: (DrainAllocated, HarvestCode.ENDING),
+        engines[1].intent_id: (DrainAllocated, HarvestCode.RESERVED),
+        engines[2].intent_id: (DrainAllocated, HarvestCode.NODE_DRAINED),
+        engines[3].intent_id: (Cancel, HarvestCode.NODE_DRAINED),
     }
 
 
@@ -307,12 +312,12 @@ def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_fo
     decision = decide(cluster, want(4), engines, limits_with(LIMITS, by_qos=True), NOW)
     assert left(decision.actions) == [("DrainAllocated", "qos")]
     assert "preempts by QOS" in decision.actions[0].reason
-    slow = engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=Code.QOS)
+    slow = engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 5, why_draining=HarvestCode.QOS)
     bound = limits_with(LIMITS, by_qos=True, same_tier_yield_s=5.0, drain_notice_s=30.0)
     assert left(decide(played([slow], [])[0], [], [slow], bound, NOW).actions) == [("Cancel", "overdue")]
     info = replace(INFO, preempt_type="preempt/qos")
     stop_state = StopState(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
-    tracker = Tracker(Rules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
+    tracker = Tracker(TrackerRules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
     assert stop_state.update_limits(cluster, info, tracker, 30.0, NOW).yielding.by_qos
     assert not stop_state.update_limits(cluster, INFO, tracker, 30.0, NOW).yielding.by_qos
 
@@ -369,10 +374,10 @@ def test_a_peer_gets_the_gpus_within_its_time_even_from_an_engine_that_does_not_
     slow = engine(1, drain_kind=DrainKind.DRAINING, asked_at=NOW - 5)
     cluster, _ = played([slow], [], full())
     assert decide(cluster, want(1), [slow], limits, NOW).actions[:1] != (
-        Cancel(slow.intent_id, "", Code.OVERDUE),
+        Cancel(slow.intent_id, "", HarvestCode.OVERDUE),
     )
     assert left(decide(cluster, [], [slow], limits, NOW).actions) == []
-    for_peer = replace(slow, why_draining=Code.SAME_TIER_JOB)
+    for_peer = replace(slow, why_draining=HarvestCode.SAME_TIER_JOB)
     assert left(decide(cluster, [], [for_peer], limits, NOW).actions) == [("Cancel", "overdue")]
 
 
@@ -457,7 +462,7 @@ def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(
     )
     kinds = [type(action) for action in decision.actions]
     assert kinds == ([CancelPending, Submit] if moves else [])
-    assert not moves or decision.actions[0].code is Code.FRESH
+    assert not moves or decision.actions[0].code is HarvestCode.FRESH
 
 
 # ---------------------------------------------------------------- properties
@@ -581,7 +586,7 @@ def test_no_limit_is_broken_and_no_gpu_of_a_reservation_is_taken(
     fresh = {
         action.intent_id
         for action in decision.actions
-        if action.code is Code.FRESH and isinstance(action, CancelPending)
+        if action.code is HarvestCode.FRESH and isinstance(action, CancelPending)
     }
     rest = [one for one in fleet if one.intent_id not in fresh]
     if new:
@@ -652,7 +657,7 @@ def test_nobody_leaves_for_a_job_that_could_start_without_that(
     gone = [
         action
         for action in decision.actions
-        if action.code in (Code.SAME_TIER_JOB, Code.VOLUNTARY_PREEMPTION)
+        if action.code in (HarvestCode.SAME_TIER_JOB, HarvestCode.VOLUNTARY_PREEMPTION)
     ]
     needed = sum(one.gpus for one in others if "scavenge" in one.partition or "normal" in one.partition)
     freed = sum(

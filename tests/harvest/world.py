@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec, JobState, PreemptMode
 from scavenger.cluster.port import Cluster, RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
@@ -19,7 +19,7 @@ from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
-from scavenger.router.core.events import Identity, WorkerLife
+from scavenger.router.core.events import PeerIdentity, WorkerLife
 from tests.clusters import unfinished
 
 UID = "feedbeef"
@@ -97,7 +97,7 @@ class World:
     said: list[Any] = field(default_factory=list)
     demand: list[Demand] = field(default_factory=list)
     connected: bool = True  # whether the router knows an engine of every job that holds GPUs
-    allowed: dict[str, Identity] = field(default_factory=dict)
+    allowed: dict[str, PeerIdentity] = field(default_factory=dict)
     pace: dict[str, Any] = field(default_factory=lambda: dict(FAST))
     stalled: bool = False  # the ledger takes records and makes none durable
     fenced: bool = False
@@ -176,10 +176,10 @@ class World:
         return [job for job in view.jobs if job.job_id in alive and state in (None, job.state)]
 
 
-def layout() -> Layout:
+def layout() -> ClusterLayout:
     nodes = ("node1", "node2")
     low = PreemptMode.REQUEUE
-    return Layout(
+    return ClusterLayout(
         nodes=nodes,
         gpus=2,
         requeue_delay_s=0.3,

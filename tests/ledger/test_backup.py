@@ -449,10 +449,10 @@ def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     written(config.ledger_url, everything())
     backup.backup(config.ledger_url, tmp_path / "copy")
     keys.write_rendezvous(tmp_path / "state", keys.Rendezvous("tcp://h:1", "k", 30, 1, "h", "u"))
-    here = ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0)
+    here = ownership.LedgerHolder(socket.gethostname(), os.getpid(), 1_700_000_000.0)
     first = ownership.Ownership(tmp_path / "state", here)
     assert first.holder is None
-    second = ownership.Ownership(tmp_path / "state", ownership.Holder("elsewhere", 1, 0.0))
+    second = ownership.Ownership(tmp_path / "state", ownership.LedgerHolder("elsewhere", 1, 0.0))
     assert second.holder is not None
     assert (second.holder.host, second.holder.pid, second.holder.since) == (here.host, here.pid, here.since)
     assert abs(second.holder.beat - time.time()) < 60.0
@@ -474,7 +474,7 @@ def test_a_daemon_of_another_host_is_known_by_its_recent_commit(url: str) -> Non
     engine = store.open_engine(url)
     transaction.grant_generation(engine, "elsewhere", 77, "v", 1000.0)
     engine.dispose()
-    assert ownership.writer_of(url, 1030.0) == ownership.Holder("elsewhere", 77, 1000.0, 1000.0)
+    assert ownership.writer_of(url, 1030.0) == ownership.LedgerHolder("elsewhere", 77, 1000.0, 1000.0)
     assert ownership.writer_of(url, 2000.0) is None
 
 
@@ -483,7 +483,7 @@ import sqlite3, sys, time
 from pathlib import Path
 from scavenger.daemon import ownership
 import os, socket
-mine = ownership.Ownership(Path(sys.argv[1]), ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0))
+mine = ownership.Ownership(Path(sys.argv[1]), ownership.LedgerHolder(socket.gethostname(), os.getpid(), 1_700_000_000.0))
 ledger = sqlite3.connect(Path(sys.argv[1]) / "ledger.sqlite3", isolation_level=None)
 ledger.execute("BEGIN IMMEDIATE")
 print("holds", flush=True)

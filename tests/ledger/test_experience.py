@@ -10,7 +10,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.read import history
-from scavenger.policy.history import Flush, Load, RunHistory, Span
+from scavenger.policy.history import Flush, LeaseInterval, RunHistory, WeightLoad
 from scavenger.policy.predictive.policy import Predictive
 from tests.ledger.examples import T0, consumed, moved_group, preempted, prologue, written
 
@@ -41,7 +41,7 @@ def test_steps_answers_leases_chunks_and_lives_are_read(url: str) -> None:
         (a.sample_id, a.index, a.length, a.prompt_tokens, a.finish, a.state, a.worker_id)
         for a in step.completions
     ] == [(11, 0, 9, 3, "stop", "consumed", 2), (12, 1, 4, 3, "length", "consumed", 2)]
-    assert past.spans[0] == Span(11, 1, 1, 0, 5, T0 + 6, T0 + 8)
+    assert past.spans[0] == LeaseInterval(11, 1, 1, 0, 5, T0 + 6, T0 + 8)
     assert past.flushes == (
         Flush(11, 1, 0, 3, T0 + 7),
         Flush(12, 2, 0, 4, T0 + 7),
@@ -53,7 +53,7 @@ def test_steps_answers_leases_chunks_and_lives_are_read(url: str) -> None:
         1,
         T0 + 8,
         True,
-        (Load(T0 + 5, 1, 0.5, 0.25),),
+        (WeightLoad(T0 + 5, 1, 0.5, 0.25),),
     )
     assert (stays.worker_id, stays.kind, stays.left_at, stays.preempted) == (2, "reserved", None, False)
     assert past.policy == "standard"

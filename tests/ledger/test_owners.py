@@ -15,7 +15,7 @@ from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge.keyring import KeyRing
 from tests.ledger.examples import T0, WAIT_S, written
 from tests.ledger.histories import fetch
@@ -92,7 +92,7 @@ def test_each_change_of_a_key_leaves_its_trace_once_whether_a_daemon_ran_or_not(
         ("key_added", new, "owner ada: accepted beside 1 earlier key"),
         ("key_revoked", ada, "owner ada: retired"),
     ]
-    assert (ring.identity(new), ring.identity(ada)) == (Identity("owner", ada), None)
+    assert (ring.identity(new), ring.identity(ada)) == (PeerIdentity("owner", ada), None)
     keys.rotate_server(state)
     keys.enroll(state, "bob", "b" * 40)
     fresh = keys.read_keypair(keys.server_key_path(state)).public

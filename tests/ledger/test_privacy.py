@@ -36,7 +36,7 @@ from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
 from trainer.algorithms.rewards import RewardRunner
 from trainer.algorithms.scoring import ENDED_BY_LENGTH, Scoring
-from trainer.loop.metrics import Capacity, Judgement, Sources, summarise, summarise_evaluation
+from trainer.loop.metrics import Capacity, Judgement, TokenSources, summarise, summarise_evaluation
 
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
@@ -271,7 +271,7 @@ def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a
 
 def test_our_own_trainer_says_only_what_is_known() -> None:
     assert set(summarise([], {}, divisor=0.0)) <= redaction.METRICS
-    assert set(Sources().as_metrics(1.0) | Capacity(1, 1, 1, 0.0).as_metrics()) <= redaction.METRICS
+    assert set(TokenSources().as_metrics(1.0) | Capacity(1, 1, 1, 0.0).as_metrics()) <= redaction.METRICS
     answers = [Judgement(1.0, 3, cut=False)] * 9
     assert set(summarise_evaluation([answers], [answers])) <= redaction.METRICS
     assert redaction.is_known(ENDED_BY_LENGTH)

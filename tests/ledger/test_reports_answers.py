@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.decide.actions import BlackoutTime, OwnerRule
-from scavenger.harvest.decide.decide import Code, Decision, Limits, OurJob, decide
+from scavenger.harvest.decide.decide import HarvestCode, HarvestDecision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.policy.fleet_size import Benefit, Demand
@@ -277,7 +277,7 @@ def mine(waits: bool) -> OurJob:
 
 def why_none(
     demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any
-) -> Decision:
+) -> HarvestDecision:
     """What the policy says where it does nothing."""
     seen = view(T0, cluster.get("others", ()), cluster.get("nodes", NODES))
     found = decide(
@@ -381,24 +381,24 @@ REASONS = [
 def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
     """The report knows the policy's codes: here they come from the policy itself, and each with which it does nothing is there."""
     acting = {
-        Code.WANTED,
-        Code.WRONG_SIZE,
-        Code.OVER_SHARE,
-        Code.HELD,
-        Code.REQUEUED,
-        Code.OVERDUE,
-        Code.SHUTDOWN,
+        HarvestCode.WANTED,
+        HarvestCode.WRONG_SIZE,
+        HarvestCode.OVER_SHARE,
+        HarvestCode.HELD,
+        HarvestCode.REQUEUED,
+        HarvestCode.OVERDUE,
+        HarvestCode.SHUTDOWN,
     }
     acting |= {
-        Code.SAME_TIER_JOB,
-        Code.QOS,
-        Code.VOLUNTARY_PREEMPTION,
-        Code.ENDING,
-        Code.NODE_DRAINED,
-        Code.FRESH,
-        Code.STANDBY,
+        HarvestCode.SAME_TIER_JOB,
+        HarvestCode.QOS,
+        HarvestCode.VOLUNTARY_PREEMPTION,
+        HarvestCode.ENDING,
+        HarvestCode.NODE_DRAINED,
+        HarvestCode.FRESH,
+        HarvestCode.STANDBY,
     }
-    assert {decision.code for decision, _ in REASONS} == set(Code) - acting
+    assert {decision.code for decision, _ in REASONS} == set(HarvestCode) - acting
     records: list[r.Record] = []
     for n, (said, _) in enumerate(REASONS):
         at = T0 + 60.0 * n
@@ -438,7 +438,7 @@ def test_idle_gpu_hours_count_between_observations(url: str) -> None:
             "harvest", "cancel", "i1", "its run has no demand; no engine of it is connected", "{}", T0 + 181
         ),
         r.ClusterPolled(6, 0, 6, 4, 0, 0, T0 + 240),  # then nobody looks for an hour
-        r.Decision("harvest", "none", "", "too old", "{}", T0 + 2000, Code.STALE_VIEW),
+        r.Decision("harvest", "none", "", "too old", "{}", T0 + 2000, HarvestCode.STALE_VIEW),
         r.ClusterPolled(6, 0, 6, 4, 0, 0, T0 + 3840),
     ]
     written_until(url, [records], T0 + 3840)

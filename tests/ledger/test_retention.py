@@ -127,7 +127,7 @@ def test_merged_rows_are_one_a_lease_and_hold_every_token(cuts: list[tuple[int, 
     assert "payloads" in merge([*rows[:victim], cut, *rows[victim + 1 :]], at)[1]
 
 
-def replays(url: str) -> dict[int, tuple[r.GroupState, ...]]:
+def replays(url: str) -> dict[int, tuple[r.OpenGroup, ...]]:
     """What a resume from each kept checkpoint reads."""
     engine = store.open_readonly(url)
     try:

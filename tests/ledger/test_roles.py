@@ -19,7 +19,7 @@ from scavenger import resources
 from scavenger.cli.main import app
 from scavenger.config import DaemonConfig
 from scavenger.daemon import check_config
-from scavenger.errors import Finding, LedgerError
+from scavenger.errors import LedgerError, StartFinding
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.read.reports import check, report
@@ -125,7 +125,7 @@ def test_a_reader_may_run_every_report(ledger: Site) -> None:
         )
 
 
-def asked(url: str, folder: Path) -> Finding:
+def asked(url: str, folder: Path) -> StartFinding:
     """What `scavenger check-config` says of this ledger."""
     section = {"state_dir": str(folder), "ledger": url}
     (found,) = (
@@ -137,7 +137,7 @@ def asked(url: str, folder: Path) -> Finding:
 def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(
     ledger: Site, tmp_path: Path
 ) -> None:
-    assert asked(ledger.url(DAEMON), tmp_path) == Finding("ledger", "")
+    assert asked(ledger.url(DAEMON), tmp_path) == StartFinding("ledger", "")
     for role in ("scavenger_read", "scavenger_contents"):
         problem = asked(ledger.url(role), tmp_path).problem
         assert f"the role {role} may not write rows of alembic_version (and of 23 more tables)" in problem

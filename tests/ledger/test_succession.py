@@ -24,7 +24,7 @@ from scavenger import toml
 from scavenger.config import DaemonConfig
 from scavenger.daemon import main as daemons
 from scavenger.daemon import ownership, takeover
-from scavenger.daemon.takeover import SILENT_S, WATCH_S, Manner, Sign, Verdict, Watch
+from scavenger.daemon.takeover import SILENT_S, WATCH_S, HolderVerdict, Manner, Sign, TakeoverWatch
 from scavenger.errors import Fenced, LedgerHeld
 from scavenger.ledger import store
 from scavenger.ledger.faults import WriterState
@@ -37,7 +37,7 @@ from tests.ledger.histories import fetch
 HERE, ELSEWHERE = Sign("here", 1000.0, gone=False, here=True), Sign("there", 1000.0, gone=False, here=False)
 
 
-def verdict(watch: Watch, sign: Sign | None, now: float, monotonic: float) -> Verdict:
+def verdict(watch: TakeoverWatch, sign: Sign | None, now: float, monotonic: float) -> HolderVerdict:
     return watch.poll([sign] if sign is not None else [], now, monotonic)[0]
 
 
@@ -46,62 +46,65 @@ def verdict(watch: Watch, sign: Sign | None, now: float, monotonic: float) -> Ve
 
 @pytest.mark.parametrize("manner", list(Manner))
 def test_what_nobody_holds_and_what_a_dead_process_holds_is_taken_at_once(manner: Manner) -> None:
-    assert verdict(Watch(manner), None, 1000.0, 0.0) is Verdict.TAKE
-    assert verdict(Watch(manner), Sign("here", 1000.0, gone=True, here=True), 1000.0, 0.0) is Verdict.TAKE
+    assert verdict(TakeoverWatch(manner), None, 1000.0, 0.0) is HolderVerdict.TAKE
+    assert (
+        verdict(TakeoverWatch(manner), Sign("here", 1000.0, gone=True, here=True), 1000.0, 0.0)
+        is HolderVerdict.TAKE
+    )
 
 
 def test_a_daemon_at_work_on_this_host_is_left_alone_unless_told_otherwise() -> None:
-    assert verdict(Watch(), HERE, 1000.0 + SILENT_S - 1, 0.0) is Verdict.REFUSE
-    assert verdict(Watch(Manner.TAKE_OVER), HERE, 1000.0, 0.0) is Verdict.TAKE
-    assert verdict(Watch(Manner.STAND_BY), HERE, 1000.0, 0.0) is Verdict.WAIT
-    assert verdict(Watch(), HERE, 1000.0 + SILENT_S, 0.0) is Verdict.TAKE, "it hangs"
+    assert verdict(TakeoverWatch(), HERE, 1000.0 + SILENT_S - 1, 0.0) is HolderVerdict.REFUSE
+    assert verdict(TakeoverWatch(Manner.TAKE_OVER), HERE, 1000.0, 0.0) is HolderVerdict.TAKE
+    assert verdict(TakeoverWatch(Manner.STAND_BY), HERE, 1000.0, 0.0) is HolderVerdict.WAIT
+    assert verdict(TakeoverWatch(), HERE, 1000.0 + SILENT_S, 0.0) is HolderVerdict.TAKE, "it hangs"
 
 
 def test_another_hosts_daemon_is_refused_for_when_its_heartbeat_is_seen_and_succeeded_when_none_comes() -> (
     None
 ):
-    watch = Watch()
-    assert verdict(watch, ELSEWHERE, 1010.0, 0.0) is Verdict.WAIT
-    assert verdict(watch, Sign("there", 1005.0, gone=False, here=False), 1011.0, 1.0) is Verdict.REFUSE
-    watch = Watch()
+    watch = TakeoverWatch()
+    assert verdict(watch, ELSEWHERE, 1010.0, 0.0) is HolderVerdict.WAIT
+    assert verdict(watch, Sign("there", 1005.0, gone=False, here=False), 1011.0, 1.0) is HolderVerdict.REFUSE
+    watch = TakeoverWatch()
     for second in range(int(SILENT_S) - 10):
-        assert verdict(watch, ELSEWHERE, 1010.0 + second, 0.0 + second) is Verdict.WAIT
-    assert verdict(watch, ELSEWHERE, 1000.0 + SILENT_S, SILENT_S - 10) is Verdict.TAKE
+        assert verdict(watch, ELSEWHERE, 1010.0 + second, 0.0 + second) is HolderVerdict.WAIT
+    assert verdict(watch, ELSEWHERE, 1000.0 + SILENT_S, SILENT_S - 10) is HolderVerdict.TAKE
 
 
 def test_a_clock_that_is_wrong_makes_no_daemon_dead_or_immortal() -> None:
-    behind, ahead = Watch(), Watch()
-    assert verdict(behind, ELSEWHERE, 9000.0, 0.0) is Verdict.WAIT
-    assert verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0, 5.0) is Verdict.REFUSE, (
-        "it lives, by a slow clock"
-    )
-    assert verdict(ahead, ELSEWHERE, 10.0, 0.0) is Verdict.WAIT
-    assert verdict(ahead, ELSEWHERE, 10.0 + SILENT_S, SILENT_S) is Verdict.TAKE, (
+    behind, ahead = TakeoverWatch(), TakeoverWatch()
+    assert verdict(behind, ELSEWHERE, 9000.0, 0.0) is HolderVerdict.WAIT
+    assert (
+        verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0, 5.0) is HolderVerdict.REFUSE
+    ), "it lives, by a slow clock"
+    assert verdict(ahead, ELSEWHERE, 10.0, 0.0) is HolderVerdict.WAIT
+    assert verdict(ahead, ELSEWHERE, 10.0 + SILENT_S, SILENT_S) is HolderVerdict.TAKE, (
         "it is dead, and its clock was fast"
     )
     assert (
         verdict(behind, Sign("there", 1005.0, gone=False, here=False), 9005.0 + WATCH_S, 5.0 + WATCH_S)
-        is Verdict.TAKE
+        is HolderVerdict.TAKE
     )
 
 
 def test_a_daemon_standing_by_waits_while_the_other_lives_and_goes_on_after_it() -> None:
-    watch = Watch(Manner.STAND_BY)
+    watch = TakeoverWatch(Manner.STAND_BY)
     for n in range(100):
         assert (
             verdict(watch, Sign("there", 1000.0 + n, gone=False, here=False), 1000.0 + n, float(n))
-            is Verdict.WAIT
+            is HolderVerdict.WAIT
         )
     assert (
         verdict(watch, Sign("there", 1099.0, gone=False, here=False), 1099.0 + SILENT_S, 99.0 + SILENT_S)
-        is Verdict.TAKE
+        is HolderVerdict.TAKE
     )
 
 
 def test_one_of_two_holders_is_enough_to_wait_or_refuse() -> None:
     dead = Sign("dead", 0.0, gone=True, here=True)
-    assert Watch().poll([dead, HERE], 1000.0, 0.0)[0::2] == (Verdict.REFUSE, HERE)
-    assert Watch(Manner.STAND_BY).poll([HERE, dead], 1000.0, 0.0)[0::2] == (Verdict.WAIT, HERE)
+    assert TakeoverWatch().poll([dead, HERE], 1000.0, 0.0)[0::2] == (HolderVerdict.REFUSE, HERE)
+    assert TakeoverWatch(Manner.STAND_BY).poll([HERE, dead], 1000.0, 0.0)[0::2] == (HolderVerdict.WAIT, HERE)
 
 
 # ---------------------------------------------------------------- who is there
@@ -114,14 +117,14 @@ def test_a_process_that_took_a_dead_daemons_number_is_not_that_daemon() -> None:
             assert started is not None
             assert abs(started - time.time()) < 5.0
             host = socket.gethostname()
-            assert ownership.Holder(host, other.pid, started - 500.0, started - 100.0).gone
-            assert not ownership.Holder(host, other.pid, started + 0.5, started + 100.0).gone
-            assert not ownership.Holder("elsewhere", 2**22, 0.0).gone, "of another host nobody can tell"
+            assert ownership.LedgerHolder(host, other.pid, started - 500.0, started - 100.0).gone
+            assert not ownership.LedgerHolder(host, other.pid, started + 0.5, started + 100.0).gone
+            assert not ownership.LedgerHolder("elsewhere", 2**22, 0.0).gone, "of another host nobody can tell"
         finally:
             other.kill()
     assert ownership.process_started(other.pid) is None
-    assert ownership.Holder(socket.gethostname(), other.pid, started + 0.5, started + 100.0).gone
-    assert ownership.Holder(socket.gethostname(), os.getpid(), 0.0, 2e9).gone, (
+    assert ownership.LedgerHolder(socket.gethostname(), other.pid, started + 0.5, started + 100.0).gone
+    assert ownership.LedgerHolder(socket.gethostname(), os.getpid(), 0.0, 2e9).gone, (
         "a restarted container's daemon has the number of before"
     )
 

@@ -10,7 +10,7 @@ from scavenger.ledger.faults import WriterState
 from scavenger.ledger.read.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.write import batch_sql
-from scavenger.ledger.write.batch_sql import Shape
+from scavenger.ledger.write.batch_sql import StatementShape
 from tests.ledger.examples import event, subjects, witness, written
 
 
@@ -22,7 +22,7 @@ def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(
 
     def noted(
         connection: sa.Connection,
-        shape: Shape,
+        shape: StatementShape,
         python_types: tuple[type, ...],
         values: list[tuple[object, ...]],
     ) -> int:

@@ -15,7 +15,7 @@ from scavenger.ledger import records as rec
 from scavenger.observe import metrics
 from scavenger.observe.exporter import Exporter
 from scavenger.observe.metrics import METRICS, Reading, RunReading, StatusMetrics
-from scavenger.observe.tally import Counted, Tally
+from scavenger.observe.tally import Tally, TallyingWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"\b(?:scavenger|process)_[a-z_]+\b")
@@ -197,7 +197,7 @@ def test_what_the_writer_refuses_is_not_counted() -> None:
             """Nothing waits."""
 
     tally = Tally()
-    counted = Counted(Refuses(), tally, lambda: 0.0)
+    counted = TallyingWriter(Refuses(), tally, lambda: 0.0)
     with pytest.raises(ConfigError):
         counted.submit(1, [rec.Event("x", 0, "", "", "{}", 1.0)])
     assert not tally.events
@@ -215,7 +215,7 @@ def test_the_ledger_s_lag_is_the_age_of_the_oldest_record_that_is_not_durable() 
             """Nothing waits."""
 
     now = 0.0
-    counted = Counted(Takes(), Tally(), lambda: now)
+    counted = TallyingWriter(Takes(), Tally(), lambda: now)
     event = rec.Event("x", 0, "", "", "{}", 1.0)
     for ticket, (at, many) in enumerate(((100.0, 3), (103.0, 2), (108.0, 1))):
         now = at

@@ -11,16 +11,16 @@ import pytest
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import DaemonUnavailable
 from scavenger.ledger.read import reports
 from scavenger.observe import status
-from scavenger.observe.training import OpenRun, TrainingJob, TrainingJobs
-from scavenger.weights.source import WeightSource
+from scavenger.observe.training import TrainingJob, TrainingJobs, UnclosedRun
+from scavenger.weights.source import WeightServer
 from tests.system import play, scripted
 from tests.system.conftest import small_model  # noqa: F401  a fixture
 
-RUN = OpenRun("r", 7, heard_at=100.0, user="me")
+RUN = UnclosedRun("r", 7, heard_at=100.0, user="me")
 
 
 def job(state: JobState, *, code: int = 0, ended: float = 100.0, restarts: int = 0) -> Job:
@@ -49,7 +49,7 @@ def test_a_requeued_job_is_none_that_ended() -> None:
 
 def test_a_run_that_names_another_user_s_job_learns_nothing_of_it() -> None:
     jobs = TrainingJobs()
-    hers = OpenRun("r", 7, heard_at=100.0, user="ada")
+    hers = UnclosedRun("r", 7, heard_at=100.0, user="ada")
     for state in (JobState.RUNNING, JobState.FAILED):
         assert jobs.observe([hers], [job(state)]) == ()
         assert jobs.found == ()
@@ -68,7 +68,7 @@ def test_a_number_that_is_another_job_s_is_not_judged() -> None:
     assert jobs.observe([RUN], [job(JobState.FAILED, ended=50.0)]) == (), (
         "its trainer called long after that job's end"
     )
-    assert jobs.observe([OpenRun("r", 0, 100.0, "me")], [job(JobState.FAILED)]) == (), "of no Slurm job"
+    assert jobs.observe([UnclosedRun("r", 0, 100.0, "me")], [job(JobState.FAILED)]) == (), "of no Slurm job"
     assert jobs.found == ()
 
 
@@ -86,7 +86,7 @@ def test_the_daemon_reports_a_training_job_that_died_also_after_a_restart(
     small_model: Path,  # noqa: F811
 ) -> None:
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=2.0), poll_interval_s=0.3, max_engines=1)
-    with Site(options) as site, WeightSource() as source:
+    with DemoSite(options) as site, WeightServer() as source:
         fake = tmp_path / "python"
         fake.write_text("#!/bin/sh\nuntil [ -e die ]; do sleep 0.1; done\nexit 3\n")
         fake.chmod(0o755)
@@ -117,13 +117,13 @@ def test_the_daemon_reports_a_training_job_that_died_also_after_a_restart(
         assert cost["reserved_gpu_hours"] == round(gpus * lasted_s / 3600, 4)
 
 
-def _states(site: Site) -> list[str]:
+def _states(site: DemoSite) -> list[str]:
     try:
         return [one.state for one in status.read(site.state_dir).training]
     except DaemonUnavailable:
         return []
 
 
-def _log_line(site: Site) -> str:
+def _log_line(site: DemoSite) -> str:
     lines = (site.dir / "daemon.log").read_text().splitlines()
     return next((line for line in lines if 'event="training job ended"' in line), "")

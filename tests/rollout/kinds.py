@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollout.engines.base import Engine, Host
+from rollout.engines.base import Engine, EngineHost
 from rollout.engines.registry import builder, with_stops
 from scavenger.protocol.messages import EngineSpec
 from tests.rollout import models
@@ -42,7 +42,7 @@ class Reference:
         return models.spec(text or self.text(), **mine | changes)
 
     async def start(self, spec: EngineSpec) -> Engine:
-        return await builder(self.name)(spec, Host("run"))
+        return await builder(self.name)(spec, EngineHost("run"))
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
@@ -65,7 +65,7 @@ class Vllm(Reference):
         return models.config_text(model_type, **{"head_dim": 32} | changes)
 
     async def start(self, spec: EngineSpec) -> Engine:
-        async def taken(spec: EngineSpec, host: Host) -> Engine:
+        async def taken(spec: EngineSpec, host: EngineHost) -> Engine:
             if self._idle[spec]:
                 return Kept(self, spec, self._idle[spec].pop())
             with warnings.catch_warnings():
@@ -75,7 +75,7 @@ class Vllm(Reference):
                 self._started.append(await vllm.build(spec, host))
                 return Kept(self, spec, self._started[-1])
 
-        return await with_stops(taken)(spec, Host("run"))
+        return await with_stops(taken)(spec, EngineHost("run"))
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(main)

@@ -7,18 +7,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
-from rollout.engines.base import EngineInfo, Host, Weight
-from rollout.worker import Options, Worker
+from rollout.engines.base import EngineHost, EngineInfo, Weight
+from rollout.worker import Options, RolloutWorker
 from scavenger.errors import EngineError
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
-from scavenger.protocol.worker.events import Delta, EndWorker, Identity, Request, WorkerLimits
+from scavenger.protocol.worker.events import Delta, EndWorker, Request, WorkerIdentity, WorkerLimits
 from scavenger.weights import manifest as manifests
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 
 SERVER, ME = keys.generate(), keys.generate()
-WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
+WHO = WorkerIdentity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
 SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
 BEAT_S = 0.1
 QUICK = WorkerLimits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
@@ -107,11 +107,11 @@ class Stage:
         self.path = tmp_path
         self.engine = Scripted()
         self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
-        self.source = WeightSource()
+        self.source = WeightServer()
         options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
-        self.worker = asyncio.create_task(Worker(options, builder=lambda _name: self.build).run())
+        self.worker = asyncio.create_task(RolloutWorker(options, builder=lambda _name: self.build).run())
 
-    async def build(self, _spec: EngineSpec, _host: Host) -> Scripted:
+    async def build(self, _spec: EngineSpec, _host: EngineHost) -> Scripted:
         return self.engine
 
     def welcome(self) -> None:

@@ -10,20 +10,20 @@ from scavenger.protocol.messages import Chunk, EngineSpec, Lease, SampleKey, Sam
 from scavenger.protocol.worker.events import (
     Connected,
     Delta,
-    Event,
     Generated,
-    Identity,
     Loaded,
     Received,
-    Send,
+    SendMessage,
     WorkerAction,
+    WorkerEvent,
+    WorkerIdentity,
     WorkerLimits,
     WorkerPhase,
     WorkerTick,
 )
 from scavenger.protocol.worker.session import Session
 
-ME = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "reference", "0", 99)
+ME = WorkerIdentity("harvested", "run", "5e55", 0, 17, "node1", 1, "reference", "0", 99)
 SPEC = EngineSpec("reference", "{}", "float64", 8, 128)
 WELCOME = messages.Welcome(3, 1, "run", SPEC, heartbeat_s=1.0, flush_ms=100.0, flush_tokens=4)
 LIMITS = WorkerLimits()
@@ -59,7 +59,7 @@ class Talk:
         self.session = Session(ME, limits, self.now)
         self.log: list[WorkerAction] = []
 
-    def do(self, event: Event) -> list[WorkerAction]:
+    def do(self, event: WorkerEvent) -> list[WorkerAction]:
         actions = self.session.handle(event, self.now)
         self.log += actions
         return actions
@@ -99,7 +99,7 @@ def of(kind: type[A], actions: Iterable[WorkerAction]) -> list[A]:
 
 
 def sent(actions: Iterable[WorkerAction]) -> list[messages.WorkerMessage]:
-    return [a.message for a in of(Send, actions)]
+    return [a.message for a in of(SendMessage, actions)]
 
 
 def chunks(actions: Iterable[WorkerAction]) -> list[Chunk]:

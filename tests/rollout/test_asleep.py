@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
 from rollout.engines import account, published  # noqa: E402  needs torch, as all that follows
-from rollout.engines.base import Host  # noqa: E402
+from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.registry import builder  # noqa: E402
 from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
@@ -73,7 +73,7 @@ class Llm:
         self.held = self.held | {name: _encoded(checksum(torch.ones(self.held[name][1])))}
 
 
-def engine_of(llm: Llm, host: Host = Host("run")) -> VllmEngine:  # noqa: B008  frozen
+def engine_of(llm: Llm, host: EngineHost = EngineHost("run")) -> VllmEngine:  # noqa: B008  frozen
     kind = kinds.Reference()
     config = published.parse_config(kind.text())
     return VllmEngine(kind.spec(), host, llm, published.layout(config), config, None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
@@ -168,7 +168,7 @@ def test_weights_that_do_not_sit_in_the_engine_as_published_are_told_from_those_
 def test_a_reserved_reference_engine_finds_its_weights_again_or_ends(damage: bool) -> None:
     async def main() -> None:
         kind = kinds.Reference()
-        engine = await builder(kind.name)(kind.spec(), Host("run", sleeps=True))
+        engine = await builder(kind.name)(kind.spec(), EngineHost("run", sleeps=True))
         await engine.load(1, kind.views)
         await engine.sleep()
         if damage:
@@ -206,7 +206,7 @@ def test_the_account_of_a_shared_gpu_has_what_it_takes_awake_and_nothing_asleep(
     trainer = account.Shared(path, 0, "rank 0")
 
     async def main() -> None:
-        engine = engine_of(Sized(), Host("run", sleeps=True))
+        engine = engine_of(Sized(), EngineHost("run", sleeps=True))
         await engine.prepare()
         held = {row.purpose: row.nbytes for row in trainer.table()}
         assert held == {"weights": 4 * 44, "cache": 4 * 60}

@@ -24,7 +24,7 @@ from scavenger.protocol.worker.events import (
     LoadFailed,
     LoadWeights,
     LogNote,
-    Send,
+    SendMessage,
     SleepEngine,
     Slept,
     Unreachable,
@@ -34,7 +34,7 @@ from scavenger.protocol.worker.events import (
     WorkerPhase,
     WorkerTick,
 )
-from scavenger.protocol.worker.session import PHASE_TRANSITIONS, IllegalTransition, Session
+from scavenger.protocol.worker.session import PHASE_TRANSITIONS, IllegalWorkerPhase, Session
 from tests.rollout.talk import LIMITS, ME, SPEC, WELCOME, Talk, chunks, lease, of, sent
 
 
@@ -311,7 +311,7 @@ def test_sleep_flushes_then_aborts_then_answers() -> None:
     t.assign(lease(1))
     t.made(1, 1)
     actions = t.hear(wire.Sleep(1))
-    assert [type(a) for a in actions] == [Send, Abort, SleepEngine]
+    assert [type(a) for a in actions] == [SendMessage, Abort, SleepEngine]
     assert t.session.work.leases.held() == ()
     assert sent(t.hear(wire.Sleep(1))) == [], "repeated while the engine is at it"
     assert sent(t.do(Slept(1, 512))) == [wire.Asleep(1, 512)]
@@ -387,7 +387,7 @@ def test_a_reserved_engine_names_its_slot_in_every_hello() -> None:
 def test_the_table_of_phases_is_kept() -> None:
     assert set(PHASE_TRANSITIONS) == set(WorkerPhase)
     t = Talk()
-    with pytest.raises(IllegalTransition):
+    with pytest.raises(IllegalWorkerPhase):
         t.session._enter(WorkerPhase.JOINED)
     assert t.session.phase is WorkerPhase.CONNECTING
 
@@ -416,7 +416,7 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
         for action in outbox:
             if isinstance(action, Connect):
                 t.do(Connected())
-            if not isinstance(action, Send) or rng.random() < 0.3:
+            if not isinstance(action, SendMessage) or rng.random() < 0.3:
                 continue
             if isinstance(action.message, wire.WorkerHello):
                 t.hear(WELCOME)

@@ -16,14 +16,14 @@ from scavenger.protocol.worker.events import (
     Connect,
     Connected,
     EndWorker,
-    EngineDied,
-    Event,
+    EngineCrashed,
     KeyRefused,
     Loaded,
     LoadFailed,
     Received,
     Terminate,
     Unreachable,
+    WorkerEvent,
     WorkerLimits,
     WorkerPhase,
     WorkerTick,
@@ -83,11 +83,11 @@ def test_a_drained_worker_leaves_for_good_and_a_sigterm_only_hurries_it() -> Non
 @pytest.mark.parametrize(
     ("event", "code"),
     [
-        (EngineDied("gone"), EXIT_ENGINE_FAILED),
+        (EngineCrashed("gone"), EXIT_ENGINE_FAILED),
         (Received(wire.Rejected("old protocol", "upgrade")), EXIT_REFUSED),
     ],
 )
-def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
+def test_each_end_has_its_exit_code(event: WorkerEvent, code: int) -> None:
     t = Talk().joined()
     t.do(event)
     t.wait(LIMITS.drain_s)
@@ -99,7 +99,7 @@ def test_the_goodbye_of_a_dead_engine_says_that_it_died() -> None:
     t = Talk().joined()
     t.assign(lease(1))
     t.made(1, 1, 2)
-    messages = sent(t.do(EngineDied("KeyError('x')")))
+    messages = sent(t.do(EngineCrashed("KeyError('x')")))
     assert [type(m) for m in messages] == [wire.Chunks, wire.Goodbye]
     assert messages[1] == wire.Goodbye("KeyError('x')", notice=False, failed=True)
     assert [end.code for end in of(EndWorker, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
@@ -127,7 +127,7 @@ def test_an_engine_that_dies_while_the_daemon_is_away_is_told_after_the_welcome(
     t = Talk().joined()
     t.assign(lease(1))
     t.do(Unreachable("restarting"))
-    assert not of(EndWorker, t.do(EngineDied("gone")))
+    assert not of(EndWorker, t.do(EngineCrashed("gone")))
     t.do(Connected())
     assert sent(t.hear(WELCOME)) == [wire.Goodbye("gone", notice=False, failed=True)]
 

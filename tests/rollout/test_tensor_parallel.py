@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engines.base import Host
+from rollout.engines.base import EngineHost
 from scavenger.errors import EngineError
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
@@ -47,7 +47,7 @@ def test_all_of_the_job_s_gpus_are_one_engine_s_ranks(gpus: int, gpu: bool, tmp_
     )  # as the job script counts its devices
     spec = models.spec(name="vllm", dtype="float32")
     _, _, config = setup.checked_config(spec)
-    chosen = setup.arguments(spec, Host(me.run, me.gpus), tmp_path, config, gpu)
+    chosen = setup.arguments(spec, EngineHost(me.run, me.gpus), tmp_path, config, gpu)
     assert chosen["tensor_parallel_size"] == gpus
     assert chosen.get("distributed_executor_backend") == (None if gpu else "uni" if gpus == 1 else "mp")
 
@@ -71,7 +71,7 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
     trained = Trained(kind)
 
     async def answers(gpus: int) -> list[Any]:
-        engine = await vllm.build(kind.spec(), Host("run", gpus))
+        engine = await vllm.build(kind.spec(), EngineHost("run", gpus))
         said: list[Any] = []
         verify = engine._verify
         monkeypatch.setattr(

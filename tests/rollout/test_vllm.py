@@ -31,7 +31,7 @@ from scavenger.protocol.messages import (
 )
 from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED, Request
 from scavenger.weights import manifest as manifests
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 from tests.router.edge import LiveDaemon
 
@@ -77,13 +77,13 @@ def test_siblings_differ_whichever_engine_serves_them(kind: Kind) -> None:
 
 @kinds.VLLM_ONLY_LONG
 def test_siblings_on_8_fresh_engines_differ(kind: Kind) -> None:
-    from rollout.engines.base import Host
+    from rollout.engines.base import EngineHost
     from rollout.engines.vllm import engine as vllm
 
     async def main() -> None:
         made = []
         for i in range(8):  # one after another: each is another process, none knows of the others
-            engine = await vllm.build(kind.spec(), Host("run"))
+            engine = await vllm.build(kind.spec(), EngineHost("run"))
             await engine.load(1, kind.views)
             made.append((await finish(engine, sibling(i)))[i].token_ids)
             await engine.close()
@@ -250,7 +250,7 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
     wrong = models.plain_model(kind.text(vocab_size=31))
 
     async def main() -> None:
-        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource(keep=4) as source:
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightServer(keep=4) as source:
 
             def use(version: int, model: Any) -> None:
                 manifest, blob = models.weights(model, version)
@@ -296,7 +296,7 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
 @kinds.VLLM_ONLY_LONG
 def test_a_worker_that_is_killed_takes_its_core_along(kind: Kind, tmp_path: Path) -> None:
     async def main() -> None:
-        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightServer() as source:
             async with worker_process(tmp_path, ME) as worker:
                 await hear(daemon, worker, messages.WorkerHello)
                 daemon.send(messages.Welcome(1, 1, "r", kind.spec(), 0.5, 20.0, 8))
@@ -343,7 +343,7 @@ def test_a_group_comes_through_the_real_worker_and_daemon_and_a_killed_core_ends
     spec = messages.EngineSpec("vllm", kind.text(), "float32", 16, 128)
 
     async def main() -> None:
-        with LiveDaemon(tmp_path / "state") as daemon, a_run(daemon, spec) as run, WeightSource() as source:
+        with LiveDaemon(tmp_path / "state") as daemon, a_run(daemon, spec) as run, WeightServer() as source:
             async with worker_process(daemon.state_dir, daemon.worker_key("j")) as worker:
                 manifest, blob = models.weights(kind.model)
                 run.publish(1, manifest, source.publish(manifest, blob))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 from tests.system.model import write_small_model
 
@@ -35,12 +35,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
     options = SiteOptions(
         "local", folder, demo_layout(grace_s=5.0), poll_interval_s=0.5, max_engines=1, daemon=slow
     )
-    with Site(options) as running:
+    with DemoSite(options) as running:
         yield running
 
 
 @pytest.mark.parametrize("kind", WHO)
-def test_each_kind_of_engine_is_vllm(site: Site, kind: str) -> None:
+def test_each_kind_of_engine_is_vllm(site: DemoSite, kind: str) -> None:
     changes = WHO[kind]
     more = {
         "steps": 1,
@@ -71,5 +71,5 @@ def test_each_kind_of_engine_is_vllm(site: Site, kind: str) -> None:
         assert "reference" not in script
 
 
-def _rows(site: Site, run: str, query: str) -> list[tuple[Any, ...]]:
+def _rows(site: DemoSite, run: str, query: str) -> list[tuple[Any, ...]]:
     return play.ask(site, f"{query} WHERE r.name = '{run}'")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.worker import Options, Worker
+from rollout.worker import Options, RolloutWorker
 from scavenger.protocol import messages
 from scavenger.protocol.messages import Held
 from scavenger.protocol.worker.events import WorkerLimits
@@ -138,7 +138,7 @@ def test_a_link_that_breaks_in_an_unforeseen_way_is_made_anew(
 def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
     async def main() -> None:
         options = Options(tmp_path, ME, WHO, WorkerLimits(backoff_s=0.02))
-        worker = asyncio.create_task(Worker(options, builder=lambda _name: Stage.build).run())  # type: ignore[arg-type,return-value]
+        worker = asyncio.create_task(RolloutWorker(options, builder=lambda _name: Stage.build).run())  # type: ignore[arg-type,return-value]
         await asyncio.sleep(0.1)
         with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon:
             await daemon.expect(messages.WorkerHello, 5.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from rollout.engines.base import Host, Weight
+from rollout.engines.base import EngineHost, Weight
 from scavenger.errors import EngineError, WeightsDiffer, WeightsError
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import EngineSpec
@@ -16,7 +16,7 @@ from scavenger.protocol.worker.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, E
 from scavenger.weights import manifest as manifests
 from scavenger.weights import source_zmq
 from scavenger.weights.pull import pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.stage import Play, Scripted, Stage, kind_of
 
 
@@ -57,7 +57,7 @@ def test_an_engine_whose_serving_fails_ends_with_70_and_not_as_preempted(
     async def scene(stage: Stage) -> None:
         await stage.ready()
         manifest, blob = manifests.build(2, {"w": ("float32", (256,), memoryview(bytes(1024)))})
-        with WeightSource(encrypt=True, local=False) as publisher:
+        with WeightServer(encrypt=True, local=False) as publisher:
             order = messages.UseWeights(
                 2, manifests.encode(manifest), (publisher.publish(manifest, blob),), encrypt=True
             )
@@ -110,7 +110,7 @@ def test_a_request_that_breaks_the_engine_kills_it_and_not_the_sample_alone(play
 
 def test_an_engine_that_cannot_be_built_for_an_unforeseen_reason_ends_the_worker(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        async def build(_spec: EngineSpec, _host: Host) -> Scripted:
+        async def build(_spec: EngineSpec, _host: EngineHost) -> Scripted:
             raise IndexError("no device 3")
 
         stage.build = build  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import Lease, SampleKey, Sampling, pack_tokens
 from scavenger.protocol.worker.events import EXIT_CANNOT_START, EXIT_PREEMPTED, EXIT_REFUSED
 from scavenger.weights import manifest as manifests
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 from tests.rollout.stage import ME, SERVER
 
@@ -181,7 +181,7 @@ def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Pa
     spec = models.spec(context=500)
 
     async def main() -> None:
-        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightServer() as source:
             async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
                 hello = await daemon.expect(messages.WorkerHello)
                 assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (

@@ -19,14 +19,14 @@ from scavenger.daemon import ownership
 from scavenger.errors import Fenced
 from scavenger.ledger import store
 from scavenger.ledger.read import reader
-from scavenger.ledger.records import GroupState
+from scavenger.ledger.records import OpenGroup
 from scavenger.ledger.write.writer import Writer, WriterState
 from scavenger.protocol import keys, messages
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import Payload, PayloadStore
 from scavenger.router.core.state import RouterLimits
-from scavenger.router.edge.server import KeyRing, Server
+from scavenger.router.edge.server import KeyRing, RouterServer
 from tests.router.harness import payload
 
 LIMITS = RouterLimits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
@@ -60,7 +60,7 @@ class LiveDaemon:
         for gone in self._owners - set(owners):
             self.keyring.revoke(gone)
         for public, recorded in owners.items():
-            self.keyring.allow(public, Identity("owner", recorded))
+            self.keyring.allow(public, PeerIdentity("owner", recorded))
         self._owners = set(owners)
 
     def __enter__(self) -> LiveDaemon:
@@ -129,7 +129,7 @@ class LiveDaemon:
         async def payloads(sample_ids: Sequence[int]) -> dict[int, Payload]:
             return await asyncio.to_thread(read, sample_ids)
 
-        async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
+        async def history(run_id: int, after: int) -> tuple[OpenGroup, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
         payload_store = PayloadStore(self.payload_bytes)
@@ -137,7 +137,9 @@ class LiveDaemon:
             LIMITS, writer.generation, payload_store, writer.granted.timeline, writer.granted.restored
         )
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
-        self.server = Server(router, writer, self.keyring, pair, time.time, history, payload_store, payloads)
+        self.server = RouterServer(
+            router, writer, self.keyring, pair, time.time, history, payload_store, payloads
+        )
         try:
             snapshot = reader.read_snapshot(writer.engine)
             port = self._port = self.server.bind("127.0.0.1", self._port)
@@ -175,7 +177,7 @@ class LiveDaemon:
 
     def worker_key(self, intent: str, run: str = "r") -> keys.KeyPair:
         pair = keys.generate(run, intent)
-        self.keyring.allow(pair.public, Identity("worker", pair.public, run, intent))
+        self.keyring.allow(pair.public, PeerIdentity("worker", pair.public, run, intent))
         return pair
 
 

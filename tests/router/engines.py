@@ -12,7 +12,14 @@ from functools import lru_cache
 
 from scavenger.protocol.messages import Chunk, Chunks, pack_logprobs, pack_tokens
 from scavenger.protocol.worker import events as ev
-from scavenger.protocol.worker.events import Delta, Event, Identity, Request, WorkerAction, WorkerPhase
+from scavenger.protocol.worker.events import (
+    Delta,
+    Request,
+    WorkerAction,
+    WorkerEvent,
+    WorkerIdentity,
+    WorkerPhase,
+)
 from scavenger.protocol.worker.session import Session
 from tests.router.links import Link
 
@@ -68,7 +75,7 @@ class SimWorker:
     def __init__(
         self,
         name: int,
-        identity: Identity,
+        identity: WorkerIdentity,
         intent: str,
         now: float,
         entered: Callable[[WorkerPhase, WorkerPhase], None],
@@ -91,14 +98,14 @@ class SimWorker:
     def run(self) -> str:
         return self.identity.run
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: WorkerEvent) -> None:
         if self.left is None:
             for action in self.session.handle(event, self.clock):
                 self._perform(action)
 
     def _perform(self, action: WorkerAction) -> None:
         match action:
-            case ev.Send(message=message):
+            case ev.SendMessage(message=message):
                 if self.link is not None:
                     self.link.up.append(message)
                 if isinstance(message, Chunks):

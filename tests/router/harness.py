@@ -38,15 +38,15 @@ from scavenger.protocol.messages import (
 from scavenger.router.core import audit
 from scavenger.router.core.events import (
     Committed,
+    CoreTick,
     Fill,
     HelloReceived,
     HistoryRead,
-    Identity,
+    PeerIdentity,
     ReadHistory,
     RouterAction,
     RouterEvent,
     Send,
-    Tick,
     TrainerCalled,
     Write,
 )
@@ -56,7 +56,7 @@ from scavenger.router.core.state import RouterLimits
 from scavenger.router.edge.pipeline import checked, filled, lacking, lacking_message, take_back
 from tests.router.memory_ledger import Ledger
 
-OWNER = Identity("owner", "owner-key")
+OWNER = PeerIdentity("owner", "owner-key")
 SPEC = EngineSpec("reference", "{}", "float32", max_batch=4, context_length=64)
 SOURCE = WeightSource("tcp://127.0.0.1:1", "key", b"token")
 M = TypeVar("M", bound=Message)
@@ -233,9 +233,9 @@ class Bench:
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + step)
-            self.handle(Tick())
+            self.handle(CoreTick())
         if not seconds:
-            self.handle(Tick())
+            self.handle(CoreTick())
 
     def take(self, conn: int, kind: type[M]) -> list[M]:
         """Messages of a kind that came for a connection since the last look."""
@@ -247,7 +247,12 @@ class Bench:
     # ---- the trainer
 
     def call(
-        self, body: CallBody, *, attempt: int | None = None, conn: int | None = None, who: Identity = OWNER
+        self,
+        body: CallBody,
+        *,
+        attempt: int | None = None,
+        conn: int | None = None,
+        who: PeerIdentity = OWNER,
     ) -> ReplyBody | None:
         """Make a call; its answer if it came at once."""
         self.call_id += 1
@@ -310,7 +315,7 @@ class Bench:
         **other: object,
     ) -> None:
         intent = intent or f"job{conn}"
-        who = Identity("worker", f"key-{intent}", "r", intent) if kind == "harvested" else OWNER
+        who = PeerIdentity("worker", f"key-{intent}", "r", intent) if kind == "harvested" else OWNER
         registration = {
             "protocol": PROTOCOL,
             "kind": kind,

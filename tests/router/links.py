@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scavenger.protocol.messages import Message
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 
 
 @dataclass(eq=False)
@@ -16,7 +16,7 @@ class Link:
     """`conn`: the daemon's number for it. `old`: its peer has a newer one."""
 
     conn: int
-    who: Identity
+    who: PeerIdentity
     generation: int  # of the daemon at its other end
     up: deque[Message] = field(default_factory=deque)
     down: deque[Message] = field(default_factory=deque)

@@ -191,10 +191,10 @@ class Ledger:
 
     # ---- reading
 
-    def _state(self, group_id: int) -> rec.GroupState:
+    def _state(self, group_id: int) -> rec.OpenGroup:
         made = self.groups[group_id]
         rows = ((i, self.samples[i]) for i in range(made.first_sample_id, made.first_sample_id + made.n))
-        return rec.GroupState(
+        return rec.OpenGroup(
             made,
             self.group_versions[group_id],
             tuple(
@@ -217,7 +217,7 @@ class Ledger:
             ),
         )
 
-    def _wanted(self, run_id: int, after: int) -> tuple[rec.GroupState, ...]:
+    def _wanted(self, run_id: int, after: int) -> tuple[rec.OpenGroup, ...]:
         ends = ("consumed", "filtered", "masked", "evaluated")
         found = {
             row.group_id
@@ -244,7 +244,7 @@ class Ledger:
                 newest[key] = max(made.retry, newest.get(key, 0))
         return tuple((*key, retry) for key, retry in newest.items())
 
-    def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
+    def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return self._wanted(run_id, after_step)
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
@@ -315,7 +315,7 @@ class StoredLedger(Ledger):
         transaction.commit_batch(self._connection, self._generation, self._batch, records, now, plan)
         self._moves.done(plan, now)
 
-    def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
+    def history(self, run_id: int, after_step: int) -> tuple[rec.OpenGroup, ...]:
         return reader.replay_groups(self._engine, run_id, after_step)
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:

@@ -303,12 +303,12 @@ def set_aside_and_kept(patch: pytest.MonkeyPatch) -> None:
 
 def blamed_on_another(patch: pytest.MonkeyPatch) -> None:
     """Now and then a report counts against the worker that joined next."""
-    add = agreement_policy.Window.add
+    add = agreement_policy.SpanWindow.add
 
     def shifted(self: Any, step: int, spans: Any) -> None:
         add(self, step, [span._replace(worker_id=span.worker_id + step % 2) for span in spans])
 
-    patch.setattr(agreement_policy.Window, "add", shifted)
+    patch.setattr(agreement_policy.SpanWindow, "add", shifted)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from scavenger.protocol.messages import Chunk
 from scavenger.router.core.events import RouterAction, RouterEvent
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
-from scavenger.router.core.state import Group, Queue, RouterLimits, Run, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Group, Queue, RouterLimits, Sample, Worker
 
 #: What a reader may fill: made anew from the tables whenever it is asked for. And what the driver gives.
 CACHES = frozenset({"seen", "slots", "serving"})
 #: Rows that name each other: dumped where they are met first.
-CYCLIC = (Run, Group, Sample, Worker)
+CYCLIC = (ActiveRun, Group, Sample, Worker)
 GIVEN = frozenset({"payloads", "new_policy"})
 
 

@@ -27,7 +27,7 @@ from scavenger.router.core.events import (
     Committed,
     HelloReceived,
     HistoryRead,
-    Identity,
+    PeerIdentity,
     ReadHistory,
     RouterAction,
     RouterEvent,
@@ -167,7 +167,7 @@ class Site:
 
     # ---- connections
 
-    def open_link(self, who: Identity) -> Link:
+    def open_link(self, who: PeerIdentity) -> Link:
         self.conns += 1
         link = self.links[self.conns] = Link(self.conns, who, self.daemon.generation)
         return link

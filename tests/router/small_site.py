@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from scavenger.policy import interface as seam
 from scavenger.policy.interface import SampleView, StepView, WorkerView
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 from tests.plain_view import PlainView
 
@@ -73,7 +73,7 @@ class SmallSite:
     def __init__(
         self,
         policy: seam.RouterPolicy,
-        spec: EngineSpec,
+        spec: SimulatedEngine,
         reserved: int,
         harvested: int,
         trainer: Trainer,

@@ -16,9 +16,9 @@ from scavenger.policy.agreement import (
     DEFAULT_RULES,
     WINDOW_STEPS,
     AgreementRules,
-    Span,
-    Verdict,
-    Window,
+    AgreementSpan,
+    SpanWindow,
+    SuspectWorker,
     rates_of,
 )
 
@@ -60,12 +60,12 @@ class Noise:
         return (p - q)[which, np.arange(len(top))]
 
 
-def spans(d: Array, lengths: Array, first: int, workers: Array) -> list[Span]:
+def spans(d: Array, lengths: Array, first: int, workers: Array) -> list[AgreementSpan]:
     d = np.clip(d, -30, 30)
     starts = np.concatenate([[0], lengths.cumsum()[:-1]])
     sums = [np.add.reduceat(part, starts) for part in (d, np.abs(d), np.exp(d) - d - 1)]
     return [
-        Span(
+        AgreementSpan(
             first + i,
             int(workers[i]),
             int(lengths[i]),
@@ -88,9 +88,9 @@ def play(
     wrong_from: int = 1,
     kinds: tuple[float, ...] = (1.0, 1.3, 1.7),
     rules: AgreementRules = DEFAULT_RULES,
-) -> tuple[list[Verdict], int]:
+) -> tuple[list[SuspectWorker], int]:
     """The first verdicts of a run whose engine 0 is `wrong`, and how many samples of it had been trained by then."""
-    noise, window, sample = Noise(seed), Window(rules), 0
+    noise, window, sample = Noise(seed), SpanWindow(rules), 0
     kind = noise.rng.choice(kinds, engines)
     of_wrong = 0
     for step in range(1, steps + 1):
@@ -154,15 +154,19 @@ def test_an_engine_that_goes_wrong_among_few_is_found_by_the_runs_own_past(engin
         assert samples <= 64
 
 
-def rate(worker: int, first: int, absolute: float, signed: float = 0.0, samples: int = 16) -> list[Span]:
+def rate(
+    worker: int, first: int, absolute: float, signed: float = 0.0, samples: int = 16
+) -> list[AgreementSpan]:
     return [
-        Span(first + i, worker, 20, 20 * signed, 20 * absolute * (1 + (i % 2) / 50), 0.0)
+        AgreementSpan(first + i, worker, 20, 20 * signed, 20 * absolute * (1 + (i % 2) / 50), 0.0)
         for i in range(samples)
     ]
 
 
-def judged(*of_workers: list[Span], rules: AgreementRules = DEFAULT_RULES, step: int = 1) -> list[Verdict]:
-    window = Window(rules)
+def judged(
+    *of_workers: list[AgreementSpan], rules: AgreementRules = DEFAULT_RULES, step: int = 1
+) -> list[SuspectWorker]:
+    window = SpanWindow(rules)
     for one in of_workers:
         window.add(step, one)
     return window.judge()
@@ -197,7 +201,7 @@ def test_too_little_is_not_judged_and_too_few_are_not_compared() -> None:
 
 def test_one_strange_sample_is_no_wrong_engine() -> None:
     peers = [rate(w, 1000 * w, 0.01) for w in range(2, 6)]
-    strange = [*rate(1, 0, 0.01, samples=31), Span(99, 1, 400, -4000.0, 4000.0, 9e9)]
+    strange = [*rate(1, 0, 0.01, samples=31), AgreementSpan(99, 1, 400, -4000.0, 4000.0, 9e9)]
     assert rates_of(strange).absolute > 3.0
     assert not judged(strange, *peers)
 
@@ -214,7 +218,7 @@ def test_a_large_fleet_is_compared_with_one_median() -> None:
 
 
 def test_a_span_that_is_said_again_counts_once_and_old_steps_count_no_more() -> None:
-    window = Window(DEFAULT_RULES)
+    window = SpanWindow(DEFAULT_RULES)
     for _ in range(5):
         window.add(1, rate(1, 0, 0.5, samples=4))
     peers = [rate(w, 1000 * w, 0.01) for w in range(2, 6)]

@@ -34,7 +34,7 @@ from scavenger.protocol.messages import (
     encode,
     pack_tokens,
 )
-from scavenger.router.core.events import Identity, TrainerCalled
+from scavenger.router.core.events import PeerIdentity, TrainerCalled
 from tests.router.harness import OWNER, SOURCE, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, consumed_step, finish_all
 
@@ -173,7 +173,7 @@ def test_steps_that_are_over_versions_that_were_used_and_ended_runs_take_nothing
 
 def test_only_the_owner_may_act_as_a_trainer() -> None:
     bench = started()
-    for who in (Identity("worker", "k", "r", "j"), Identity("owner", "another")):
+    for who in (PeerIdentity("worker", "k", "r", "j"), PeerIdentity("owner", "another")):
         bench.handle(TrainerCalled(60, who, Call(1, "r", 1, Ping())))
         bench.handle(TrainerCalled(60, who, Call(2, "r", 0, open_body())))
     answers = [m.body for m in bench.take(60, Reply)]

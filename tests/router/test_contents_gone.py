@@ -11,7 +11,7 @@ from tests.router.harness import Bench
 from tests.router.moves import consumed_step
 
 
-def dropped(state: rec.GroupState) -> rec.GroupState:
+def dropped(state: rec.OpenGroup) -> rec.OpenGroup:
     """As `ledger.read.reader` gives such a group."""
     return msgspec.structs.replace(state, created=msgspec.structs.replace(state.created, prompt=b""))
 

@@ -12,15 +12,15 @@ import pytest
 from scavenger.ledger import records as rec
 from scavenger.policy.fallback import with_fallback
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Inputs, Move, NewPolicy, Placement, RouterPolicy, Standard
+from scavenger.policy.interface import Inputs, NewPolicy, RouterPolicy, SampleMove, SamplePlacement, Standard
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.policy.registry import named
 from scavenger.router.core import decision_log
 from scavenger.router.core.machine import Router
 from scavenger.router.core.payloads import NoPayloads
 from scavenger.router.core.row_budget import BURST, EVERY_S
-from scavenger.router.core.state import RouterLimits, Run
+from scavenger.router.core.state import ActiveRun, RouterLimits
 from scavenger.router.core.tables import Core
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies import OURS
@@ -28,10 +28,10 @@ from tests.router.harness import SPEC, Bench, open_body, specs
 from tests.simulate.digest import small
 
 
-def core_and_run() -> tuple[Core, Run]:
+def core_and_run() -> tuple[Core, ActiveRun]:
     core = Core(RouterLimits(), 1, NoPayloads())
     core.now = 1000.0
-    return core, Run(1, "r", "key", 0, SPEC)
+    return core, ActiveRun(1, "r", "key", 0, SPEC)
 
 
 def told(core: Core) -> list[rec.Decision]:
@@ -46,9 +46,15 @@ def told(core: Core) -> list[rec.Decision]:
 def test_a_row_for_each_answer_names_how_many_and_the_first_one_s_reason() -> None:
     core, run = core_and_run()
     decision_log.placed(
-        core, run, [Placement(4, 1, "longest, 7 tokens"), Placement(5, 2, "next"), Placement(6, 1, "next, 3")]
+        core,
+        run,
+        [
+            SamplePlacement(4, 1, "longest, 7 tokens"),
+            SamplePlacement(5, 2, "next"),
+            SamplePlacement(6, 1, "next, 3"),
+        ],
     )
-    decision_log.moved(core, run, [Move(7, 1, 2, "two is idle")])
+    decision_log.moved(core, run, [SampleMove(7, 1, 2, "two is idle")])
     place, move = told(core)
     assert (place.policy, place.action, place.code, place.subject) == (
         "placement",
@@ -69,7 +75,7 @@ def test_a_row_for_each_answer_names_how_many_and_the_first_one_s_reason() -> No
 
 def test_placements_without_a_reason_are_not_told() -> None:
     core, run = core_and_run()
-    decision_log.placed(core, run, [Placement(4, 1)])
+    decision_log.placed(core, run, [SamplePlacement(4, 1)])
     decision_log.moved(core, run, [])
     assert told(core) == []
 
@@ -78,11 +84,11 @@ def test_rows_of_one_kind_are_bounded_and_the_next_one_says_what_was_left_out() 
     core, run = core_and_run()
     for _ in range(1000):
         core.now += 0.01
-        decision_log.placed(core, run, [Placement(4, 1, "longest")])
+        decision_log.placed(core, run, [SamplePlacement(4, 1, "longest")])
     rows = told(core)
     assert BURST <= len(rows) <= BURST + 10 / EVERY_S + 1
     core.now += EVERY_S
-    decision_log.placed(core, run, [Placement(4, 1, "longest")])
+    decision_log.placed(core, run, [SamplePlacement(4, 1, "longest")])
     (last,) = told(core)
     said = sum(json.loads(row.inputs).get("left_out", 0) for row in [*rows, last])
     assert said + len(rows) == 1000, "each answer is a row or is counted in one"
@@ -109,10 +115,10 @@ def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_ou
 def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
     core, run = core_and_run()
     for _ in range(2 * BURST):
-        decision_log.placed(core, run, [Placement(4, 1, "longest")])
+        decision_log.placed(core, run, [SamplePlacement(4, 1, "longest")])
     told(core)
-    decision_log.moved(core, run, [Move(7, 1, 2, "idle")])
-    decision_log.placed(core, Run(2, "other", "key", 0, SPEC), [Placement(4, 1, "longest")])
+    decision_log.moved(core, run, [SampleMove(7, 1, 2, "idle")])
+    decision_log.placed(core, ActiveRun(2, "other", "key", 0, SPEC), [SamplePlacement(4, 1, "longest")])
     assert [row.policy for row in told(core)] == ["rebalance", "placement"]
 
 
@@ -147,7 +153,7 @@ def test_how_many_engines_are_wanted_is_told_when_it_changes() -> None:
 
 def test_moves_of_a_step_s_tail_have_a_word_of_their_own() -> None:
     core, run = core_and_run()
-    decision_log.moved(core, run, [Move(7, 1, 2, "worker 1 is emptied", merges=True)])
+    decision_log.moved(core, run, [SampleMove(7, 1, 2, "worker 1 is emptied", merges=True)])
     assert [row.code for row in told(core)] == ["merged"]
 
 
@@ -222,7 +228,7 @@ def test_placements_and_moves_tell_what_they_were_reckoned_with(new: NewPolicy) 
     assert rows["rebalance"].code == "moved"
     assert moved["samples"] > len(moved["moves"]) == decision_log.NAMED
     assert by["cost_s"] >= moved["samples"] * by["transfer_s"] > 0
-    assert by["margin"] == Settings().margin
+    assert by["margin"] == PredictiveSettings().margin
     assert (by["from_leases"], by["to_leases"]) == (64, 0)
     assert by["looked_at"] >= 1000.25
 
@@ -247,7 +253,7 @@ def test_why_all_moves_were_made_stands_before_the_first_one_s_reason() -> None:
     decision_log.moved(
         core,
         run,
-        [Move(n, 1, 2, "worker 1 is emptied", merges=True, gain_s=0.5, whole=whole) for n in (7, 8)],
+        [SampleMove(n, 1, 2, "worker 1 is emptied", merges=True, gain_s=0.5, whole=whole) for n in (7, 8)],
     )
     [row] = told(core)
     assert row.reason == f"{whole}: worker 1 is emptied (and 1 more samples)"
@@ -259,21 +265,21 @@ def test_what_is_left_out_of_the_ledger_is_not_made() -> None:
     policy = Asked()
     run.policy = policy
     for _ in range(1000):
-        decision_log.placed(core, run, [Placement(4, 1, "longest")])
+        decision_log.placed(core, run, [SamplePlacement(4, 1, "longest")])
     assert policy.asked == len(told(core)) == BURST
 
 
 class Asked(Standard):
     asked = 0
 
-    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+    def placed_by(self, answers: Sequence[SamplePlacement]) -> Inputs:
         self.asked += 1
         return {}
 
     def sized_by(self) -> Inputs:
         return {}
 
-    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+    def moved_by(self, moves: Sequence[SampleMove]) -> Inputs:
         return {}
 
 

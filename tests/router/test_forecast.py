@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.policy.forecast.lengths import Belief, Group, LengthForecast, impute
+from scavenger.policy.forecast.lengths import Belief, GroupLengths, LengthForecast, impute
 from scavenger.policy.forecast.speed import (
     PREFILL_SHARE,
     PRIOR_STEP,
     Average,
-    Curve,
     CurveFit,
     Curves,
     Ratio,
     RoundFit,
+    SpeedCurve,
 )
 from scavenger.policy.interface import (
     SampleFinished,
@@ -125,7 +125,7 @@ def test_a_drift_is_followed_within_two_big_steps() -> None:
 
 def test_a_group_with_a_long_finished_sibling_is_expected_longer() -> None:
     table = learned(random.Random(5)).table()
-    long, short, unknown = (table.belief(Group(finished)) for finished in ((9000,), (800,), ()))
+    long, short, unknown = (table.belief(GroupLengths(finished)) for finished in ((9000,), (800,), ()))
     assert table.expected(long, 0) > 1.5 * table.expected(unknown, 0) > 2 * table.expected(short, 0)
     assert long.sd < unknown.sd == 1.0
 
@@ -136,14 +136,14 @@ def test_a_belief_is_the_gaussian_posterior_where_nothing_is_censored() -> None:
     share, noise = table.correlation, 1 - table.correlation
     scores = [table.score(length) for length in finished]
     precision = 1 + len(scores) * share / noise
-    belief = table.belief(Group(finished))
+    belief = table.belief(GroupLengths(finished))
     assert belief.mean == pytest.approx(math.sqrt(share) / noise * sum(scores) / precision, abs=1e-3)
     assert belief.sd == pytest.approx(precision**-0.5, rel=1e-3)
 
 
 def test_a_belief_from_censored_siblings_is_the_posterior_by_numeric_integration() -> None:
     table = learned(random.Random(7)).table()
-    group = Group((1500,), (5000, 5000, 200))
+    group = GroupLengths((1500,), (5000, 5000, 200))
     normal, share, noise = (
         statistics.NormalDist(),
         math.sqrt(table.correlation),
@@ -197,7 +197,7 @@ def test_imputed_lengths_have_the_spread_the_maximum_and_the_likeness_that_are_e
     rng = random.Random(10)
     forecast = learned(rng, steps=4, groups=128)
     table = forecast.table()
-    imputed = impute(table, {i: Group(running=(0,) * 8) for i in range(128)})
+    imputed = impute(table, {i: GroupLengths(running=(0,) * 8) for i in range(128)})
     flat = [length for group in imputed.values() for length in group]
     normal = statistics.NormalDist()
     learned_mean = statistics.fmean(table.length(normal.inv_cdf((i + 0.5) / 4000)) for i in range(4000))
@@ -209,7 +209,7 @@ def test_imputed_lengths_have_the_spread_the_maximum_and_the_likeness_that_are_e
         length for group in truth for length in group
     )
     assert whole == pytest.approx(expected, rel=0.07)
-    assert imputed == impute(forecast.table(), {i: Group(running=(0,) * 8) for i in range(128)})
+    assert imputed == impute(forecast.table(), {i: GroupLengths(running=(0,) * 8) for i in range(128)})
 
 
 @pytest.mark.parametrize("cap", [1, 2, 7, 100, 131_072])
@@ -225,7 +225,7 @@ def test_any_cap_has_a_forecast(cap: int) -> None:
 
 # ---------------------------------------------------------------- speed
 
-TRUE = Curve(9e-3, 4e-5, 5e-8)
+TRUE = SpeedCurve(9e-3, 4e-5, 5e-8)
 
 
 def test_a_line_is_found_again_from_its_own_points() -> None:
@@ -240,7 +240,7 @@ def test_a_line_is_found_again_from_its_own_points() -> None:
 
 
 def test_one_measurement_scales_the_prior() -> None:
-    fit, prior = CurveFit(), Curve(*PRIOR_STEP)
+    fit, prior = CurveFit(), SpeedCurve(*PRIOR_STEP)
     fit.observe(10, 20_000, 50 * prior.step_s(10, 20_000))
     assert fit.curve().step_s(10, 20_000) == pytest.approx(50 * prior.step_s(10, 20_000), rel=0.05)
     assert fit.curve().base == pytest.approx(50 * prior.base, rel=0.3)
@@ -322,7 +322,7 @@ def test_a_prior_hardly_outlasts_the_first_measurement() -> None:
     forecast.observe(Toggled(1, False, 0.05), 2.0)
     assert forecast.finish.value < 0.3
     assert forecast.sleep_s < 0.2
-    assert forecast.costs(Curve(0.25, 0.0, 0.0), 1, 1).train_s == pytest.approx(0.0005, rel=0.5)
+    assert forecast.costs(SpeedCurve(0.25, 0.0, 0.0), 1, 1).train_s == pytest.approx(0.0005, rel=0.5)
 
 
 def test_engines_that_live_for_seconds_are_expected_to_be_lost_within_steps_of_seconds() -> None:
@@ -344,10 +344,10 @@ def test_what_a_round_costs_is_told_apart_from_what_tokens_cost() -> None:
             StepFinished(step, "train", {"seconds": 99.0, "seconds_train": noisy, "rounds": float(rounds)}),
             step,
         )
-    costs = forecast.costs(Curve(0.01, 0.0, 0.0), 1, 8)
+    costs = forecast.costs(SpeedCurve(0.01, 0.0, 0.0), 1, 8)
     assert costs.round_s == pytest.approx(0.4, rel=0.1)
     assert costs.train_s == pytest.approx(0.05, rel=0.1)
-    assert forecast.train_s(Curve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, (
+    assert forecast.train_s(SpeedCurve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, (
         "a token's share of the rounds is in it"
     )
 
@@ -355,7 +355,7 @@ def test_what_a_round_costs_is_told_apart_from_what_tokens_cost() -> None:
 def test_in_the_first_step_training_costs_what_was_seen_of_it_so_far_and_then_what_the_whole_step_says() -> (
     None
 ):
-    forecast, curve = Forecast(), Curve(0.01, 0.0, 0.0)
+    forecast, curve = Forecast(), SpeedCurve(0.01, 0.0, 0.0)
     prior = forecast.train_s(curve, 1, 1)
     forecast.observe(TrainedGroups(1, 1, 1000, 1000 * prior * 4), 1.0)
     assert prior < forecast.train_s(curve, 1, 1) < 2 * prior, "a round of short answers says little"
@@ -375,7 +375,7 @@ def test_rounds_that_nobody_counts_cost_nothing_of_themselves() -> None:
     forecast = Forecast()
     forecast.observe(SampleFinished(1, 1, 1, 1000, 100, False, 1, "harvested", "n1"), 1.0)
     forecast.observe(StepFinished(1, "train", {"seconds": 9.0, "seconds_train": 4.0}), 2.0)
-    curve = Curve(0.01, 0.0, 0.0)
+    curve = SpeedCurve(0.01, 0.0, 0.0)
     assert forecast.costs(curve, 1, 1).round_s == 0.0
     assert forecast.costs(curve, 1, 1).train_s == forecast.train_s(curve, 1, 1)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from scavenger.policy.forecast import lengths_of_step
-from scavenger.policy.forecast.lengths import Belief, Group, LengthForecast, impute
+from scavenger.policy.forecast.lengths import Belief, GroupLengths, LengthForecast, impute
 
 
 def learned(seed: int, cap: int) -> LengthForecast:
@@ -30,7 +30,7 @@ def test_many_samples_at_once_get_what_each_gets_alone(seed: int) -> None:
     cap = rng.choice([7, 300, 4096, 14_336])
     forecast = learned(seed, cap) if seed % 4 else LengthForecast(cap)
     groups = {
-        key: Group(
+        key: GroupLengths(
             tuple(rng.randint(1, cap) for _ in range(rng.randint(0, 4))),
             tuple(rng.choice([0, 1, rng.randint(0, cap), cap - 1, cap]) for _ in range(rng.randint(1, 8))),
         )

@@ -14,7 +14,7 @@ from scavenger import client as clients
 from scavenger.client import Client
 from scavenger.errors import DaemonUnavailable
 from scavenger.protocol import heartbeat, keys, messages
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.edge import server as servers
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
 from tests.router.harness import specs, started
@@ -45,7 +45,7 @@ def test_a_ping_aside_is_life_of_the_present_attempt_from_any_connection_of_its_
     assert run.trainer.seen_at == bench.now
     assert run.trainer.conn == 1
     bench.now += 50
-    stranger = bench.call(messages.Ping(aside=True), conn=71, who=Identity("owner", "another-key"))
+    stranger = bench.call(messages.Ping(aside=True), conn=71, who=PeerIdentity("owner", "another-key"))
     old = bench.call(messages.Ping(aside=True), conn=70, attempt=0)
     assert [getattr(answer, "code", "") for answer in (stranger, old)] == ["not-owner", "stale"]
     assert run.trainer.seen_at == bench.now - 50

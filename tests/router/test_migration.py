@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as again
 
 from scavenger.policy import migration
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.migration import Load, Price, Running, Shift, drains, merge, rebalance
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.migration import EngineLoad, Price, Running, Shift, drains, merge, rebalance
 
-LINE = Curve(7e-3, 2e-5, 6e-8)
+LINE = SpeedCurve(7e-3, 2e-5, 6e-8)
 PRICE = Price(token_s=5e-5, move_s=0.1, margin=0.1)
 
 
 def load(
     worker_id: int, *rests: float, have: float = 1000, limit: int = 64, node: str = "", **more: bool
-) -> Load:
+) -> EngineLoad:
     samples = tuple(Running(worker_id * 1000 + i, have, rest) for i, rest in enumerate(rests))
-    return Load(worker_id, node or f"n{worker_id}", LINE, limit, samples, **more)
+    return EngineLoad(worker_id, node or f"n{worker_id}", LINE, limit, samples, **more)
 
 
-def after(loads: list[Load], shifts: list[Shift]) -> list[Load]:
+def after(loads: list[EngineLoad], shifts: list[Shift]) -> list[EngineLoad]:
     held = {one.worker_id: {s.sample_id: s for s in one.samples} for one in loads}
     for shift in shifts:
         sample = held[shift.source].pop(shift.sample_id)
@@ -35,7 +35,7 @@ def after(loads: list[Load], shifts: list[Shift]) -> list[Load]:
     return [replace(one, samples=tuple(held[one.worker_id].values())) for one in loads]
 
 
-def costs(loads: list[Load], shifts: list[Shift]) -> dict[int, float]:
+def costs(loads: list[EngineLoad], shifts: list[Shift]) -> dict[int, float]:
     samples = {s.sample_id: s for one in loads for s in one.samples}
     spent = {one.worker_id: 0.0 for one in loads}
     for shift in shifts:
@@ -133,7 +133,7 @@ def test_the_last_end_comes_within_a_fifth_of_the_best_of_all_assignments(seed: 
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Load]:
+def fleets(draw: st.DrawFn) -> list[EngineLoad]:
     count = draw(st.integers(2, 6))
     rests = st.lists(st.floats(1, 9000), max_size=12)
     return [load(i, *draw(rests), have=draw(st.floats(10, 9000))) for i in range(1, count + 1)]
@@ -141,7 +141,7 @@ def fleets(draw: st.DrawFn) -> list[Load]:
 
 @settings(max_examples=100, deadline=None)
 @given(fleets())
-def test_moves_come_to_rest_and_the_ends_only_fall(loads: list[Load]) -> None:
+def test_moves_come_to_rest_and_the_ends_only_fall(loads: list[EngineLoad]) -> None:
     """Asked again and again with nothing else changing: soon nothing moves, and each answer lowers the sorted ends."""
     for _ in range(20):
         shifts = rebalance(loads, PRICE)
@@ -155,7 +155,9 @@ def test_moves_come_to_rest_and_the_ends_only_fall(loads: list[Load]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(fleets(), st.integers(0, 10_000), st.floats(0, 0.5))
-def test_whatever_the_forecasts_do_no_sample_goes_back(loads: list[Load], seed: int, error: float) -> None:
+def test_whatever_the_forecasts_do_no_sample_goes_back(
+    loads: list[EngineLoad], seed: int, error: float
+) -> None:
     """Forecasts that err anew at each look, by up to a half."""
     rng = random.Random(seed)
     visited = {s.sample_id: {one.worker_id} for one in loads for s in one.samples}
@@ -230,7 +232,9 @@ def test_the_node_with_the_fewest_samples_is_freed_whole() -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(fleets(), st.floats(1, 3))
-def test_merging_ends_within_the_step_and_what_was_freed_stays_free(loads: list[Load], slack: float) -> None:
+def test_merging_ends_within_the_step_and_what_was_freed_stays_free(
+    loads: list[EngineLoad], slack: float
+) -> None:
     end = slack * max(drains(loads).values(), default=0.0)
     found = merge(loads, PRICE, end, worth_s=0.0)
     left = after(loads, list(found.shifts))

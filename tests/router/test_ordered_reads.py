@@ -11,7 +11,7 @@ import pytest
 from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.router.core.payloads import Payload
 from scavenger.router.edge import pipeline
-from scavenger.router.edge.pipeline import Fetcher, Lines
+from scavenger.router.edge.pipeline import ConnectionLines, Fetcher
 from tests.router.harness import payload
 
 Item = tuple[str, int]  # a name, and the sample whose 4 tokens it needs; 0 = none
@@ -31,7 +31,9 @@ class Desk:
     def __post_init__(self) -> None:
         self.pipeline = asyncio.Event()
         self.fetcher = Fetcher(self._read, lambda sample_id, _: self.loaded.add(sample_id))
-        self.lines: Lines[Item] = Lines(self._wanted, self._handle, self.fetcher, self.failures.append)
+        self.lines: ConnectionLines[Item] = ConnectionLines(
+            self._wanted, self._handle, self.fetcher, self.failures.append
+        )
 
     def _wanted(self, item: Item) -> Mapping[int, int]:
         return {} if not item[1] or item[1] in self.loaded else {item[1]: 4}

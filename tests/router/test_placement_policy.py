@@ -10,18 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.placement import OLDEST_EVERY, Engine, Job, Ranked, assign, order
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.placement import OLDEST_EVERY, OpenEngine, QueuedSample, Ranked, assign, order
 
-LINE = Curve(7e-3, 2e-5, 6e-8)
-
-
-def engine(worker_id: int, limit: int = 64, node: str = "", curve: Curve = LINE, **more: float) -> Engine:
-    return Engine(worker_id, node or f"n{worker_id}", 0, limit, curve, **more)
+LINE = SpeedCurve(7e-3, 2e-5, 6e-8)
 
 
-def jobs(rng: random.Random, count: int, each: int = 4) -> list[Job]:
-    return [Job(i, i // each, 500, rng.randint(100, 9000)) for i in range(count)]
+def engine(
+    worker_id: int, limit: int = 64, node: str = "", curve: SpeedCurve = LINE, **more: float
+) -> OpenEngine:
+    return OpenEngine(worker_id, node or f"n{worker_id}", 0, limit, curve, **more)
+
+
+def jobs(rng: random.Random, count: int, each: int = 4) -> list[QueuedSample]:
+    return [QueuedSample(i, i // each, 500, rng.randint(100, 9000)) for i in range(count)]
 
 
 # ---------------------------------------------------------------- order
@@ -29,13 +31,13 @@ def jobs(rng: random.Random, count: int, each: int = 4) -> list[Job]:
 
 def test_what_moved_comes_first_then_the_longest() -> None:
     waiting = [
-        Job(1, 1, 100, 500),
-        Job(2, 1, 100, 500),
-        Job(3, 2, 100, 300),
-        Job(4, 2, 100, 300),
-        Job(5, 3, 100, 900),
-        Job(6, 3, 100, 900),
-        Job(7, 4, 2000, 50, moved=True),
+        QueuedSample(1, 1, 100, 500),
+        QueuedSample(2, 1, 100, 500),
+        QueuedSample(3, 2, 100, 300),
+        QueuedSample(4, 2, 100, 300),
+        QueuedSample(5, 3, 100, 900),
+        QueuedSample(6, 3, 100, 900),
+        QueuedSample(7, 4, 2000, 50, moved=True),
     ]
     ranked = order(waiting)
     assert [r.job.sample_id for r in ranked] == [7, 5, 6, 1, 2, 3, 4]
@@ -59,7 +61,7 @@ def test_every_sample_is_ranked_once_and_none_starves(seed: int, count: int) -> 
 # ---------------------------------------------------------------- assign
 
 
-def makespan(placed: dict[int, int], waiting: list[Job], engines: list[Engine]) -> float:
+def makespan(placed: dict[int, int], waiting: list[QueuedSample], engines: list[OpenEngine]) -> float:
     return max(
         e.curve.drain_s([(j.have, j.rest) for j in waiting if placed[j.sample_id] == e.worker_id])
         for e in engines
@@ -71,7 +73,7 @@ def test_the_makespan_is_within_a_fifth_of_the_best_assignment(seed: int) -> Non
     """Graham's bound for longest-first on 3 machines is 4/3 - 1/9 = 1.22; with the shared base of a batch it holds here too."""
     rng = random.Random(seed)
     waiting = jobs(rng, 8, each=1)
-    slow = Curve(1.5 * LINE.base, LINE.per_sample, 2 * LINE.per_token)
+    slow = SpeedCurve(1.5 * LINE.base, LINE.per_sample, 2 * LINE.per_token)
     engines = [engine(1), engine(2), engine(3, curve=slow if seed % 2 else LINE)]
     best = min(
         makespan(dict(enumerate(choice)), waiting, engines)
@@ -89,7 +91,7 @@ def test_the_makespan_is_within_a_fifth_of_the_best_assignment(seed: int) -> Non
 
 
 def test_no_engine_is_filled_beyond_its_plateau_or_its_cache() -> None:
-    waiting = [Ranked(Job(i, 0, 100, 1000), "") for i in range(100)]
+    waiting = [Ranked(QueuedSample(i, 0, 100, 1000), "") for i in range(100)]
     counts = {1: 0, 2: 0, 3: 0}
     for _, worker, _ in assign(
         waiting, [engine(1, limit=10), engine(2, limit=40, cache=6000), engine(3, limit=20)]
@@ -100,14 +102,17 @@ def test_no_engine_is_filled_beyond_its_plateau_or_its_cache() -> None:
 
 def test_a_sample_that_is_larger_than_what_the_cache_is_thought_to_hold_still_gets_an_empty_engine() -> None:
     placed = list(
-        assign([Ranked(Job(1, 0, 100, 9000), ""), Ranked(Job(2, 0, 100, 9000), "")], [engine(1, cache=50.0)])
+        assign(
+            [Ranked(QueuedSample(1, 0, 100, 9000), ""), Ranked(QueuedSample(2, 0, 100, 9000), "")],
+            [engine(1, cache=50.0)],
+        )
     )
     assert [s for s, _, _ in placed] == [1]
 
 
 def test_what_an_engine_holds_already_counts() -> None:
     busy = engine(1, longest=5000, work_s=LINE.work_s(0, 5000) * 20)
-    assert next(assign([Ranked(Job(1, 0, 100, 1000), "x")], [busy, engine(2)]))[1] == 2
+    assert next(assign([Ranked(QueuedSample(1, 0, 100, 1000), "x")], [busy, engine(2)]))[1] == 2
 
 
 def test_what_outlasts_the_window_goes_to_who_stays_awake() -> None:
@@ -115,7 +120,8 @@ def test_what_outlasts_the_window_goes_to_who_stays_awake() -> None:
     placed = {
         s: w
         for s, w, _ in assign(
-            [Ranked(Job(1, 0, 100, 6000), ""), Ranked(Job(2, 0, 100, 300), "")], [closing, staying]
+            [Ranked(QueuedSample(1, 0, 100, 6000), ""), Ranked(QueuedSample(2, 0, 100, 300), "")],
+            [closing, staying],
         )
     }
     assert placed == {1: 2, 2: 1}
@@ -123,7 +129,7 @@ def test_what_outlasts_the_window_goes_to_who_stays_awake() -> None:
 
 def test_a_sample_avoids_the_nodes_where_engines_failed_on_it_unless_there_is_no_other() -> None:
     sick, well = engine(1, node="a"), engine(2, node="b", longest=5000, work_s=10.0)
-    job = Job(1, 0, 100, 1000, avoid=frozenset({"a"}))
+    job = QueuedSample(1, 0, 100, 1000, avoid=frozenset({"a"}))
     assert next(assign([Ranked(job, "")], [sick, well]))[1] == 2
     assert next(assign([Ranked(job, "")], [engine(1, node="a")]))[1] == 1
 
@@ -145,7 +151,9 @@ def test_each_sample_is_placed_once_while_there_is_room_whatever_the_order_of_en
 
 def test_where_a_sample_more_costs_no_time_engines_fill_evenly() -> None:
     """A paced engine takes as long for one as for many: the first one must not take them all."""
-    ranked = [Ranked(Job(i, i // 8, 10.0, 7.0), "longest expected") for i in range(120)]
-    engines = [Engine(worker_id, f"n{worker_id}", 0, 96, Curve(0.25, 0.0, 0.0)) for worker_id in (1, 2, 3)]
+    ranked = [Ranked(QueuedSample(i, i // 8, 10.0, 7.0), "longest expected") for i in range(120)]
+    engines = [
+        OpenEngine(worker_id, f"n{worker_id}", 0, 96, SpeedCurve(0.25, 0.0, 0.0)) for worker_id in (1, 2, 3)
+    ]
     placed = Counter(worker_id for _, worker_id, _ in assign(ranked, engines))
     assert placed == {1: 40, 2: 40, 3: 40}

@@ -11,10 +11,10 @@ from scavenger.ledger import records as rec
 from scavenger.policy.interface import (
     EngineProgress,
     Fact,
-    Move,
-    Placement,
     RunView,
     SampleFinished,
+    SampleMove,
+    SamplePlacement,
     Standard,
     StepSubmitted,
     StepView,
@@ -35,7 +35,7 @@ from scavenger.protocol.messages import (
     Yield,
     Yielded,
 )
-from scavenger.router.core.events import Tick
+from scavenger.router.core.events import CoreTick
 from tests.plain_view import PlainView
 from tests.router.harness import Bench, specs
 
@@ -46,16 +46,16 @@ class ScriptedPolicy(Standard):
     every_s = 2.0
 
     def __init__(self) -> None:
-        self.moves: list[Move] = []
-        self.placed: list[Placement] | None = None
+        self.moves: list[SampleMove] = []
+        self.placed: list[SamplePlacement] | None = None
         self.decision: WindowDecision | None = None
         self.facts: list[Fact] = []
         self.asked: list[str] = []
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         return super().place(view, now) if self.placed is None else self.placed
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         self.asked.append("rebalance")
         moves, self.moves = self.moves, []
         return moves
@@ -98,11 +98,11 @@ def held_by(bench: Bench, worker_id: int) -> list[int]:
     return sorted(bench.router.core.workers[worker_id].leases)
 
 
-def settled(bench: Bench, policy: ScriptedPolicy, moves: list[Move]) -> None:
+def settled(bench: Bench, policy: ScriptedPolicy, moves: list[SampleMove]) -> None:
     """The policy's moves are asked for at the next tick that is due."""
     policy.moves = moves
     bench.now += policy.every_s
-    bench.handle(Tick())
+    bench.handle(CoreTick())
 
 
 def decisions(bench: Bench, name: str) -> list[rec.Decision]:
@@ -112,7 +112,7 @@ def decisions(bench: Bench, name: str) -> list[rec.Decision]:
 def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(
     bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
-    settled(bench, policy, [Move(lease.sample_id, 1, 2, "b is faster")])
+    settled(bench, policy, [SampleMove(lease.sample_id, 1, 2, "b is faster")])
     asked = bench.take(11, Yield)
     assert [m.leases for m in asked] == [((lease.sample_id, lease.epoch),)]
     assert lease.sample_id in held_by(bench, 1), "it generates until the worker has given it back"
@@ -132,7 +132,7 @@ def test_a_move_takes_all_tokens_along_and_nothing_is_generated_twice(
 def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(
     bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
-    settled(bench, policy, [Move(lease.sample_id, 1, 2, "why not")])
+    settled(bench, policy, [SampleMove(lease.sample_id, 1, 2, "why not")])
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
     assert lease.sample_id in held_by(bench, 1)
     bench.chunk(11, lease, 0, 3)
@@ -142,7 +142,7 @@ def test_what_is_given_back_before_its_last_tokens_came_is_not_taken_yet(
 
 def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, policy: ScriptedPolicy) -> None:
     sample_id = held_by(bench, 1)[0]
-    settled(bench, policy, [Move(sample_id, 1, 0, "to the queue")])
+    settled(bench, policy, [SampleMove(sample_id, 1, 0, "to the queue")])
     bench.take(11, Yield)
     bench.now += 2.0
     held = tuple(Held(i, 1, 0) for i in held_by(bench, 1))
@@ -153,7 +153,7 @@ def test_a_lost_request_to_give_back_is_repeated_at_a_heartbeat(bench: Bench, po
 def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(
     bench: Bench, policy: ScriptedPolicy, lease: Lease
 ) -> None:
-    settled(bench, policy, [Move(lease.sample_id, 1, 2, "b")])
+    settled(bench, policy, [SampleMove(lease.sample_id, 1, 2, "b")])
     bench.chunk(11, lease, 0, 3, "stop")
     bench.say(11, Yielded((Held(lease.sample_id, lease.epoch, 3),)))
     assert bench.sample(lease.sample_id).done
@@ -163,11 +163,11 @@ def test_a_sample_that_ends_while_it_is_asked_for_stays_where_it_ended(
 def test_moves_that_cannot_be_made_are_dropped_and_counted(bench: Bench, policy: ScriptedPolicy) -> None:
     here, there = held_by(bench, 1), held_by(bench, 2)
     nonsense = [
-        Move(there[0], 1, 2, "not its own"),
-        Move(here[0], 1, 9, "no such worker"),
-        Move(here[0], 1, 1, "to itself"),
-        Move(999, 1, 2, "no such sample"),
-        Move(here[0], 7, 2, "from nobody"),
+        SampleMove(there[0], 1, 2, "not its own"),
+        SampleMove(here[0], 1, 9, "no such worker"),
+        SampleMove(here[0], 1, 1, "to itself"),
+        SampleMove(999, 1, 2, "no such sample"),
+        SampleMove(here[0], 7, 2, "from nobody"),
     ]
     settled(bench, policy, nonsense)
     assert bench.router.core.counters["advice_dropped"] == len(nonsense)
@@ -180,7 +180,7 @@ def test_placements_that_cannot_be_made_are_dropped_and_counted(policy: Scripted
     bench.open()
     bench.publish()
     bench.submit(groups=specs(3))  # six samples; an engine takes four
-    policy.placed = [Placement(i, 1) for i in (1, 1, 2, 3, 4, 5, 99)] + [Placement(6, 77)]
+    policy.placed = [SamplePlacement(i, 1) for i in (1, 1, 2, 3, 4, 5, 99)] + [SamplePlacement(6, 77)]
     assert sorted(lease.sample_id for lease in bench.join(11)) == [1, 2, 3, 4]
     assert bench.router.core.counters["advice_dropped"] >= 4
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from scavenger.policy.interface import Move, RunView, Standard
+from scavenger.policy.interface import RunView, SampleMove, Standard
 from scavenger.protocol.worker.work import Work
 from scavenger.router.core import policy_driver
 from scavenger.router.core.machine import Router
@@ -22,7 +22,7 @@ class Restless(Standard):
 
     every_s = 0.3
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         serving = [worker.id for worker in view.workers if worker.serves]
         movable = [
             s
@@ -31,7 +31,8 @@ class Restless(Standard):
         ]
         targets = [0, *serving]
         return [
-            Move(s.id, s.worker_id, targets[(s.id + int(now)) % len(targets)], "why not") for s in movable
+            SampleMove(s.id, s.worker_id, targets[(s.id + int(now)) % len(targets)], "why not")
+            for s in movable
         ]
 
 

@@ -16,7 +16,7 @@ from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.placement import MANY_LOST
 from scavenger.policy.predictive.policy import Predictive
 from scavenger.policy.predictive.policy_forecast import PAUSE_S
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.simulate import presets
 from tests.plain_view import PlainView
 from tests.router.small_site import SmallSite, Trainer
@@ -46,7 +46,7 @@ def seconds(
 def test_it_is_a_router_policy() -> None:
     policy: RouterPolicy = Predictive("r")
     assert policy.every_s > 0
-    assert Predictive("r", Settings(rebalance=False, tails=False)).every_s == math.inf
+    assert Predictive("r", PredictiveSettings(rebalance=False, tails=False)).every_s == math.inf
 
 
 @pytest.mark.parametrize("harvested", [1, 3, 6])
@@ -118,7 +118,7 @@ def test_losses_and_arrivals_at_any_time_lose_no_token() -> None:
 @pytest.mark.parametrize("off", ["window", "placement", "rebalance", "tails"])
 def test_each_controller_can_be_switched_off(off: str) -> None:
     switched: dict[str, Any] = {off: False}
-    where = site(Predictive("r", Settings(**switched)), harvested=2)
+    where = site(Predictive("r", PredictiveSettings(**switched)), harvested=2)
     result = where.play(steps(1, groups=4)[0], window_s=20.0)
     assert result.seconds > 0
     if off == "window":
@@ -246,7 +246,7 @@ def test_a_window_is_nobodys_without_reserved_engines_and_closed_when_all_is_don
         )
         is None
     )
-    assert Predictive("r", Settings(window=False)).window(done, 0.0) is None
+    assert Predictive("r", PredictiveSettings(window=False)).window(done, 0.0) is None
 
 
 def test_a_full_fleet_costs_no_look_at_the_samples() -> None:
@@ -289,7 +289,7 @@ def test_samples_that_come_back_go_on_at_once_and_the_order_is_found_anew_only_a
     policy.place(PlainView(step=step, samples=queued, queued=queued, workers=workers), 0.0)
     back = [sample(12, 3, length=5, moves=1), sample(13, 3, length=9, moves=1)]
 
-    def placed(waiting: list[SampleView], now: float) -> seam.Placement:
+    def placed(waiting: list[SampleView], now: float) -> seam.SamplePlacement:
         room = [worker(1, leases=3), worker(2, leases=4)]
         (answer,) = policy.place(
             PlainView(step=step, samples=[*queued, *back], queued=waiting, workers=room), now
@@ -527,7 +527,7 @@ def test_what_a_round_costs_is_learned_from_whole_steps() -> None:
 
 def test_what_an_engine_is_worth_is_told_once_starts_were_seen_and_a_fleet_was_sized() -> None:
     """Until then what is idle is taken: priors are no reason to leave it."""
-    policy = Predictive("r", Settings(price=0.5))
+    policy = Predictive("r", PredictiveSettings(price=0.5))
     policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
     step = StepView(step=1, samples=64, groups=8)
     view = PlainView(step=step, workers=[worker(1, kind="reserved"), worker(2)], max_engines=6, max_batch=32)
@@ -545,4 +545,4 @@ def test_what_an_engine_is_worth_is_told_once_starts_were_seen_and_a_fleet_was_s
     assert 0 < benefit.saving < 1
     assert isinstance(policy, seam.Weighs)
     assert not isinstance(Standard(), seam.Weighs)
-    assert Predictive("r", Settings(fleet=False)).benefit() is None
+    assert Predictive("r", PredictiveSettings(fleet=False)).benefit() is None

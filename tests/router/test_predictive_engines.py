@@ -11,14 +11,14 @@ import pytest
 from scavenger.policy import interface as seam
 from scavenger.policy import migration
 from scavenger.policy import seed_window as windows
-from scavenger.policy.fleet_size import Rules
+from scavenger.policy.fleet_size import FleetSizeRules
 from scavenger.policy.forecast.step import Situation
 from scavenger.policy.interface import StepView, WorkerView
 from scavenger.policy.predictive import view as predictive_view
 from scavenger.policy.predictive.fleet import SIZE_STEPS, TRIAL_S, FleetSizer
 from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.policy.predictive.view import LONG, Picture
 from tests.plain_view import PlainView
 from tests.router.test_predictive import sample, worker
@@ -55,7 +55,7 @@ def test_engines_that_never_come_keep_nobody_waiting_beside_free_slots() -> None
 
 
 def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
-    policy = Predictive("r", Settings(price=0.0, least_saving=1e-4))
+    policy = Predictive("r", PredictiveSettings(price=0.0, least_saving=1e-4))
 
     def asked(step: int, now: float, engines: range, most: int = 8) -> int:
         workers = [worker(i, leases=4, max_batch=64) for i in engines]
@@ -107,8 +107,8 @@ def tail(context: int) -> PlainView:
     )
 
 
-def at_the_tail(view: PlainView, **settings: Any) -> tuple[Predictive, Sequence[seam.Move]]:
-    policy = Predictive("r", Settings(price=0.0, **settings))
+def at_the_tail(view: PlainView, **settings: Any) -> tuple[Predictive, Sequence[seam.SampleMove]]:
+    policy = Predictive("r", PredictiveSettings(price=0.0, **settings))
     policy.observe(seam.StepSubmitted(1, "train", 64, 16, 32_768), 0.0)
     policy.observe(seam.WindowMoved(False), 100.0)
     return policy, policy.rebalance(view, 300.0)
@@ -177,7 +177,7 @@ def test_caches_and_best_batches_that_engines_told_hold_for_moves_and_the_fleets
     view = PlainView(
         step=StepView(step=1, samples=8, groups=2), samples=held, workers=workers, max_engines=4, max_batch=4
     )
-    loads: list[migration.Load] = []
+    loads: list[migration.EngineLoad] = []
     monkeypatch.setattr(migration, "rebalance", lambda found, *_: loads.extend(found) or [])
     policy.rebalance(view, 100.0)
     assert {load.worker_id: (load.cache, load.limit) for load in loads} == {
@@ -231,7 +231,7 @@ def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lo
 
 def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
     """Starts may have become short since: without a trial nobody would ever know."""
-    sizer = FleetSizer(0.003, Rules())
+    sizer = FleetSizer(0.003, FleetSizeRules())
     forecast = Forecast()
     forecast.capped(1000)
     for at in range(200):  # engines that are lost long before they are ready
@@ -258,7 +258,7 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
 
 def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
     """Whatever keeps the harvester from asking for any: by what it learned of idle GPUs they may never be worth a start."""
-    policy = Predictive("r", Settings(price=0.5))
+    policy = Predictive("r", PredictiveSettings(price=0.5))
     policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
     policy.observe(seam.WorkerReady(2, "harvested", "n2", 1, 1, True, 40.0, 5.0, 35.0), 50.0)
     step = StepView(step=1, samples=64, groups=8)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 
 from scavenger.policy.interface import SampleView
-from scavenger.policy.placement import Job, Ranked
+from scavenger.policy.placement import QueuedSample, Ranked
 from scavenger.policy.predictive.placement import Ranking
 from tests.plain_view import PlainView
 
@@ -20,7 +20,7 @@ def view(*ids: int, **more: object) -> PlainView:
 
 
 def ranked(*ids: int) -> list[Ranked]:
-    return [Ranked(Job(i, i // 4, 10.0, 5.0), "longest expected") for i in ids]
+    return [Ranked(QueuedSample(i, i // 4, 10.0, 5.0), "longest expected") for i in ids]
 
 
 def known(ids: Iterable[int], at: float = 0.0) -> Ranking:

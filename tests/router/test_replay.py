@@ -16,7 +16,7 @@ from scavenger.policy.fallback import with_fallback
 from scavenger.policy.warm_start import facts
 from scavenger.protocol import keys
 from scavenger.protocol.messages import WeightsLoaded
-from scavenger.router.core.events import GarbageReceived, Identity, IntentRevoked, PastRead, TopologyRead
+from scavenger.router.core.events import GarbageReceived, IntentRevoked, PastRead, PeerIdentity, TopologyRead
 from scavenger.router.edge.server import KeyRing
 from tests.router import schedule
 from tests.router.edge import ScriptedWorker
@@ -72,7 +72,7 @@ def test_the_log_of_a_run_with_a_policy_that_learns_makes_an_equal_core(
     bench.say(W1, WeightsLoaded(2, root(2)))
     bench.tick(30.0)
     seen = cores[-1].kinds()
-    assert {"LedgerRead", "PastRead", "TopologyRead", "GarbageReceived", "DemandAsked", "Tick"} <= seen
+    assert {"LedgerRead", "PastRead", "TopologyRead", "GarbageReceived", "DemandAsked", "CoreTick"} <= seen
     for recorder in cores:
         assert dump(replayed(recorder)) == dump(recorder)
 
@@ -129,7 +129,7 @@ def test_the_log_of_a_daemon_and_of_the_one_after_it_makes_equal_cores(
 
     def engine_of(keyring: KeyRing) -> ScriptedWorker:
         pair = keys.generate("r", "j")
-        keyring.allow(pair.public, Identity("worker", pair.public, "r", "j"))
+        keyring.allow(pair.public, PeerIdentity("worker", pair.public, "r", "j"))
         return ScriptedWorker(tmp_path, pair, f"s{len(cores)}")
 
     def stopped(engine: ScriptedWorker) -> None:

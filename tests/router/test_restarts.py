@@ -78,8 +78,8 @@ def test_takes_go_on_where_every_take_was_given_up_before_the_restart() -> None:
 def test_the_newest_group_of_a_prompt_counts_not_the_highest_take() -> None:
     from scavenger.router.core.restore import _newest_retries
 
-    def state(group_id: int, retry: int) -> rec.GroupState:
-        return rec.GroupState(
+    def state(group_id: int, retry: int) -> rec.OpenGroup:
+        return rec.OpenGroup(
             rec.GroupCreated(group_id, 1, "train", 1, 0, retry, 1, b"", 0, 1, "{}", "", 0.0), 1, ()
         )
 

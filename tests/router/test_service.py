@@ -22,9 +22,9 @@ from scavenger.policy.forecast.service import (
     served,
     thinned,
 )
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.policy.seed_window import Serving, serve, solve
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation, StepModel
+from scavenger.policy.seed_window import ServingOrder, serve, solve
 
 SAMPLES = st.lists(
     st.builds(Outstanding, st.integers(0, 500), st.integers(1, 2000), st.integers(0, 5)),
@@ -148,12 +148,12 @@ def test_what_stands_for_all_has_their_spread() -> None:
     assert (rows(all_), alone) == (list(samples[:80]), 1.0)
 
 
-CURVE = Curve(8e-3, 3e-6, 2.8e-8)
+CURVE = SpeedCurve(8e-3, 3e-6, 2.8e-8)
 
 
 def site(harvested: float, samples: tuple[Outstanding, ...]) -> Situation:
     costs = Costs(prefill_s=6e-5, train_s=1e-4, round_groups=2, sleep_s=3.0, wake_s=3.0, finish_s=1.0)
-    return Situation(Pool(CURVE, 1.0, 256), Pool(CURVE, harvested, 256), costs, samples)
+    return Situation(EnginePool(CURVE, 1.0, 256), EnginePool(CURVE, harvested, 256), costs, samples)
 
 
 def test_a_limit_that_holds_all_is_none() -> None:
@@ -173,7 +173,7 @@ def large() -> Situation:
         for _ in range(8)
     )
     costs = Costs(prefill_s=7e-5, train_s=2.7e-5, round_groups=8, sleep_s=3.0, wake_s=3.0, finish_s=2.0)
-    return Situation(Pool(CURVE, 4.0, 256), Pool(CURVE, 8.0, 256), costs, samples)
+    return Situation(EnginePool(CURVE, 4.0, 256), EnginePool(CURVE, 8.0, 256), costs, samples)
 
 
 def test_fewer_at_a_time_are_served_when_the_trainer_waits_for_the_first_groups() -> None:
@@ -189,18 +189,18 @@ def test_what_was_decided_stays_where_nothing_is_clearly_better() -> None:
     whole = large()
     found = serve([whole])
     assert serve([whole], found) == found
-    alone = replace(whole, harvested=Pool(CURVE, 0.0, 256), samples=groups(5, 4, 2))
-    assert replace(serve([alone]), reason="") == Serving()
-    assert Serving().limit == NEVER
+    alone = replace(whole, harvested=EnginePool(CURVE, 0.0, 256), samples=groups(5, 4, 2))
+    assert replace(serve([alone]), reason="") == ServingOrder()
+    assert ServingOrder().limit == NEVER
 
 
 def test_in_turn_keeps_few_groups_open() -> None:
     jobs = [
-        placement.Job(10 * group + index, group, 100.0, 1000.0 + index)
+        placement.QueuedSample(10 * group + index, group, 100.0, 1000.0 + index)
         for group in (1, 2, 3)
         for index in range(3)
     ]
-    moved = placement.Job(39, 3, 900.0, 100.0, moved=True)
+    moved = placement.QueuedSample(39, 3, 900.0, 100.0, moved=True)
     ranked = placement.in_turn([*jobs, moved], {1: 5000.0, 2: 2000.0, 3: 3000.0})
     assert [one.job.sample_id for one in ranked] == [39, 22, 21, 20, 32, 31, 30, 12, 11, 10]
     assert ranked[0].why == "moved"
@@ -209,9 +209,9 @@ def test_in_turn_keeps_few_groups_open() -> None:
 def test_a_cache_lets_fewer_run() -> None:
     whole = site(1, groups(6))
     small = replace(
-        whole, reserved=Pool(CURVE, 1.0, 256, 50_000.0), harvested=Pool(CURVE, 1.0, 256, 50_000.0)
+        whole, reserved=EnginePool(CURVE, 1.0, 256, 50_000.0), harvested=EnginePool(CURVE, 1.0, 256, 50_000.0)
     )
     assert solve(small).step_s > solve(whole).step_s
-    assert Pool(CURVE, 1.0, 256, 50_000.0).capacity(5_000.0) == 10
-    assert Pool(CURVE, 1.0, 256, 50_000.0).capacity(90_000.0) == 1
-    assert Pool(CURVE, 1.0, 256).capacity(5_000.0) == 256
+    assert EnginePool(CURVE, 1.0, 256, 50_000.0).capacity(5_000.0) == 10
+    assert EnginePool(CURVE, 1.0, 256, 50_000.0).capacity(90_000.0) == 1
+    assert EnginePool(CURVE, 1.0, 256).capacity(5_000.0) == 256

@@ -23,7 +23,12 @@ from scavenger.protocol.messages import (
     reserved_name,
 )
 from scavenger.router.core.state import Worker
-from scavenger.router.core.transitions import MEMORY_TRANSITIONS, IllegalTransition, Memory, MemoryStep
+from scavenger.router.core.transitions import (
+    MEMORY_TRANSITIONS,
+    GpuMemoryState,
+    IllegalTransition,
+    MemoryStep,
+)
 from tests.router.harness import Bench, started
 
 W1, W2 = 50, 51
@@ -67,9 +72,9 @@ def test_a_worker_is_asleep_once_it_acknowledged_and_not_once_it_was_told() -> N
     assert bench.router.core.runs["r"].reserved.trainer_bytes == 7, "as the status shows it"
     assert bench.take(W1, Wake) == [Wake(2)]
     assert memory(bench) == (2, (), (NAME,), 0)
-    assert worker(bench).memory.state is Memory.WAKING
+    assert worker(bench).memory.state is GpuMemoryState.WAKING
     bench.say(W1, Awake(2, 4096))
-    assert worker(bench).memory.state is Memory.AWAKE
+    assert worker(bench).memory.state is GpuMemoryState.AWAKE
 
 
 def test_the_trainer_is_told_at_once_and_not_at_the_next_tick() -> None:
@@ -116,7 +121,7 @@ def test_an_acknowledgement_that_was_lost_is_in_the_next_heartbeat_and_a_lost_or
     bench.say(W1, Heartbeat((), 0, 1, memory="asleep", memory_order=1))
     assert bench.take(W1, Wake) == [Wake(2)]
     bench.say(W1, Heartbeat((), 0, 1, memory="awake", memory_order=2))
-    assert (bench.take(W1, Wake), worker(bench).memory.state) == ([], Memory.AWAKE)
+    assert (bench.take(W1, Wake), worker(bench).memory.state) == ([], GpuMemoryState.AWAKE)
 
 
 def test_an_engine_that_is_silent_or_lost_without_a_word_holds_its_memory_until_its_trainer_says_that_it_is_gone() -> (
@@ -186,7 +191,7 @@ def test_who_sleeps_since_before_the_daemon_restarted_is_woken_when_the_trainer_
     )
     bench.call(Attach("r", ()), conn=2)
     assert (bench.take(W2, Wake), bench.take(W2, Sleep)) == ([], [])
-    assert worker(bench).memory.state is Memory.ASLEEP
+    assert worker(bench).memory.state is GpuMemoryState.ASLEEP
     bench.call(SetReserved(True, 2), conn=2)
     assert bench.take(W2, Wake) == [Wake(2)]
 
@@ -249,7 +254,7 @@ def test_what_the_memory_s_table_does_not_hold_raises_and_changes_nothing() -> N
     bench = started(n=1)
     bench.join(W1, kind="reserved", slot="0")
     one = worker(bench)
-    for state in Memory:
+    for state in GpuMemoryState:
         for step in MemoryStep:
             one.memory.state = state
             if step in MEMORY_TRANSITIONS[state]:

@@ -8,7 +8,15 @@ import msgspec
 import pytest
 
 from scavenger.policy.forecast.lengths import Belief
-from scavenger.policy.history import Completion, Flush, Life, Load, RunHistory, Span, Step
+from scavenger.policy.history import (
+    Completion,
+    EngineLifetime,
+    Flush,
+    LeaseInterval,
+    RunHistory,
+    Step,
+    WeightLoad,
+)
 from scavenger.policy.interface import (
     EngineProgress,
     EnginesAsked,
@@ -37,7 +45,8 @@ def played() -> RunHistory:
         for position in range(1, length + 1)
     ]
     spans = [
-        Span(sample, 1, 1, 0, length, 100.0, 100.0 + STEP_S * length) for sample, length in enumerate(LENGTHS)
+        LeaseInterval(sample, 1, 1, 0, length, 100.0, 100.0 + STEP_S * length)
+        for sample, length in enumerate(LENGTHS)
     ]
     answers = tuple(
         Completion(
@@ -55,7 +64,7 @@ def played() -> RunHistory:
         for sample, length in enumerate(LENGTHS)
     )
     metrics = {"seconds": 4.0, "seconds_train": 0.5}
-    life = Life(
+    life = EngineLifetime(
         1,
         "harvested",
         "job",
@@ -67,7 +76,7 @@ def played() -> RunHistory:
         True,
         True,
         "SIGTERM",
-        (Load(97.0, 1, 0.1, 0.2), Load(105.0, 2, 0.1, 0.2)),
+        (WeightLoad(97.0, 1, 0.1, 0.2), WeightLoad(105.0, 2, 0.1, 0.2)),
     )
     flushes.sort(key=lambda flush: flush.at)
     return RunHistory(
@@ -90,7 +99,7 @@ def test_rates_are_tokens_over_the_time_in_which_the_batch_was_held() -> None:
 def test_an_engine_that_waits_for_work_is_not_slow() -> None:
     played_once = played()
     later = tuple(
-        Span(s.sample_id + 10, 1, 1, 0, s.end_len, s.granted_at + 1000, (s.ended_at or 0) + 1000)
+        LeaseInterval(s.sample_id + 10, 1, 1, 0, s.end_len, s.granted_at + 1000, (s.ended_at or 0) + 1000)
         for s in played_once.spans
     )
     flushes = tuple(Flush(f.sample_id + 10, 1, f.start_len, 1, f.at + 1000) for f in played_once.flushes)

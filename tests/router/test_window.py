@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.policy.forecast.service import Outstanding, Samples
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation, StepModel
 from scavenger.policy.seed_window import (
     ALIKE,
     GRID,
     LATER,
     MIN_BENEFIT,
     SERVE_GAIN,
-    Serving,
+    ServingOrder,
     _step_s,
     carried,
     predict,
@@ -29,7 +29,7 @@ from scavenger.policy.seed_window import (
     solve,
 )
 
-LINE = Curve(0.02, 2e-3, 1e-6)
+LINE = SpeedCurve(0.02, 2e-3, 1e-6)
 COSTS = Costs(
     prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0
 )
@@ -45,7 +45,7 @@ def situation(
         for _ in range(each):
             rest = min(600, max(2, round(math.exp(4.6 + sigma * (0.7 * shared + 0.7 * rng.gauss(0, 1))))))
             samples.append(Outstanding(20, rest, group))
-    return Situation(Pool(LINE, reserved, 64), Pool(LINE, harvested, 64), COSTS, tuple(samples))
+    return Situation(EnginePool(LINE, reserved, 64), EnginePool(LINE, harvested, 64), COSTS, tuple(samples))
 
 
 def played(at: Situation, window_s: float) -> float:
@@ -270,24 +270,24 @@ def test_fewer_samples_at_a_time_than_fit_are_served_only_where_that_ends_the_st
     assert any(chosen.limit == NEVER for chosen in decided)
 
 
-@pytest.mark.parametrize("pool", [Pool(LINE, 1, slots=2), Pool(LINE, 1, slots=64, cache=400.0)])
-def test_what_finds_no_place_waits_its_turn(pool: Pool) -> None:
+@pytest.mark.parametrize("pool", [EnginePool(LINE, 1, slots=2), EnginePool(LINE, 1, slots=64, cache=400.0)])
+def test_what_finds_no_place_waits_its_turn(pool: EnginePool) -> None:
     """Two slots, or a cache that holds two: the first group is whole at half time, not both of them at the end."""
     samples = tuple(Outstanding(150, 100, group) for group in (1, 1, 2, 2))
-    model = StepModel(Situation(Pool(LINE, 0, 64), pool, COSTS, samples, awake=False))
+    model = StepModel(Situation(EnginePool(LINE, 0, 64), pool, COSTS, samples, awake=False))
     assert [at for at, _ in model.profile.whole] == [100, 200]
-    free = StepModel(Situation(Pool(LINE, 0, 64), Pool(LINE, 1, 64), COSTS, samples, awake=False))
+    free = StepModel(Situation(EnginePool(LINE, 0, 64), EnginePool(LINE, 1, 64), COSTS, samples, awake=False))
     assert [at for at, _ in free.profile.whole] == [100, 100]
 
 
 def test_a_decision_that_is_carried_over_is_the_same_share_of_what_each_engine_has_now() -> None:
     few, many = situation(groups=8), situation(groups=32)
-    kept = carried(many, Serving(1, 10, 0.5, "why"))
+    kept = carried(many, ServingOrder(1, 10, 0.5, "why"))
     assert (kept.order, kept.share) == (1, 0.5)
     assert kept.limit == math.ceil(0.5 * len(many.samples) / 5)
     assert "decided for a step before" in kept.reason
-    assert carried(many, Serving()).limit == NEVER
-    assert carried(few, Serving(0, 90, 0.85)).limit == NEVER, (
+    assert carried(many, ServingOrder()).limit == NEVER
+    assert carried(few, ServingOrder(0, 90, 0.85)).limit == NEVER, (
         "of seven samples an engine all are served: fewer would leave it unused"
     )
 

@@ -34,7 +34,7 @@ from scavenger.protocol.messages import (
     Welcome,
 )
 from scavenger.router.core import workers
-from scavenger.router.core.events import Identity, IntentRevoked, JobGone, WorkerLife
+from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity, WorkerLife
 from scavenger.router.core.row_budget import REFUSALS_LOGGED
 from scavenger.router.core.transitions import (
     WORKER_TRANSITIONS,
@@ -303,7 +303,7 @@ def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, obj
 
         bench.hello(W1)
         hello = msgspec.structs.replace(_hello_of(bench), kind="reserved")
-        bench.handle(HelloReceived(50, Identity("worker", "k", "r", "j"), hello))
+        bench.handle(HelloReceived(50, PeerIdentity("worker", "k", "r", "j"), hello))
         assert "cannot register with the key of a worker" in bench.take(50, Rejected)[0].reason
         return
     bench.hello(50, **change)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from scavenger.protocol.messages import (
     SubmitGroups,
     Suspects,
 )
-from scavenger.protocol.reserved_memory import Memory, observe
+from scavenger.protocol.reserved_memory import ReservedObservation, observe
 from scavenger.protocol.train_step import ReservedAsleep, ReservedHolds
 from tests.router.checks import Truth
 from tests.router.engines import MAX_TOKENS, finish_at, goal, payload
@@ -196,7 +196,7 @@ class SimTrainer:
         )
         self.aside(self.reserved)
 
-    def sleeping(self, running: tuple[str, ...]) -> Memory:
+    def sleeping(self, running: tuple[str, ...]) -> ReservedObservation:
         """What it makes of what it heard, and of the engines that have a process, which its launcher tells it."""
         if (
             self.reserved is None
@@ -205,7 +205,7 @@ class SimTrainer:
             or self.dead
             or self.phase == "over"
         ):
-            return Memory(None)
+            return ReservedObservation(None)
         slots = {name.rpartition(".")[0] for name in (*running, *self.fleet.holding)}
         present = Present(slots=tuple(slots), running=running)
         return observe(self.fleet, self.reserved.order, present, launched=True)

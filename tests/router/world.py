@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from scavenger.protocol.messages import Call, Chunks, OpenRun, reserved_name
 from scavenger.protocol.worker import events as ev
-from scavenger.router.core.events import Identity, IntentRevoked, JobGone
+from scavenger.router.core.events import IntentRevoked, JobGone, PeerIdentity
 from scavenger.router.core.transitions import WorkerStatus
 from scavenger.router.edge.pipeline import checked
 from tests.router.checks import audit_groups, audit_ledger
@@ -48,15 +48,19 @@ class World(Site):
             self.on_kill(
                 other.name
             )  # its launcher starts one engine in a slot; an even name is one whose launcher lost another, alive
-        me = ev.Identity(kind, run, f"s{name}", incarnation, name, node, 1, "reference", "0", 1, slot=slot)
+        me = ev.WorkerIdentity(
+            kind, run, f"s{name}", incarnation, name, node, 1, "reference", "0", 1, slot=slot
+        )
         worker = SimWorker(name, me, intent if kind == "harvested" else "", self.daemon.now, self.cover.phase)
         self.spawned += 1
         worker.spawned = self.spawned
         self.workers[name] = worker
 
-    def _who(self, worker: SimWorker) -> Identity:
+    def _who(self, worker: SimWorker) -> PeerIdentity:
         return (
-            Identity("worker", f"key-{worker.intent}", worker.run, worker.intent) if worker.intent else OWNER
+            PeerIdentity("worker", f"key-{worker.intent}", worker.run, worker.intent)
+            if worker.intent
+            else OWNER
         )
 
     def on_do(self, name: int) -> None:
@@ -140,9 +144,9 @@ class World(Site):
         self._end(name, "SIGTERM", ev.Terminate("SIGTERM"))
 
     def on_die(self, name: int) -> None:
-        self._end(name, "engine dies", ev.EngineDied("out of memory"))
+        self._end(name, "engine dies", ev.EngineCrashed("out of memory"))
 
-    def _end(self, name: int, kind: str, event: ev.Event) -> None:
+    def _end(self, name: int, kind: str, event: ev.WorkerEvent) -> None:
         worker = self.workers.get(name)
         if worker is not None and not worker.stopped:
             self._worker_fault(kind, name)

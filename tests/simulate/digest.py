@@ -15,13 +15,21 @@ from pathlib import Path
 
 from benchmarks.baselines.registry import SIMULATED_POLICIES
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
+from scavenger.policy.interface import (
+    Fact,
+    RouterPolicy,
+    RunView,
+    SampleMove,
+    SamplePlacement,
+    Weighs,
+    WindowDecision,
+)
 from scavenger.simulate import presets, traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet, from_deltas
+from scavenger.simulate.fleet import FleetTrace, from_deltas
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
@@ -42,12 +50,12 @@ class Recorder:
     def every_s(self) -> float:
         return self._policy.every_s
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         answer = self._policy.place(view, now)
         self._into.extend((now, "place", a.sample_id, a.worker_id, a.reason) for a in answer)
         return answer
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         answer = self._policy.rebalance(view, now)
         self._into.extend((now, "move", a.sample_id, a.from_worker, a.to_worker, a.reason) for a in answer)
         return answer
@@ -80,12 +88,16 @@ def digest(scenario: Scenario, simulated_policy: SimulatedPolicy) -> tuple[str, 
     out = simulate(
         scenario, replace(simulated_policy, new_policy=lambda: Recorder(simulated_policy.new_policy(), told))
     )
-    result = [(field.name, getattr(out, field.name)) for field in fields(Outcome) if field.name != "events"]
+    result = [
+        (field.name, getattr(out, field.name))
+        for field in fields(SimulationOutcome)
+        if field.name != "events"
+    ]
     text = "\n".join(repr(one) for one in (*told, *result))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), len(told)
 
 
-def coming_and_going(seed: int, end_s: float) -> Fleet:
+def coming_and_going(seed: int, end_s: float) -> FleetTrace:
     """On eight nodes, every few seconds the idle GPUs of one become some other number."""
     stream = Streams(seed).stream("coming and going")
     nodes, deltas = "abcdefgh", []
@@ -115,7 +127,7 @@ def small(seed: int, steps: int = 3) -> Scenario:
     )
 
 
-def large(fleet: Fleet, steps: int, seed: int = 0) -> Scenario:
+def large(fleet: FleetTrace, steps: int, seed: int = 0) -> Scenario:
     """The published setting's size: 1,024 answers a step."""
     return Scenario(
         ENGINE,

@@ -15,9 +15,9 @@ from benchmarks.baselines.rlboost import RLBoost, Settings
 from benchmarks.baselines.seeding import Seeding
 from scavenger.policy.interface import (
     Fact,
-    Move,
     RouterPolicy,
     SampleFinished,
+    SampleMove,
     SampleView,
     StepFinished,
     StepSubmitted,
@@ -85,7 +85,7 @@ class Hand:
             self.lease(answer.sample_id, answer.worker_id, now)
         return Counter(answer.worker_id for answer in answers)
 
-    def rebalance(self, now: float) -> Sequence[Move]:
+    def rebalance(self, now: float) -> Sequence[SampleMove]:
         moves = self.policy.rebalance(self.view(), now)
         for move in moves:
             assert self.samples[move.sample_id].worker_id == move.from_worker != move.to_worker

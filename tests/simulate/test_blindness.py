@@ -18,7 +18,14 @@ import pytest
 from benchmarks.baselines.mixed import mixed
 from benchmarks.baselines.polyrl import PolyRL
 from benchmarks.baselines.rlboost import RLBOOST, RLBoost
-from scavenger.policy.interface import Fact, Move, Placement, RouterPolicy, RunView, WindowDecision
+from scavenger.policy.interface import (
+    Fact,
+    RouterPolicy,
+    RunView,
+    SampleMove,
+    SamplePlacement,
+    WindowDecision,
+)
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, SimulatedPolicy
 from tests.simulate.test_driver import UNEVEN, coming_and_going
@@ -82,11 +89,11 @@ class Watched:
         if self.looks % 20 == 1:
             self.leaks += leaks(*handed, self._policy)
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         self._look(view, view.samples, view.queued, view.workers, view.step)
         return self._policy.place(view, now)
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         self._look(view)
         return self._policy.rebalance(view, now)
 

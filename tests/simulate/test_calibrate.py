@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.calibrate import Measured, fit, parse, read
-from scavenger.simulate.decode import Efficiency, EngineSpec
+from scavenger.simulate.calibrate import MeasuredPoint, fit, parse, read
+from scavenger.simulate.decode import Efficiency, SimulatedEngine
 from scavenger.simulate.presets import UNCALIBRATED, engine
 
 GRID = [
@@ -24,11 +24,11 @@ PLANTED = replace(UNCALIBRATED, bandwidth=0.72, decode_compute=0.31, overhead_s=
 
 
 def planted(
-    spec: EngineSpec, noise: float, seed: int = 0, grid: list[tuple[int, int]] = GRID
-) -> list[Measured]:
+    spec: SimulatedEngine, noise: float, seed: int = 0, grid: list[tuple[int, int]] = GRID
+) -> list[MeasuredPoint]:
     draw = np.random.default_rng(seed)
     return [
-        Measured(b, c, spec.tokens_per_s(b, c) * float(np.exp(noise * draw.standard_normal())))
+        MeasuredPoint(b, c, spec.tokens_per_s(b, c) * float(np.exp(noise * draw.standard_normal())))
         for b, c in grid
     ]
 
@@ -109,7 +109,7 @@ def test_points_that_cannot_tell_the_bandwidth_say_so() -> None:
 
 
 def test_points_faster_than_the_datasheet_are_noticed() -> None:
-    points = [Measured(b, c, 3 * engine("Qwen3-8B", "A100").tokens_per_s(b, c)) for b, c in GRID]
+    points = [MeasuredPoint(b, c, 3 * engine("Qwen3-8B", "A100").tokens_per_s(b, c)) for b, c in GRID]
     found = fit(engine("Qwen3-8B", "A100"), points)
     assert any("faster than" in note for note in found.notes)
     assert found.efficiency.bandwidth <= 1
@@ -118,7 +118,7 @@ def test_points_faster_than_the_datasheet_are_noticed() -> None:
 
 def test_two_points_are_not_enough() -> None:
     with pytest.raises(ConfigError, match="2 points"):
-        fit(engine("Qwen3-8B", "A100"), [Measured(1, 100, 70.0), Measured(2, 100, 140.0)])
+        fit(engine("Qwen3-8B", "A100"), [MeasuredPoint(1, 100, 70.0), MeasuredPoint(2, 100, 140.0)])
 
 
 def test_a_file_holds_objects_or_triples(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_file_holds_objects_or_triples(tmp_path: Path) -> None:
             ]
         )
     )
-    assert read(path) == (Measured(8, 2048.0, 900.0), Measured(1, 10.5, 80.5))
+    assert read(path) == (MeasuredPoint(8, 2048.0, 900.0), MeasuredPoint(1, 10.5, 80.5))
     assert parse(b"[[8, 2048, 900], [1, 10.5, 80.5]]") == read(path)
 
 

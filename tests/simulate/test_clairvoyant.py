@@ -17,7 +17,7 @@ from benchmarks.baselines.points import Setting
 from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep, bound
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.simulate import presets
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.trainer_model import TrainerSpec
 from tests.plain_view import PlainView
@@ -40,7 +40,7 @@ class Truth:
     def length(self, sample: SampleView) -> int:
         return self.targets[sample.id]
 
-    def spec(self, worker: WorkerView) -> EngineSpec:
+    def spec(self, worker: WorkerView) -> SimulatedEngine:
         return self.step.engines[worker.id - 1].spec
 
     def lost_at(self, worker: WorkerView) -> float:

@@ -17,11 +17,11 @@ from benchmarks.baselines.clairvoyant.plan import (
     share_of,
 )
 from scavenger.policy.forecast.service import Outstanding
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation, StepModel
 from scavenger.policy.seed_window import limit_of
 
-CURVE = Curve(7e-3, 2e-5, 6e-8)
+CURVE = SpeedCurve(7e-3, 2e-5, 6e-8)
 
 
 def situation(seed: int, awake: bool, groups: int = 12) -> Situation:
@@ -37,7 +37,7 @@ def situation(seed: int, awake: bool, groups: int = 12) -> Situation:
         1e-5, train_s, round_groups=4, sleep_s=draw.uniform(1, 6), wake_s=draw.uniform(1, 6), finish_s=3.0
     )
     ready = draw.choice([0, 5, 40])
-    pools = Pool(CURVE, 2.0, 64), Pool(CURVE, float(draw.randint(1, 6)), 64)
+    pools = EnginePool(CURVE, 2.0, 64), EnginePool(CURVE, float(draw.randint(1, 6)), 64)
     limit = draw.choice([NEVER, 8.0, 16.0])
     return Situation(
         *pools, costs, samples, awake, ready_groups=ready, ready_tokens=ready * 12_000.0, limit=limit

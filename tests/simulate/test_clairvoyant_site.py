@@ -16,7 +16,7 @@ from benchmarks.oracle_site import SiteBound
 from scavenger.policy.interface import SampleView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet, FleetChange
+from scavenger.simulate.fleet import FleetChange, FleetTrace
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
@@ -30,7 +30,7 @@ TRAINER = TrainerSpec(
 
 def site(engines: int, changes: tuple[FleetChange, ...] = (), seed: int = 0) -> Scenario:
     capacity = {f"n{index}": 1 for index in range(max(1, engines))}
-    fleet = Fleet("test", 1e6, capacity, {name: int(engines > 0) for name in capacity}, changes)
+    fleet = FleetTrace("test", 1e6, capacity, {name: int(engines > 0) for name in capacity}, changes)
     lengths = Lognormal.with_mean(1500, 0.8, 6000, 0.5)
     return Scenario(
         H100,

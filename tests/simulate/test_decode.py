@@ -10,12 +10,20 @@ import msgspec
 import pytest
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import Curve, Efficiency, EngineSpec, Gpu, Model, Stretch, _bend
+from scavenger.simulate.decode import (
+    DecodeCurve,
+    Efficiency,
+    GpuDatasheet,
+    Model,
+    SimulatedEngine,
+    Stretch,
+    _bend,
+)
 from scavenger.simulate.presets import GPUS, MODELS, UNCALIBRATED, engine
 
 # 1 layer, 2 query heads and 1 KV head of 4, hidden 8, intermediate 16, vocabulary 100, on round numbers
 TINY = Model("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100)
-PLAIN = Gpu(
+PLAIN = GpuDatasheet(
     "plain",
     memory_bytes=20_000.0,
     bandwidth_bytes_s=1000.0,
@@ -24,7 +32,7 @@ PLAIN = Gpu(
     host_bytes_s=100.0,
 )
 HALF = Efficiency(bandwidth=0.5, decode_compute=0.25, overhead_s=0.125, prefill_compute=0.5, memory_share=1.0)
-SPEC = EngineSpec(TINY, PLAIN, HALF)
+SPEC = SimulatedEngine(TINY, PLAIN, HALF)
 
 
 def test_a_model_is_counted_by_hand() -> None:
@@ -75,7 +83,7 @@ def test_prefill_by_hand_alone_after_a_shared_prompt_and_again_after_a_move() ->
     assert replace(SPEC, prefill_chunk=32).prefill_s(50) == pytest.approx(seconds(50, 1275) + 0.125)
 
 
-def stepped(curve: Curve, batch: int, context: float, steps: int) -> float:
+def stepped(curve: DecodeCurve, batch: int, context: float, steps: int) -> float:
     return math.fsum(curve.at(context + k * batch) for k in range(steps))
 
 
@@ -101,7 +109,7 @@ def test_the_closed_form_equals_stepping_token_by_token_over_random_batches() ->
 def test_the_bend_is_found_whichever_side_leads_first(
     memory: tuple[float, float], compute: tuple[float, float]
 ) -> None:
-    curve = Curve(
+    curve = DecodeCurve(
         overhead=1.0, memory=memory[0], memory_slope=memory[1], compute=compute[0], compute_slope=compute[1]
     )
     stretch = Stretch(curve, batch=3, context=5.0)

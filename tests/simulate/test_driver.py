@@ -15,15 +15,15 @@ from benchmarks.baselines.rlboost import Settings as RLBoostSettings
 from scavenger.errors import ConfigError, SimulationError
 from scavenger.policy.interface import Standard
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.simulate import driver, presets
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.clock import Simulation, Streams
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet, from_deltas
+from scavenger.simulate.fleet import FleetTrace, from_deltas
 from scavenger.simulate.lengths import Lognormal, Sampled
-from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.outcome import SimulationOutcome
 from scavenger.simulate.policies import COLOCATED, DISAGGREGATED, OURS, Even, SimulatedPolicy, ours
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
@@ -63,7 +63,7 @@ UNEVEN = replace(
 EVENLY = SimulatedPolicy("evenly", Even, window=0.4)
 
 
-def generation_s(spec: EngineSpec, samples: int) -> float:
+def generation_s(spec: SimulatedEngine, samples: int) -> float:
     """One engine with whole groups of 8, all of one length, from prefill to end."""
     batch = EngineBatch(spec)
     batch.add([SimulatedRequest(i, i // 8, PROMPT, 0, LENGTH) for i in range(samples)], 0.0)
@@ -206,7 +206,7 @@ def test_what_came_during_a_toggle_is_not_left_in_the_inbox() -> None:
         cold_start=ColdStart(StartupPhase(2.0), StartupPhase(1.0), StartupPhase(2.0), 1e12),
         trainer=replace(TRAINER, sleep_s=5.0, wake_s=60.0),
     )
-    out = simulate(scenario, ours(Settings(price=0.0, least_saving=1e-4)))
+    out = simulate(scenario, ours(PredictiveSettings(price=0.0, least_saving=1e-4)))
     assert len(out.steps) > 2, "all of the second step's answers had come, and it never ended"
 
 
@@ -230,11 +230,11 @@ def test_rlboost_corrects_its_window_by_a_third_of_the_waits_difference() -> Non
 # ---------------------------------------------------------------- what must hold
 
 
-def held_never_exceeds_idle(out: Outcome) -> bool:
+def held_never_exceeds_idle(out: SimulationOutcome) -> bool:
     return all(held <= idle for _, held, idle in out.levels)
 
 
-def coming_and_going(seed: int, end_s: float = 3000.0) -> Fleet:
+def coming_and_going(seed: int, end_s: float = 3000.0) -> FleetTrace:
     """On four nodes, every few seconds the idle GPUs of one become some other number."""
     stream = Streams(seed).stream("coming and going")
     deltas, idle = [], dict.fromkeys("abcd", 4)

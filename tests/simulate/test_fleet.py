@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.fleet import Fleet, FleetChange, Occupation, from_deltas, from_occupations, most_used
+from scavenger.simulate.fleet import (
+    FleetChange,
+    FleetTrace,
+    Occupation,
+    from_deltas,
+    from_occupations,
+    most_used,
+)
 from scavenger.simulate.fleet_stats import idle_time_outlasting, measure, slices, weighted_quantile
 from scavenger.simulate.survey import sources
 from scavenger.simulate.traces import (
@@ -30,11 +37,11 @@ DATA = Path(__file__).resolve().parents[1] / "data/simulate"
 HOURS_72 = 72 * 3600.0
 
 
-def sample() -> Fleet:
+def sample() -> FleetTrace:
     return read_nodes(DATA / "nodes.csv", gpus_per_node=8, end_s=400.0)
 
 
-def idle_at(fleet: Fleet, t_s: float) -> dict[str, int]:
+def idle_at(fleet: FleetTrace, t_s: float) -> dict[str, int]:
     idle = dict(fleet.initial)
     for change in fleet.changes:
         if change.t_s <= t_s:
@@ -77,7 +84,7 @@ def test_the_virtual_clusters_are_read_with_what_queues_for_them() -> None:
 
 
 def test_spot_instances_come_and_go_whole_and_which_goes_is_drawn_by_the_seed() -> None:
-    def read(seed: int) -> Fleet:
+    def read(seed: int) -> FleetTrace:
         return read_spot(DATA / "spot.csv", "east", 2, Streams(seed).stream("spot"), end_s=400.0)
 
     fleet = read(1)
@@ -221,7 +228,7 @@ def test_a_fleet_that_cannot_be_is_refused(
     initial: dict[str, int], changes: tuple[FleetChange, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        Fleet("made up", 10.0, {"a": 8}, initial, changes)
+        FleetTrace("made up", 10.0, {"a": 8}, initial, changes)
 
 
 def test_jobs_that_hold_more_than_a_node_has_are_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.lengths import Lengths, Lognormal, Remembered, Sampled, parse, read
+from scavenger.simulate.lengths import CachedLengths, Lengths, Lognormal, Sampled, parse, read
 from tests.simulate.real import TRACES, needs_traces
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data/simulate/lengths.csv"
@@ -176,7 +176,7 @@ def test_what_is_remembered_is_what_is_drawn_and_drawn_once_for_a_seed() -> None
             return truth.group(streams, step, prompt, samples)
 
     truth = Lognormal(3.0, 0.6, 100, 0.5)
-    lengths = Remembered(Counted())
+    lengths = CachedLengths(Counted())
     for seed in (1, 1, 2, 1):
         for step, prompt in ((1, 0), (2, 0), (1, 3)):
             assert lengths.group(Streams(seed), step, prompt, 8) == truth.group(

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.oracle import OracleEngine, OracleGroup, OracleStep, bound, least_training_s
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.sequences import EngineBatch, SimulatedRequest
 from scavenger.simulate.trainer_model import TrainerSpec, micro_step_s, pack
 from tests.simulate.one_step import Fixed, Play
@@ -51,7 +51,7 @@ class Wild:
         return wanted or not play.harvested_later()
 
 
-def specs(draw: random.Random) -> list[EngineSpec]:
+def specs(draw: random.Random) -> list[SimulatedEngine]:
     pool = [
         H100,
         replace(H100, max_sequences=draw.choice([4, 16, 64])),
@@ -135,7 +135,7 @@ def test_no_schedule_beats_the_bound_on_200_random_instances(capsys: pytest.Capt
     assert middle < 2.0
 
 
-def alike(samples: int, engines: int, length: int, spec: EngineSpec = H100) -> OracleStep:
+def alike(samples: int, engines: int, length: int, spec: SimulatedEngine = H100) -> OracleStep:
     gpu = replace(presets.H100, dense_flops=1e20, bandwidth_bytes_s=1e18)
     quick = replace(TRAINER, gpu=gpu, overhead_s=0.0, link_bytes_s=1e18)
     group = OracleGroup(100, (length,) * 8)

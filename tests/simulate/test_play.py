@@ -13,7 +13,7 @@ from benchmarks.baselines.registry import simulated_policy
 from scavenger.cli import main
 from scavenger.errors import ConfigError
 from scavenger.simulate import play, presets
-from scavenger.simulate.fleet import Fleet, from_deltas
+from scavenger.simulate.fleet import FleetTrace, from_deltas
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.plan import SimulationPlan, TrainingSettings
 from scavenger.simulate.survey.survey import Observed, Question, SpeedUp
@@ -24,7 +24,7 @@ PLAN = SimulationPlan(
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/site/run.toml"
 
 
-def fleet(end_s: float = 3600.0, idle: int = 4, lost_at_s: float = 200.0) -> Fleet:
+def fleet(end_s: float = 3600.0, idle: int = 4, lost_at_s: float = 200.0) -> FleetTrace:
     """Four nodes of one GPU, `idle` of them free; one is taken."""
     names = [f"n{index}" for index in range(4)]
     initial = {name: int(index < idle) for index, name in enumerate(names)}

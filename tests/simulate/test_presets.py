@@ -8,7 +8,7 @@ import pytest
 
 from scavenger.errors import ConfigError
 from scavenger.simulate import calibrate, presets
-from scavenger.simulate.decode import EngineSpec, Model
+from scavenger.simulate.decode import Model, SimulatedEngine
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_the_uncalibrated_curve_gives_the_measurement_it_cites() -> None:
     # (1,555 GB/s): 75 tok/s at batch 1 with about 1,100 tokens of context
     llama = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14_336, 128_256)
     a100_40 = replace(presets.A100, memory_bytes=40e9, bandwidth_bytes_s=1.555e12)
-    assert EngineSpec(llama, a100_40, presets.UNCALIBRATED).tokens_per_s(1, 1100) == pytest.approx(
+    assert SimulatedEngine(llama, a100_40, presets.UNCALIBRATED).tokens_per_s(1, 1100) == pytest.approx(
         75, rel=0.02
     )
 
 
 def test_the_fitted_curve_is_the_fit_of_the_measurements_it_cites() -> None:
     points = [
-        calibrate.Measured(batch, context, batch / step)
+        calibrate.MeasuredPoint(batch, context, batch / step)
         for (batch, context), step in presets.VLLM_H100_STEPS.items()
     ]
     found = calibrate.fit(presets.engine("Qwen3-8B", "H100"), points)

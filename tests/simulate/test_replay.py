@@ -15,7 +15,7 @@ from scavenger.cli.simulate import app
 from scavenger.errors import ConfigError, SimulationError
 from scavenger.ledger import store
 from scavenger.ledger.read import history
-from scavenger.policy.history import Life, RunHistory, Step
+from scavenger.policy.history import EngineLifetime, RunHistory, Step
 from scavenger.simulate.replay.fit import fit, trained_groups
 from scavenger.simulate.replay.replay import Replay, live_s, replay, whole_steps
 
@@ -147,7 +147,7 @@ def harvested_only(
     load = next(life.loads[0] for life in run_history.lives if life.loads)
     first, second = [life for life in run_history.lives if life.kind == "harvested"][:2]
 
-    def lived(life: Life, at: float, left_at: float | None) -> Life:
+    def lived(life: EngineLifetime, at: float, left_at: float | None) -> EngineLifetime:
         loads = [msgspec.structs.replace(load, at=at + 0.5)]
         loads += [
             msgspec.structs.replace(load, at=step.submitted_at + 0.3, version=number)

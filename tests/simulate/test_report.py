@@ -16,8 +16,8 @@ from scavenger.simulate.report import (
     Estimate,
     HourOfDay,
     PolicyMetrics,
-    Report,
     Series,
+    SimulationReport,
     colours,
     html,
     owners_plot,
@@ -31,7 +31,7 @@ OWNERS = Series(
     (("other users", (6.0, 2.0)), ("harvested", (0.0, 4.0)), ("idle", (2.0, 2.0))),
     7200.0,
 )
-FULL = Report(
+FULL = SimulationReport(
     title="a run",
     subtitle="Qwen3-8B",
     facts=(("idle", "3 GPU-hours", "of 8"),),
@@ -105,14 +105,14 @@ def test_the_page_needs_nothing_from_elsewhere_and_is_well_formed() -> None:
 
 
 def test_what_is_not_given_is_left_out() -> None:
-    assert Page(html(Report("nothing", "yet"))).headings == []
-    no_parts = Report("t", "s", policies=(PolicyMetrics("ours", Estimate(1.0, 1.0, 1.0)),))
+    assert Page(html(SimulationReport("nothing", "yet"))).headings == []
+    no_parts = SimulationReport("t", "s", policies=(PolicyMetrics("ours", Estimate(1.0, 1.0, 1.0)),))
     assert Page(html(no_parts)).headings == ["Throughput by policy", "Figures"]
 
 
 def test_every_text_is_escaped() -> None:
     evil = "<b onclick=x>&"
-    report = Report(
+    report = SimulationReport(
         evil,
         evil,
         ((evil, evil, evil),),

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from scavenger.errors import EngineError
-from scavenger.simulate.decode import Efficiency, EngineSpec, Gpu, Model
+from scavenger.simulate.decode import Efficiency, GpuDatasheet, Model, SimulatedEngine
 from scavenger.simulate.presets import engine
 from scavenger.simulate.sequences import (
     WATERMARK,
@@ -27,9 +27,9 @@ SMALL = Model("small", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, in
 LOW = Efficiency(bandwidth=1.0, decode_compute=1.0, overhead_s=0.01, prefill_compute=1.0, memory_share=1.0)
 
 
-def with_capacity(tokens: int) -> EngineSpec:
+def with_capacity(tokens: int) -> SimulatedEngine:
     nbytes = SMALL.weight_bytes + tokens * SMALL.kv_bytes_per_token
-    spec = EngineSpec(SMALL, Gpu("small", nbytes, 1e6, 1e8, 1e9, 1e9), LOW)
+    spec = SimulatedEngine(SMALL, GpuDatasheet("small", nbytes, 1e6, 1e8, 1e9, 1e9), LOW)
     assert spec.kv_capacity == tokens
     return spec
 
@@ -48,7 +48,7 @@ class Slot:
 
 
 def step_by_step(
-    spec: EngineSpec, requests: list[tuple[float, SimulatedRequest]]
+    spec: SimulatedEngine, requests: list[tuple[float, SimulatedRequest]]
 ) -> list[tuple[str, int, int, float]]:
     """The same rules, one token at a time and with plain lists: (what, key, tokens, time)."""
     coming = sorted(requests, key=lambda one: one[0])
@@ -99,7 +99,7 @@ def step_by_step(
 
 
 def computed(
-    spec: EngineSpec, requests: list[tuple[float, SimulatedRequest]]
+    spec: SimulatedEngine, requests: list[tuple[float, SimulatedRequest]]
 ) -> list[tuple[str, int, int, float]]:
     batch = EngineBatch(spec)
     happened = []

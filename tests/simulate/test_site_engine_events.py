@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.policy.interface import Fact, Placement, RunView, Standard, StepSubmitted, TrainedGroups
+from scavenger.policy.interface import Fact, RunView, SamplePlacement, Standard, StepSubmitted, TrainedGroups
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import from_deltas
@@ -22,7 +22,7 @@ class Listener(Standard):
         self.caches: dict[str, set[int]] = {}
         self.facts: list[tuple[float, Fact]] = []
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         for worker in view.workers:
             if worker.serves:
                 self.caches.setdefault(worker.kind, set()).add(worker.cache_tokens)

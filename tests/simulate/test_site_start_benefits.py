@@ -14,8 +14,8 @@ from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.idle_gpus import LEAST_LOST
 from scavenger.policy.interface import RunView, Standard, Weighs
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.fleet import Fleet, from_deltas
-from scavenger.simulate.outcome import EngineOutcome, Outcome
+from scavenger.simulate.fleet import FleetTrace, from_deltas
+from scavenger.simulate.outcome import EngineOutcome, SimulationOutcome
 from scavenger.simulate.policies import Even, SimulatedPolicy
 from tests.simulate.test_driver import EQUAL
 
@@ -37,7 +37,7 @@ TAKES = SimulatedPolicy("takes what comes", Weighing)
 GATED = replace(TAKES, name="gated", start_benefits=True)
 
 
-def flickering() -> Fleet:
+def flickering() -> FleetTrace:
     """On b and c eight GPUs each idle for 25 s and are taken for 25; on a, from 700 s on, four idle for good."""
     deltas = [
         (25.0 * tick, node, -8 if tick % 2 else 8)
@@ -52,16 +52,16 @@ SCENARIO = replace(EQUAL, fleet=flickering(), steps=0, horizon_s=END_S, max_engi
 
 
 @pytest.fixture(scope="module")
-def played() -> tuple[Outcome, Outcome]:
+def played() -> tuple[SimulationOutcome, SimulationOutcome]:
     return simulate(SCENARIO, TAKES), simulate(SCENARIO, GATED)
 
 
-def begun(out: Outcome, after_s: float) -> Sequence[EngineOutcome]:
+def begun(out: SimulationOutcome, after_s: float) -> Sequence[EngineOutcome]:
     return [engine for engine in out.engines if engine.start_s >= after_s]
 
 
 def test_once_enough_was_seen_no_engine_starts_on_gpus_that_do_not_last(
-    played: tuple[Outcome, Outcome],
+    played: tuple[SimulationOutcome, SimulationOutcome],
 ) -> None:
     takes, gated = played
     seen_s = 25.0 * 2 * (LEAST_LOST / 16 + 1)
@@ -71,7 +71,9 @@ def test_once_enough_was_seen_no_engine_starts_on_gpus_that_do_not_last(
     assert takes.wasted_starts > 2 * gated.wasted_starts > 0, "at first it knew no better"
 
 
-def test_what_lasts_is_taken_once_it_has_shown_so(played: tuple[Outcome, Outcome]) -> None:
+def test_what_lasts_is_taken_once_it_has_shown_so(
+    played: tuple[SimulationOutcome, SimulationOutcome],
+) -> None:
     _, gated = played
     starts = [engine.start_s for engine in gated.engines if engine.node == "a"]
     assert len(starts) == 4

@@ -14,12 +14,12 @@ from benchmarks import synthetic
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.fleet import Fleet, Occupation, from_deltas
+from scavenger.simulate.fleet import FleetTrace, Occupation, from_deltas
 from scavenger.simulate.survey import sources
 from scavenger.simulate.survey import text as survey_report
 from scavenger.simulate.survey import text as survey_text
 from scavenger.simulate.survey.engines import Hour, SurveyedEngine, by_hour, replay, working_s
-from scavenger.simulate.survey.survey import Observed, Question, SpeedUp, Survey, survey
+from scavenger.simulate.survey.survey import Observed, Question, SpeedUp, TraceSurvey, survey
 from scavenger.simulate.survey.waits import Delayed, Timing, delayed
 from tests.simulate.real import TRACES, needs_traces
 
@@ -29,11 +29,11 @@ NOW = 1_795_300_000.0
 WHY = "nobody asked"
 
 
-def fleet(*deltas: tuple[float, str, int], end_s: float = 7200.0, **initial: int) -> Fleet:
+def fleet(*deltas: tuple[float, str, int], end_s: float = 7200.0, **initial: int) -> FleetTrace:
     return from_deltas("hand", end_s, dict.fromkeys(initial, 8), initial, deltas)
 
 
-def asked(observed: Observed, **changes: object) -> Survey:
+def asked(observed: Observed, **changes: object) -> TraceSurvey:
     ask = Question(SPEC, cold_start_s=40.0, notice_s=20.0)
     return survey(observed, replace(ask, **changes))  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def test_engines_without_gpus_or_without_engines_are_refused(gpus: int, most: in
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> Fleet:
+def fleets(draw: st.DrawFn) -> FleetTrace:
     idle = {name: draw(st.integers(0, 8)) for name in ("a", "b", "c")}
     initial = dict(idle)
     deltas = []
@@ -84,7 +84,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
 @settings(max_examples=150, deadline=None)
 @given(fleets(), st.integers(1, 4), st.sampled_from((None, 1, 3)))
 def test_engines_never_hold_what_is_not_idle_and_leave_no_room_unused(
-    drawn: Fleet, gpus: int, most: int | None
+    drawn: FleetTrace, gpus: int, most: int | None
 ) -> None:
     engines = replay(drawn, gpus, most)
     times = sorted({0.0, *(change.t_s for change in drawn.changes)})

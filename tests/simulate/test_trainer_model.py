@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.simulate import presets
-from scavenger.simulate.decode import Gpu, Model
+from scavenger.simulate.decode import GpuDatasheet, Model
 from scavenger.simulate.trainer_model import (
     TrainerSpec,
     forward_flops,
@@ -26,7 +26,7 @@ from scavenger.simulate.trainer_model import (
 
 # 1376 weights in products, 2176 in all, 32 attention FLOPs a pair: see test_decode.py
 TINY = Model("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=100)
-PLAIN = Gpu(
+PLAIN = GpuDatasheet(
     "plain",
     memory_bytes=1e6,
     bandwidth_bytes_s=1000.0,

@@ -9,13 +9,13 @@ import pytest
 
 from scavenger.policy.forecast import step
 from scavenger.policy.forecast.service import Outstanding
-from scavenger.policy.forecast.speed import Curve, CurveFit
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation, StepModel
+from scavenger.policy.forecast.speed import CurveFit, SpeedCurve
+from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation, StepModel
 from scavenger.simulate import presets
 from scavenger.simulate.sequences import EngineBatch, Finished, SimulatedRequest
 
 ENGINE = presets.engine("Qwen3-8B", "H100")
-LINE = Curve(7e-3, 2e-5, 6e-8)
+LINE = SpeedCurve(7e-3, 2e-5, 6e-8)
 FREE = Costs(0.0, 0.0)
 
 
@@ -31,7 +31,7 @@ def test_a_step_that_ends_with_harvested_engines_alone_is_paced_as_any_other(
         for group in range(30)
         for _ in range(8)
     )
-    pools = Pool(LINE, 2.0, 16, cache), Pool(replace(LINE, base=9e-3), 3.0, 16, cache)
+    pools = EnginePool(LINE, 2.0, 16, cache), EnginePool(replace(LINE, base=9e-3), 3.0, 16, cache)
     at = Situation(*pools, FREE, samples, loss_per_s=loss_per_s)
     windows = [0.0, 3.0, 40.0]
     short = [StepModel(at).close_s(window) for window in windows]
@@ -79,7 +79,7 @@ def test_an_engine_drains_as_controllers_predict_from_what_they_measured_of_it(s
             one.time_s - started_s for one in engine.advance(engine.next_time()) if isinstance(one, Finished)
         ]
     samples = tuple(Outstanding(400.0, float(rest), key // 8) for key, rest in enumerate(rests))
-    alone = Situation(Pool(fit.curve(), 1.0, 64), Pool(fit.curve(), 0.0, 64), FREE, samples)
+    alone = Situation(EnginePool(fit.curve(), 1.0, 64), EnginePool(fit.curve(), 0.0, 64), FREE, samples)
     model = StepModel(alone)
     assert model.end_s == pytest.approx(ends[-1], rel=0.06)
     halfway_s = next(

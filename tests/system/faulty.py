@@ -57,7 +57,9 @@ def sleep_slowly() -> None:
 def train_at_once() -> None:
     from scavenger.protocol import reserved_memory, train_step
 
-    reserved_memory.observe = lambda *_args, **_how: reserved_memory.Memory(train_step.ReservedAsleep(1, 0))
+    reserved_memory.observe = lambda *_args, **_how: reserved_memory.ReservedObservation(
+        train_step.ReservedAsleep(1, 0)
+    )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Plays a whole run on a `Site`: what the system tests share. The engines, the trainer, the daemon and the cluster are the real ones."""
+"""Plays a whole run on a `DemoSite` for the system tests. The engines, the trainer, the daemon and the cluster are the real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.engines import account
 from scavenger import toml
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import ClusterUnavailable
 from scavenger.ledger import store
 from scavenger.ledger.read import reports
@@ -91,7 +91,7 @@ def run_document(
     return document
 
 
-def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
+def write_run(site: DemoSite, model: Path, **overrides: Mapping[str, Any]) -> Path:
     """`run_document` in the site's folder."""
     path = site.dir / "run.toml"
     path.write_text(toml.dumps(run_document(site.state_dir, site.dir / "out", model, **overrides)))
@@ -104,7 +104,7 @@ GPU_NBYTES = {1: 4_800_000, 2: 4_200_000}
 ROOMY = 10**12
 
 
-def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
+def submit(site: DemoSite, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
     """Each job gets an account of its GPUs' memory: whoever trains beside an engine that is awake fails the run (`result`)."""
     run = tomllib.loads(run_toml.read_text())
     small = run["run"].get("deterministic", False) and run["model"]["context_length"] <= 32
@@ -115,13 +115,13 @@ def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | 
     return site.submit_training(run_toml, ranks=ranks, env=environ)
 
 
-def over_capacity(site: Site) -> str:
+def over_capacity(site: DemoSite) -> str:
     """Who wanted more of a GPU's memory than there was, and who had it; "" = nobody did."""
     return "\n".join(path.read_text() for path in sorted(site.dir.glob("gpu-*.refused")))
 
 
 @contextlib.contextmanager
-def second_daemon(site: Site) -> Iterator[subprocess.Popen[bytes]]:
+def second_daemon(site: DemoSite) -> Iterator[subprocess.Popen[bytes]]:
     """Have another daemon take over the same state, which becomes the site's; gives the first one, and ends it on leaving."""
     first = site.daemon
     try:
@@ -131,20 +131,20 @@ def second_daemon(site: Site) -> Iterator[subprocess.Popen[bytes]]:
         site.end_daemon(first)
 
 
-def kill_daemon(site: Site) -> None:
+def kill_daemon(site: DemoSite) -> None:
     """SIGKILL, and wait until it is gone."""
     site.daemon.kill()
     site.end_daemon(site.daemon)
 
 
-def job(site: Site, job_id: int) -> Job | None:
+def job(site: DemoSite, job_id: int) -> Job | None:
     try:
         return next((j for j in site.cluster.view().jobs if j.job_id == job_id), None)
     except ClusterUnavailable:
         return None
 
 
-def finish(site: Site, job_id: int, deadline_s: float = DEADLINE_S) -> None:
+def finish(site: DemoSite, job_id: int, deadline_s: float = DEADLINE_S) -> None:
     """Wait until the training job has ended, and fail with its log unless it completed."""
 
     def ended() -> Job | None:
@@ -158,7 +158,7 @@ def finish(site: Site, job_id: int, deadline_s: float = DEADLINE_S) -> None:
     assert seen.state is JobState.COMPLETED, f"the training job ended as {seen.state}\n{logs(site)}"
 
 
-def cut_short(site: Site, job_id: int) -> int:
+def cut_short(site: DemoSite, job_id: int) -> int:
     """Cancel the training job, and give the last step that it completed.
 
     For runs that are longer than anything that is to happen in them, however slow the machine is.
@@ -176,7 +176,7 @@ def cut_short(site: Site, job_id: int) -> int:
 def undisturbed(model: Path, folder: Path, steps: int) -> Result:
     """One reserved engine alone, nobody preempted, on the local backend."""
     options = SiteOptions("local", folder, demo_layout(grace_s=1.0), poll_interval_s=0.2)
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = write_run(site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16})
         finish(site, submit(site, run))
         return result(site)
@@ -190,7 +190,7 @@ def as_long(undisturbed_run: Result, found: Result, model: Path, folder: Path) -
     ).until(done)
 
 
-def logs(site: Site, lines: int = 40) -> str:
+def logs(site: DemoSite, lines: int = 40) -> str:
     """The ends of the logs, for a failure's message."""
     parts = []
     for path in sorted(
@@ -201,7 +201,7 @@ def logs(site: Site, lines: int = 40) -> str:
     return "\n".join(parts)
 
 
-def ask(site: Site, sql: str) -> list[tuple[Any, ...]]:
+def ask(site: DemoSite, sql: str) -> list[tuple[Any, ...]]:
     """Rows of a query on the site's ledger; none while the daemon has not made its tables."""
     return ask_ledger(site.ledger_url, sql)
 
@@ -217,12 +217,12 @@ def ask_ledger(url: str, sql: str) -> list[tuple[Any, ...]]:
         engine.dispose()
 
 
-def steps_done(site: Site) -> int:
+def steps_done(site: DemoSite) -> int:
     rows = ask(site, "SELECT max(step) FROM steps WHERE purpose = 'train' AND rewound_by IS NULL")
     return int(rows[0][0] or 0) if rows else 0
 
 
-def workers(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
+def workers(site: DemoSite, kind: str = "harvested") -> list[tuple[int, int, str]]:
     """(worker id, job id, node) of the workers that are here."""
     return ask(
         site,
@@ -230,7 +230,7 @@ def workers(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
     )
 
 
-def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
+def busy(site: DemoSite, kind: str = "harvested") -> list[tuple[int, int, str]]:
     """(worker id, job id, node) of workers that hold a sample with tokens and without an end."""
     return ask(
         site,
@@ -240,7 +240,7 @@ def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
     )
 
 
-def result(site: Site) -> Result:
+def result(site: DemoSite) -> Result:
     """Tokens, rewards and losses of the steps that survived; and the audits: the ledger must be sound, and GPUs were never overfull."""
     assert over_capacity(site) == ""
     return result_of(site.ledger_url)
@@ -271,7 +271,7 @@ def result_of(url: str) -> Result:
     return Result(tokens, steps)
 
 
-def jobs_left(site: Site) -> list[Job]:
+def jobs_left(site: DemoSite) -> list[Job]:
     """Jobs of ours that the queue still holds."""
     return [
         j

@@ -18,7 +18,7 @@ from scavenger.client import Client, Run
 from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.system.play import DEADLINE_S
 
 PROMPT = messages.pack_tokens([3, 1, 4, 1, 5, 9, 10])
@@ -48,7 +48,7 @@ def opened(run_toml: Path, job_id: int = 0) -> Iterator[Run]:
         )
 
 
-def publish(run: Run, source: WeightSource, model: Path, step: int, *, broken: bool = False) -> int:
+def publish(run: Run, source: WeightServer, model: Path, step: int, *, broken: bool = False) -> int:
     manifest, blob = build(model, run.next_version, broken=broken)
     run.publish(step, manifest, source.publish(manifest, blob))
     return manifest.version

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scavenger import toml
-from scavenger.cluster.sandbox.hosts import SITE, Host, HostSpec, SiteSandbox, wait_for
+from scavenger.cluster.sandbox.hosts import SITE, BootedHost, HostSpec, SiteSandbox, wait_for
 from tests.system import play
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,12 +113,12 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def as_scavenger(host: Host, *argv: str, check: bool = True, timeout_s: float = 300.0) -> str:
+def as_scavenger(host: BootedHost, *argv: str, check: bool = True, timeout_s: float = 300.0) -> str:
     env = {"SCAVENGER_CONFIG": CONFIG, "OMP_NUM_THREADS": "1"}
     return host.run(*argv, user="scavenger", env=env, check=check, timeout_s=timeout_s)
 
 
-def start_postgres(host: Host) -> str:
+def start_postgres(host: BootedHost) -> str:
     """PostgreSQL for the hosts of the site; the password of the ledger's role."""
     password = secrets.token_hex(16)
     folder = host.run("sh", "-c", "ls -d /etc/postgresql/*/main").strip()
@@ -131,7 +131,7 @@ def start_postgres(host: Host) -> str:
     return password
 
 
-def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
+def start_daemon(head: BootedHost, password: str, config: str = DAEMON) -> None:
     """As docs/site.md says, with the unit that is shipped, its hardening on."""
     head.write(
         "/home/scavenger/.pgpass", f"pg:5432:scavenger:scavenger:{password}\n", mode="0600", owner="scavenger"
@@ -153,7 +153,7 @@ def start_daemon(head: Host, password: str, config: str = DAEMON) -> None:
     head.run("systemctl", "start", "scavenger", timeout_s=120.0)
 
 
-def submit(head: Host, user: str, folder: str, run: str, env: dict[str, str] | None = None) -> str:
+def submit(head: BootedHost, user: str, folder: str, run: str, env: dict[str, str] | None = None) -> str:
     """A training job of this user over the two training hosts, of the run.toml `run`; its id."""
     head.write(f"{folder}/run.toml", run, mode="0600", owner=user)
     return head.run(
@@ -177,17 +177,17 @@ def sorting(name: str, folder: str, steps: int, state_dir: str = STATE, more: st
     return RUN.format(steps=steps, name=name, folder=folder, state_dir=state_dir) + more
 
 
-def ask(head: Host, sql: str) -> list[list[Any]]:
+def ask(head: BootedHost, sql: str) -> list[list[Any]]:
     """Rows of the ledger."""
     return json.loads(as_scavenger(head, PYTHON, "-c", _QUERY, LEDGER, sql))  # type: ignore[no-any-return]
 
 
-def ask_one(head: Host, sql: str) -> Any:
+def ask_one(head: BootedHost, sql: str) -> Any:
     """The only value of the only row."""
     return ask(head, sql)[0][0]
 
 
-def steps_done(head: Host) -> int:
+def steps_done(head: BootedHost) -> int:
     return int(ask_one(head, "SELECT coalesce(max(last_step), 0) FROM runs"))
 
 
@@ -198,7 +198,7 @@ with psycopg.connect(sys.argv[1]) as connection:
 """
 
 
-def unit(host: Host, name: str) -> str:
+def unit(host: BootedHost, name: str) -> str:
     """A property of the daemon's unit."""
     return host.run("systemctl", "show", "-p", name, "--value", "scavenger").strip()
 
@@ -207,7 +207,7 @@ def unit(host: Host, name: str) -> str:
 class Training:
     """A training job of the user scavenger, over the two training hosts."""
 
-    head: Host
+    head: BootedHost
     job: str
     steps: int = STEPS
 
@@ -278,7 +278,7 @@ def start_deterministic(
     return Training(head, job, steps)
 
 
-def trained_on(head: Host) -> set[str]:
+def trained_on(head: BootedHost) -> set[str]:
     """The hosts whose harvested engines generated tokens that were trained on."""
     sql = (
         "SELECT DISTINCT w.node FROM chunks c JOIN workers w ON w.worker_id = c.worker_id JOIN samples s "
@@ -287,7 +287,7 @@ def trained_on(head: Host) -> set[str]:
     return {node for (node,) in ask(head, sql)}
 
 
-def result(head: Host) -> play.Result:
+def result(head: BootedHost) -> play.Result:
     """As `play.result`, of the site's ledger; read there, where its password is."""
     said = as_scavenger(head, "env", f"PYTHONPATH={CLONE}", PYTHON, "-c", _RESULT, LEDGER)
     told = json.loads(said)
@@ -304,7 +304,7 @@ print(json.dumps({"tokens": tokens, "steps": list(found.steps.items())}))
 """
 
 
-def assert_hardened(head: Host) -> None:
+def assert_hardened(head: BootedHost) -> None:
     """The daemon runs as its user, with what the shipped unit forbids forbidden, as the kernel sees it."""
     told = dict(
         line.split(":", 1) for line in head.run("cat", f"/proc/{unit(head, 'MainPID')}/status").splitlines()

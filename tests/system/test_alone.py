@@ -8,7 +8,7 @@ import pytest
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.local.client import LocalCluster
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 
 pytestmark = pytest.mark.mpi
@@ -21,7 +21,7 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
     options = SiteOptions(
         "local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), poll_interval_s=0.2, max_engines=2
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         cluster = site.cluster
         assert isinstance(cluster, LocalCluster)
         # the window closes as soon as a harvested engine is ready: all of the step is then in flight at harvested engines
@@ -52,7 +52,7 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
         assert woken[0][0] > 0, "no sample of the step went on at a reserved engine"
 
 
-def _window_closed(site: Site) -> int:
+def _window_closed(site: DemoSite) -> int:
     """The step of which only harvested engines hold samples, two at least that have just begun; 0 = none yet."""
     held = play.ask(
         site,

@@ -10,7 +10,7 @@ import pytest
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.local.client import LocalCluster
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import faulty, play
 
 pytestmark = pytest.mark.mpi
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mpi
 def test_training_begins_when_an_engine_that_falls_asleep_slowly_has_acknowledged_it(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    with Site(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+    with DemoSite(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
         run = play.write_run(site, small_model, run={"harvest": False, "steps": 2}, engine={"max_batch": 16})
         play.finish(site, play.submit(site, run, env=faulty.environment(tmp_path, sleep="1.5")))
         found = play.result(site)
@@ -37,7 +37,7 @@ def test_whoever_trains_without_waiting_for_the_acknowledgement_fails_the_run(
     tmp_path: Path, small_model: Path
 ) -> None:
     """The old behaviour, planted: to have told engines to sleep was enough."""
-    with Site(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+    with DemoSite(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
         run = play.write_run(site, small_model, run={"harvest": False, "steps": 2}, engine={"max_batch": 16})
         env = faulty.environment(tmp_path, sleep="20.0", trainer="impatient")
         with pytest.raises(AssertionError, match="the training job ended as FAILED"):
@@ -66,7 +66,7 @@ def test_an_engine_that_never_acknowledges_is_ended_with_the_reason_and_the_run_
         # The trainer ends it before the daemon takes it for dead.
         daemon={"dead_s": 60.0, "reconnect_s": 70.0},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(
             site,
             small_model,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.chaos.audit import audit, table
 from tests.chaos.run import Chaos, Options
 from tests.system import play
@@ -62,7 +62,7 @@ PLANTED = {
 
 def _plant_and_find(wrong: str, counted: str, chaos: Chaos, undisturbed: play.Result) -> None:
     """Do that to the ledger of the ended run, audit it, and undo it."""
-    site = Site(SiteOptions("local", chaos.options.dir))
+    site = DemoSite(SiteOptions("local", chaos.options.dir))
     path = site.state_dir / "ledger.sqlite3"
     sound = path.read_bytes()
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 
 APART_S = 300
@@ -56,7 +56,7 @@ def test_clocks_five_minutes_apart_change_nothing(
         harvest={"python": str(moved_python(tmp_path, engines_s))},
         router={"policy": "standard"},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(
             site,
             small_model,
@@ -91,5 +91,5 @@ def test_clocks_five_minutes_apart_change_nothing(
             assert first - 60 <= began <= ended <= last + 60
 
 
-def _left(site: Site) -> bool:
+def _left(site: DemoSite) -> bool:
     return bool(play.ask(site, "SELECT 1 FROM workers WHERE left_at > 0 AND kind = 'harvested'"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.harvest import limits as harvest_limits
 from tests.system import play
 
@@ -64,7 +64,7 @@ def test_engines_in_containers_leave_on_notice_and_come_back(
         harvest={"container": container, "python": str(PYTHON)},
         router={"policy": "standard"},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(
             site,
             small_model,

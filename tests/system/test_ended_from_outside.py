@@ -19,9 +19,9 @@ from scavenger import toml
 from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions, daemon_document
+from scavenger.demo.site import DemoSite, SiteOptions, daemon_document
 from scavenger.ledger.read import reports
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.system import play, scripted
 
 
@@ -30,7 +30,7 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
     tmp_path: Path, small_model: Path
 ) -> None:
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=2.0), poll_interval_s=0.3, max_engines=1)
-    with Site(options) as site, WeightSource() as source:
+    with DemoSite(options) as site, WeightServer() as source:
         run_toml = play.write_run(site, small_model, run={"name": "cancelled"}, engine={"pace": 2.5})
         with scripted.opened(run_toml) as run:
             version = scripted.publish(run, source, small_model, 0)
@@ -63,7 +63,7 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
         assert reports.check(site.ledger_url) == []
 
 
-def _lost_no_more_than_promised(site: Site, moved: int) -> None:
+def _lost_no_more_than_promised(site: DemoSite, moved: int) -> None:
     """An engine that said goodbye lost nothing. One that Slurm killed first (a busy machine) lost a flush interval at most:
 
     at a pace of 2.5 tokens a second that is one token of each sample that it had.
@@ -76,7 +76,7 @@ def _lost_no_more_than_promised(site: Site, moved: int) -> None:
     assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(lost,)]
 
 
-def _partitions_in_the_way(site: Site) -> None:
+def _partitions_in_the_way(site: DemoSite) -> None:
     """Daemons of other configurations are refused while ours harvests: each says why and ends, and none touches what runs."""
     refused = {"normal": "is not preemptible (PreemptMode=OFF)", "scavange": "has no such partition"}
     starting = {}

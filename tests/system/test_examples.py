@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 from tests.system.model import write_small_model
 
@@ -42,7 +42,7 @@ def write_data(folder: Path) -> None:
         parquet.write_table(Table.from_pylist(rows), folder / f"{name}-00000-of-00001.parquet")
 
 
-def example(site: Site, model: Path, data: Path) -> str:
+def example(site: DemoSite, model: Path, data: Path) -> str:
     """The example's text with other values in some of its lines."""
     text = (play.ROOT / "examples/gsm8k/run.toml").read_text(encoding="utf-8")
     smaller: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def test_the_gsm8k_example_trains_with_vllm_engines(tmp_path: Path) -> None:
     options = SiteOptions(
         "local", tmp_path / "site", demo_layout(grace_s=5.0), poll_interval_s=0.5, max_engines=1, daemon=slow
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         path = site.dir / "run.toml"
         path.write_text(example(site, model, data))
         play.finish(site, play.submit(site, path, ranks=1), deadline_s=600.0)

@@ -16,11 +16,11 @@ import pytest
 from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.errors import Fenced, LedgerHeld, Refused
 from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger.read import reports
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.chaos.faults import fill
 from tests.system import killed_trainer, play, scripted
 
@@ -35,16 +35,16 @@ OPEN_LEASES = (
 )
 
 
-def _events(site: Site, kind: str) -> list[tuple[str, str]]:
+def _events(site: DemoSite, kind: str) -> list[tuple[str, str]]:
     """(subject, reason) of the ledger's events of a kind."""
     return play.ask(site, f"SELECT subject, reason FROM events WHERE kind = '{kind}' ORDER BY id")
 
 
-def _daemon_log(site: Site) -> str:
+def _daemon_log(site: DemoSite) -> str:
     return (site.dir / "daemon.log").read_text(errors="replace")
 
 
-def _worker_pid(site: Site, job_id: int) -> int:
+def _worker_pid(site: DemoSite, job_id: int) -> int:
     """The engine's process of a job on the local backend, of this site: another test's has jobs of the same numbers."""
     mark = f"SCAVENGER_JOB_ID={job_id}"
     table = processes.snapshot()
@@ -70,7 +70,7 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
     options = SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2, daemon=QUICK)
-    with Site(options) as site:
+    with DemoSite(options) as site:
         # With a batch of 2 three engines need 3 rounds for a step's 16 samples at best, two need 4: each is of use.
         run = play.write_run(
             site,
@@ -104,7 +104,7 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
         assert too_soon == [], "a restarted daemon sent engines away in mid-step"
 
 
-def _lost_by_silence(site: Site, worker: int) -> list[tuple[int, int]]:
+def _lost_by_silence(site: DemoSite, worker: int) -> list[tuple[int, int]]:
     """(sample, epoch) that a silent worker lost, once it holds nothing any more; none if all of its samples had ended."""
     still = f"SELECT 1 FROM leases WHERE worker_id = {worker} AND ended_at IS NULL"
     play.wait_for("its leases to end", lambda: not play.ask(site, still))
@@ -113,12 +113,12 @@ def _lost_by_silence(site: Site, worker: int) -> list[tuple[int, int]]:
     )
 
 
-def _wait_until_elsewhere(site: Site, sample: int, epoch: int) -> None:
+def _wait_until_elsewhere(site: DemoSite, sample: int, epoch: int) -> None:
     newest = f"SELECT max(epoch) FROM leases WHERE sample_id = {sample}"
     play.wait_for("its sample to be leased elsewhere", lambda: play.ask(site, newest)[0][0] > epoch)
 
 
-def _kill_the_daemon(site: Site) -> None:
+def _kill_the_daemon(site: DemoSite) -> None:
     """SIGKILL with samples in flight: the workers come back under their leases, and every durable token is still there."""
     play.kill_daemon(site)
     before = play.ask(site, OPEN_LEASES)
@@ -145,13 +145,13 @@ def _kill_the_daemon(site: Site) -> None:
     )
 
 
-def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
+def _settled(site: DemoSite, leases: list[tuple[int, ...]]) -> bool:
     """Each of these samples has more tokens, or its lease has ended."""
     open_now = {(sample, epoch): length for sample, epoch, _, length in play.ask(site, OPEN_LEASES)}
     return all(open_now.get((sample, epoch), length + 1) > length for sample, epoch, _, length in leases)
 
 
-def _start_a_second_daemon(site: Site) -> None:
+def _start_a_second_daemon(site: DemoSite) -> None:
     """An admin's mistake is refused. Meant, the newer daemon takes the ledger, the older one ends, the run goes on with the newer."""
     argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(site.config_path)]
     refused = subprocess.run(
@@ -165,7 +165,7 @@ def _start_a_second_daemon(site: Site) -> None:
     assert "let only one daemon run on a ledger" in _daemon_log(site)
 
 
-def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
+def _stop_an_engine_until_its_samples_are_elsewhere(site: DemoSite) -> None:
     """SIGSTOP: silence moves its samples. SIGCONT: what it still says is refused with a reason."""
     lost: list[tuple[int, int]] = []
     while (
@@ -192,7 +192,7 @@ def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
         assert last <= ended, f"sample {sample} took a chunk of its lost lease"
 
 
-def _at_work(site: Site) -> list[tuple[int, int]]:
+def _at_work(site: DemoSite) -> list[tuple[int, int]]:
     """(worker id, job id) of harvested engines that hold samples and have said something to the newest daemon."""
     assert play.ask(site, "SELECT 1 FROM runs WHERE state <> 'active'") == [], (
         f"the run ended too soon\n{play.logs(site)}"
@@ -204,7 +204,7 @@ def _at_work(site: Site) -> list[tuple[int, int]]:
     return [(worker, job) for worker, job, _ in play.busy(site) if worker in heard]
 
 
-def _refusals(site: Site) -> list[tuple[str]]:
+def _refusals(site: DemoSite) -> list[tuple[str]]:
     return [(reason,) for kind in ("stale_leases", "chunk_refused") for _, reason in _events(site, kind)]
 
 
@@ -235,7 +235,7 @@ def test_a_trainer_killed_before_its_commit_and_a_full_disk_change_nothing_witho
 ) -> None:
     """`harvest.max_engines = 0` besides: harvesting is wished for, and there never is an engine."""
     options = SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=0)
-    with _small_disk(tmp_path / "state", 16 << 20), Site(options) as site:
+    with _small_disk(tmp_path / "state", 16 << 20), DemoSite(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 40.0})
         python = str(killed_trainer.interpreter(tmp_path))
         training = play.submit(site, run, env={"SCAVENGER_PYTHON": python, killed_trainer.STEP: "4"})
@@ -254,12 +254,12 @@ def test_a_trainer_killed_before_its_commit_and_a_full_disk_change_nothing_witho
         assert play.ask(site, "SELECT count(*) FROM jobs") == [(0,)]
 
 
-def _over(site: Site, job_id: int) -> JobState | None:
+def _over(site: DemoSite, job_id: int) -> JobState | None:
     seen = play.job(site, job_id)
     return seen.state if seen is not None and seen.state in play.ENDED and not seen.flags else None
 
 
-def _fill_the_disk_and_free_it(site: Site) -> None:
+def _fill_the_disk_and_free_it(site: DemoSite) -> None:
     ballast = site.state_dir / "ballast"
     fill(ballast)
     play.wait_for("the daemon to stall and say why", lambda: "STALLED_DISK_FULL" in _daemon_log(site))
@@ -273,7 +273,7 @@ def _fill_the_disk_and_free_it(site: Site) -> None:
     )
 
 
-def _replayed(site: Site) -> None:
+def _replayed(site: DemoSite) -> None:
     """I3: step 3 was committed after the checkpoint of step 2, so its samples were delivered again and not generated again."""
     assert play.ask(site, "SELECT attempt, resume_step FROM attempts ORDER BY attempt") == [(1, 0), (2, 2)]
     assert play.ask(site, "SELECT step, attempt FROM steps WHERE rewound_by = 2 AND purpose = 'train'") == [
@@ -309,7 +309,7 @@ def test_job_scripts_that_die_at_once_everywhere_blame_no_node_and_the_run_compl
     options = SiteOptions(
         "local", tmp_path / "site", LAYOUT, poll_interval_s=0.2, max_engines=2, harvest=harvest
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 16.0})
         training = play.submit(site, run)
         play.wait_for("a node to be blamed", lambda: _events(site, "node_quarantined"), 60)
@@ -337,8 +337,8 @@ def test_an_engine_whose_numbers_are_not_finite_stops_the_run_with_the_sample_or
     tmp_path: Path, small_model: Path
 ) -> None:
     with (
-        Site(SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2)) as site,
-        WeightSource() as source,
+        DemoSite(SiteOptions("local", tmp_path, LAYOUT, poll_interval_s=0.2, max_engines=2)) as site,
+        WeightServer() as source,
     ):
         shared = {"poison_after": 1, "max_engines": 1}
         with (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.long]
@@ -56,7 +56,7 @@ def test_ranks_of_mpich_meet_and_train_alike(
     undisturbed: play.Result,
 ) -> None:
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.5, max_engines=2)
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(site, small_model, run={"steps": 4})
         job = play.submit(site, run, env={"SCAVENGER_PYTHON": str(mpich_python), **environ})
         play.finish(site, job)
@@ -70,7 +70,7 @@ def test_a_launcher_of_another_make_is_said_within_seconds(
 ) -> None:
     """MPICH's ranks under srun's PMIx alone: nothing is started, and the job's last line says why and what to do."""
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.5, max_engines=0)
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(site, small_model)
         environ = {"SCAVENGER_PYTHON": str(mpich_python), "SCAVENGER_MPI": "srun", "SLURM_MPI_TYPE": "pmix"}
         job = play.submit(site, run, env=environ)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import queries
 from tests.system import play
@@ -53,7 +53,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
         harvest={"max_pending": 6},
         router={"policy": "standard"},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         # The reserved engine wakes late, so that lost engines are back before the steps are over.
         run = play.write_run(
             site,
@@ -80,7 +80,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
             assert max(arm.waited_s) <= arm.grace_s + 5, f"{arm.name}: others waited {arm.waited_s}"
 
 
-def _lose_engines(site: Site, arm: Arm) -> None:
+def _lose_engines(site: DemoSite, arm: Arm) -> None:
     """Take engines that hold samples, node by node, until the arm has its share."""
     deadline = (
         time.monotonic() + 240
@@ -112,7 +112,7 @@ def _lose_engines(site: Site, arm: Arm) -> None:
             _watch_others(site, arm)
 
 
-def _watch_others(site: Site, arm: Arm) -> None:
+def _watch_others(site: DemoSite, arm: Arm) -> None:
     """Wait until the others' jobs have run, and note how long they waited for their GPUs (Slurm's own times, whole seconds)."""
 
     def ended() -> bool:
@@ -124,7 +124,7 @@ def _watch_others(site: Site, arm: Arm) -> None:
     play.wait_for(f"{arm.name}: the others' jobs", ended, 60)
 
 
-def _check_ledger(site: Site, arms: list[Arm]) -> None:
+def _check_ledger(site: DemoSite, arms: list[Arm]) -> None:
     """At least 20 engines lost, 5 in each arm; nothing generated again with notice, at most one flush interval a sample without."""
     lost_workers = (
         "SELECT worker_id, notice, samples, salvaged, regenerated, reason FROM workers WHERE left_at > 0"

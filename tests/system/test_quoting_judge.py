@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.ledger.maintain import purge
 from tests.ledger import test_roles as roles
 from tests.ledger.test_privacy import naming, said
@@ -22,7 +22,7 @@ SECRET = "SWORDFISH"
 SHARED = {"steps": 1, "harvest": False}
 
 
-def played(site: Site, model: Path, name: str, on_error: str) -> JobState:
+def played(site: DemoSite, model: Path, name: str, on_error: str) -> JobState:
     """A run of one step, from its submission to the end of its job."""
     reward = {"function": "tests.system.rewards:quotes", "retries": 0, "on_reward_error": on_error}
     run = {"name": name, "out_dir": site.dir / f"out-{name}", **SHARED}
@@ -38,7 +38,7 @@ def played(site: Site, model: Path, name: str, on_error: str) -> JobState:
 
 def test_a_judge_s_words_stay_in_the_trainer_s_log(tmp_path: Path, small_model: Path) -> None:
     with PrivatePostgres() as postgres:
-        with Site(SiteOptions("local", tmp_path, poll_interval_s=0.2, ledger=postgres.url)) as site:
+        with DemoSite(SiteOptions("local", tmp_path, poll_interval_s=0.2, ledger=postgres.url)) as site:
             assert played(site, small_model, "masks", "mask") is JobState.COMPLETED, play.logs(site)
             assert played(site, small_model, "stops", "stop") is JobState.FAILED, play.logs(site)
             states = play.ask(

@@ -40,4 +40,4 @@ def test_the_events_of_a_whole_demo_make_an_equal_core(
     found = json.loads((tmp_path / "site/replayed.json").read_text())
     assert found["equal"], found
     assert found["events"] > 500
-    assert {"HelloReceived", "WorkerSent", "TrainerCalled", "Committed", "Tick"} <= set(found["kinds"])
+    assert {"HelloReceived", "WorkerSent", "TrainerCalled", "Committed", "CoreTick"} <= set(found["kinds"])

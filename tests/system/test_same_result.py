@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 
 pytestmark = pytest.mark.mpi
@@ -32,7 +32,7 @@ def _run(
         max_engines=engines,
         router={"policy": policy},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         # longer than any machine takes until what is to be seen has been seen, then cut short
         run = play.write_run(
             site,
@@ -65,13 +65,13 @@ def _run(
         return play.result(site).until(done)
 
 
-def _hit(site: Site) -> bool:
+def _hit(site: DemoSite) -> bool:
     """Whether three engines were lost with samples (what they had is counted when they leave), and a sample moved with tokens."""
     engines = play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0")
     return engines[0][0] >= 3 and play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0
 
 
-def _harvested_tokens(site: Site) -> int:
+def _harvested_tokens(site: DemoSite) -> int:
     rows = play.ask(
         site,
         "SELECT coalesce(sum(c.n_tokens), 0) FROM chunks c JOIN workers w ON w.worker_id = c.worker_id "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.sandbox.hosts import Host, SiteSandbox, wait_for
+from scavenger.cluster.sandbox.hosts import BootedHost, SiteSandbox, wait_for
 from tests.system import play
 from tests.system.site_run import (
     CONFIG,
@@ -24,21 +24,21 @@ from tests.system.site_run import (
 pytestmark = [pytest.mark.site, pytest.mark.mpi, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
-def engines(head: Host) -> set[str]:
+def engines(head: BootedHost) -> set[str]:
     """Jobs of engines that run."""
     argv = ("squeue", "-h", "-p", "scavenge", "-t", "RUNNING", "-o", "%A")
     return set(head.run(*argv).split())
 
 
-def is_served_anew(head: Host, pid: str) -> bool:
+def is_served_anew(head: BootedHost, pid: str) -> bool:
     return unit(head, "ActiveState") == "active" and unit(head, "MainPID") not in (pid, "0")
 
 
-def journal(head: Host) -> str:
+def journal(head: BootedHost) -> str:
     return head.run("journalctl", "-u", "scavenger", "--no-pager", "-o", "cat")
 
 
-def goes_on_with(head: Host, training: Training, jobs: set[str]) -> None:
+def goes_on_with(head: BootedHost, training: Training, jobs: set[str]) -> None:
     """The daemon that serves now has these engines, and the run goes on."""
     training.goes_on()
     assert jobs <= engines(head), "they were adopted: none was cancelled, none submitted in its place"

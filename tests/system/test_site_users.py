@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scavenger.cluster.sandbox.hosts import Host, SiteSandbox, wait_for
+from scavenger.cluster.sandbox.hosts import BootedHost, SiteSandbox, wait_for
 from scavenger.protocol.messages import reserved_name
 from tests.system import play
 from tests.system.site_run import (
@@ -133,7 +133,7 @@ THEIRS = [7001, 7003]
 AS_U1 = {"XDG_CONFIG_HOME": "/shared/u1/config", "PYTHONPATH": CLONE}
 
 
-def attack(host: Host, *words: str) -> dict[str, Any]:
+def attack(host: BootedHost, *words: str) -> dict[str, Any]:
     """What u1's program says that it got."""
     argv = (PYTHON, f"{CLONE}/tests/system/attacker.py", *words)
     return json.loads(host.run(*argv, user="u1", env=AS_U1, timeout_s=240.0))  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ def run_of_u2(site: SiteSandbox, model: Path, steps: int) -> Training:
     return training
 
 
-def facts_of(head: Host) -> dict[str, Any]:
+def facts_of(head: BootedHost) -> dict[str, Any]:
     """What an attacker could at best have guessed of u2's run: ids as they are now."""
     leases = ask(
         head, "SELECT sample_id, epoch FROM leases WHERE ended_at IS NULL ORDER BY sample_id LIMIT 16"
@@ -181,7 +181,7 @@ def facts_of(head: Host) -> dict[str, Any]:
     }
 
 
-def seconds_of_steps(head: Host, since: float) -> list[float]:
+def seconds_of_steps(head: BootedHost, since: float) -> list[float]:
     """How long each step took that was committed after `since` (Unix seconds)."""
     at = [
         one

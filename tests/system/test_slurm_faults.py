@@ -32,7 +32,7 @@ from scavenger.cluster.pyslurm.client import PyslurmCluster
 from scavenger.cluster.sandbox import controllers
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.daemon.process import Clock
+from scavenger.daemon.process import UnixClock
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked, JobGone
 from tests.clusters import empty, wait_for
@@ -235,7 +235,7 @@ def test_a_daemon_whose_hosts_clock_was_ten_minutes_off_and_is_set_right_while_e
     truth = time.time
     monkeypatch.setattr(time, "time", lambda: truth() + ahead_s)
     with site(sandbox.env, tmp_path) as world:
-        world.clock = Clock()
+        world.clock = UnixClock()
 
         async def play() -> None:
             world.want(2)
@@ -298,7 +298,7 @@ def test_a_daemon_that_was_down_for_an_hour_adopts_its_jobs_and_closes_those_tha
         # what the ledger would have: all of it was an hour ago
         second.restore(
             [
-                rec.JobState(
+                rec.OpenIntent(
                     msgspec.structs.replace(intended[i], at=intended[i].at - 3600.0),
                     ids[i],
                     "RUNNING",

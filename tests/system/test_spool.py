@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.ledger.read import reports
 from scavenger.weights import manifest as manifests
 from scavenger.weights import spool
@@ -25,11 +25,11 @@ def versions(folder: Path) -> dict[int, str]:
     return found
 
 
-def _newest(site: Site) -> int:
+def _newest(site: DemoSite) -> int:
     return int(play.ask(site, "SELECT COALESCE(max(version), 0) FROM weight_versions")[0][0])
 
 
-def _ended(site: Site, job_id: int) -> bool:
+def _ended(site: DemoSite, job_id: int) -> bool:
     seen = play.job(site, job_id)
     return seen is None or (seen.state in play.ENDED and not seen.flags)
 
@@ -40,7 +40,9 @@ def test_a_joiner_loads_from_the_disk_while_the_trainer_is_gone_and_the_run_goes
     tmp_path: Path, small_model: Path
 ) -> None:
     spool_dir = tmp_path / "spool"
-    with Site(SiteOptions("local", tmp_path / "site", LAYOUT, poll_interval_s=0.2, max_engines=1)) as site:
+    with DemoSite(
+        SiteOptions("local", tmp_path / "site", LAYOUT, poll_interval_s=0.2, max_engines=1)
+    ) as site:
         weights, engine = {"spool_dir": spool_dir, "encrypt": True}, {"max_batch": 4, "pace": 2.0}
         run = play.write_run(site, small_model, run={"max_engines": 1}, engine=engine, weights=weights)
         training = play.submit(site, run)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.harvest import limits as harvest_limits
 from scavenger.protocol.messages import PROTOCOL
 from tests.system import play
@@ -45,7 +45,7 @@ def test_a_new_release_replaces_the_daemon_while_a_run_trains(
         harvest={"python": str(python)},
         router={"policy": "standard"},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         assert site.env["PYTHONPATH"] == str(installed)
         run = play.write_run(
             site,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play, wrong_engine
 
 pytestmark = pytest.mark.mpi
@@ -39,7 +39,7 @@ def test_an_engine_that_computes_wrong_is_set_aside_and_no_other(tmp_path: Path,
         router={"policy": "standard"},
         harvest={"python": str(wrong_engine.python(tmp_path))},
     )
-    with Site(options) as site:
+    with DemoSite(options) as site:
         run = play.write_run(
             site,
             sharpen(small_model, tmp_path / "sharp"),

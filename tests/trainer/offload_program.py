@@ -23,7 +23,7 @@ from trainer.data.batching import balanced
 from trainer.loop.comm import connect, disconnect, join
 from trainer.model import offload
 from trainer.model.learner import Learner
-from trainer.model.memory import Gpu
+from trainer.model.memory import RankGpu
 
 
 def main(model: str, out: str) -> None:
@@ -44,7 +44,7 @@ def main(model: str, out: str) -> None:
                 deterministic=False,
                 trainer=TrainerSection(offload=mode),  # type: ignore[arg-type]
                 lora=lora,
-                gpu=Gpu(gpu),
+                gpu=RankGpu(gpu),
             )
             said: list[object] = []
             for step in range(3):

@@ -21,7 +21,7 @@ from scavenger.weights import spool
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import TransferLimits
 from tests.trainer.published import digest_of, gathered
@@ -37,7 +37,7 @@ VERSIONS = 6
 DTYPE = "bfloat16"
 
 
-class Watched(WeightSource):
+class Watched(WeightServer):
     """A source that remembers what it was given."""
 
     def __init__(self, *, local: bool) -> None:
@@ -87,7 +87,7 @@ def dead(manifest: Manifest, sources: Sequence[messages.WeightSource], blob: Buf
         asyncio.run(work.finish(2.0))
     except WeightsError as error:
         said = str(error)
-    with WeightSource() as engine:
+    with WeightServer() as engine:
         relayed = asyncio.run(pulled(manifest, [*sources, engine.publish(manifest, blob)]))
     return {"dead": said, "relayed": relayed.buffer.view == blob.view}
 

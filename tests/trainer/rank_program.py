@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.protocol import keys
 from scavenger.weights.pull import pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.trainer.published import Kept
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
@@ -60,7 +60,7 @@ def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str
     learner = Learner(
         Path(model), mesh, recipe=recipe, optimizer=PACKED_OPTIMIZER, temperature=1.0, deterministic=False
     )
-    with WeightSource() as source:
+    with WeightServer() as source:
         if comm.rank == 0:
             return packed_lead(Ranks(comm, learner, Publisher(source)), out)
         serve(comm, learner, Publisher(source))

@@ -13,7 +13,7 @@ from scavenger.errors import ConfigError
 from trainer.algorithms import advantages, mismatch, surrogates
 from trainer.algorithms.advantages import overlong_penalty
 from trainer.algorithms.loss import KL_ESTIMATORS, Tokens, policy_loss, token_logprobs
-from trainer.algorithms.rows import ROWS, Counted, Recipe, denominator, resolve
+from trainer.algorithms.rows import ROWS, DenominatorShare, Recipe, denominator, resolve
 
 F64 = torch.float64
 
@@ -337,7 +337,7 @@ def test_batch_advantages_wait_and_group_advantages_stream(name: str) -> None:
 )
 def test_denominators(name: str, expected: float) -> None:
     """3 samples of 12 tokens, at most 10 each."""
-    assert denominator(recipe(name), Counted(3, 12)) == expected
+    assert denominator(recipe(name), DenominatorShare(3, 12)) == expected
 
 
 def test_a_row_s_defaults_hold_where_the_run_is_silent() -> None:

@@ -13,7 +13,15 @@ import torch
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
-from scavenger.protocol.train_step import GroupsAdded, GroupsCompleted, Phase, Plan, Trained, begin, react
+from scavenger.protocol.train_step import (
+    GroupsAdded,
+    GroupsCompleted,
+    StepPhase,
+    StepPlan,
+    Trained,
+    begin,
+    react,
+)
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
 from tests.trainer.toy import ToyRanks
 from trainer.algorithms.scoring import Scoring
@@ -191,12 +199,12 @@ def test_where_equal_rewards_say_something_nothing_is_replaced(model_folder: Pat
 
 def test_a_step_that_asks_for_more_waits_for_it() -> None:
     step, _ = begin(
-        Plan(4, 1, 0.0, 1.0, harvest=True, reserved=False), harvested=1, reserved_awake=False, now=0.0
+        StepPlan(4, 1, 0.0, 1.0, harvest=True, reserved=False), harvested=1, reserved_awake=False, now=0.0
     )
     step, _ = react(step, GroupsAdded(1, 4), 1.0)
     step, actions = react(step, GroupsCompleted(1, 4, untrained=1), 1.0)
-    assert (step.phase, actions) == (Phase.TRAIN, ())
+    assert (step.phase, actions) == (StepPhase.TRAIN, ())
     step, actions = react(step, GroupsCompleted(1, 4), 2.0)
     assert [type(action).__name__ for action in actions] == ["TrainReady"]
     step, actions = react(step, Trained(1), 3.0)
-    assert step.phase is Phase.FINISH
+    assert step.phase is StepPhase.FINISH

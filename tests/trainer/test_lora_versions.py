@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.engines import checksum, lora, merging
-from rollout.engines.base import Host
+from rollout.engines.base import EngineHost
 from rollout.engines.reference import ReferenceEngine, build
 from scavenger.errors import EngineError, WeightsError
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.trainer.test_lora import RANK, learner_of, trained
 from trainer.loop.comm import Solo
 from trainer.loop.publish import DTYPES, Publisher
@@ -37,7 +37,7 @@ from trainer.model.learner import Learner
 class Trainer:
     """A learner of adapters that publishes over a real source, and the daemon's word about it."""
 
-    def __init__(self, folder: Path, mesh: DeviceMesh, source: WeightSource, dtype: str) -> None:
+    def __init__(self, folder: Path, mesh: DeviceMesh, source: WeightServer, dtype: str) -> None:
         self.learner: Learner = learner_of(folder, mesh)
         self.ranks = Ranks(Solo(), self.learner, Publisher(source))
         self.dtype = dtype
@@ -81,7 +81,7 @@ class Engine:
 @asynccontextmanager
 async def engine_of(folder: Path, dtype: str) -> AsyncIterator[Engine]:
     spec = messages.EngineSpec("reference", (folder / "config.json").read_text(), dtype, 4, 24)
-    one = Engine(await build(spec, Host()))
+    one = Engine(await build(spec, EngineHost()))
     try:
         yield one
     finally:
@@ -98,7 +98,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 def test_engines_merge_to_the_trainer_s_own_bits_also_one_that_joins_at_version_3(
     model_folder: Path, mesh: DeviceMesh
 ) -> None:
-    async def main(source: WeightSource, dtype: str) -> None:
+    async def main(source: WeightServer, dtype: str) -> None:
         trainer = Trainer(model_folder, mesh, source, dtype)
         async with engine_of(model_folder, dtype) as first, engine_of(model_folder, dtype) as joiner:
             base = trainer.publish_base(1)
@@ -119,7 +119,7 @@ def test_engines_merge_to_the_trainer_s_own_bits_also_one_that_joins_at_version_
             assert base.root == adapter.base
 
     for dtype in ("float32", "bfloat16"):
-        with WeightSource(local=False) as source:
+        with WeightServer(local=False) as source:
             asyncio.run(main(source, dtype))
 
 
@@ -143,7 +143,7 @@ def flipped(value: Tensor) -> Tensor:
 def test_an_engine_that_merges_wrongly_is_found_out_by_the_trainer_s_own_merge(
     wrong: str, dtype: str, model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main(source: WeightSource) -> None:
+    async def main(source: WeightServer) -> None:
         trainer = Trainer(model_folder, mesh, source, dtype)
         trainer.publish_base(1)
         trained(trainer.learner, 1)
@@ -156,7 +156,7 @@ def test_an_engine_that_merges_wrongly_is_found_out_by_the_trainer_s_own_merge(
             await engine.load(order)
             assert same(engine.weights(), trainer.weights())
 
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         asyncio.run(main(source))
 
 
@@ -171,7 +171,7 @@ def test_a_weight_that_changed_on_its_way_into_the_engine_is_found_there(
             target[1, 1] *= 1 + 2**-40
         return target
 
-    async def main(source: WeightSource) -> None:
+    async def main(source: WeightServer) -> None:
         trainer = Trainer(model_folder, mesh, source, "bfloat16")
         trainer.publish_base(1)
         order = trainer.publish(2)
@@ -184,14 +184,14 @@ def test_a_weight_that_changed_on_its_way_into_the_engine_is_found_there(
                     await engine.load(order)
             await engine.load(order)
 
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         asyncio.run(main(source))
 
 
 def test_the_sums_are_those_of_all_weights_whatever_has_an_adapter(
     model_folder: Path, mesh: DeviceMesh
 ) -> None:
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         trainer = Trainer(model_folder, mesh, source, "bfloat16")
         trainer.publish_base(1)
         found = []
@@ -208,7 +208,7 @@ def test_the_sums_are_those_of_all_weights_whatever_has_an_adapter(
 def test_what_is_published_at_a_step_is_a_and_b_and_nothing_else(
     model_folder: Path, mesh: DeviceMesh
 ) -> None:
-    async def main(source: WeightSource) -> None:
+    async def main(source: WeightServer) -> None:
         trainer = Trainer(model_folder, mesh, source, "bfloat16")
         base = trainer.publish_base(1)
         layers = [
@@ -235,7 +235,7 @@ def test_what_is_published_at_a_step_is_a_and_b_and_nothing_else(
                 await engine.load(order)
                 assert 0 < source.stats.nbytes - before <= a_and_b, "what travelled"
 
-    with WeightSource(local=False, deltas=0) as source:
+    with WeightServer(local=False, deltas=0) as source:
         asyncio.run(main(source))
 
 
@@ -244,7 +244,7 @@ def test_a_trainer_that_restarts_publishes_its_base_again_and_no_engine_pulls_it
 ) -> None:
     async def main() -> None:
         async with engine_of(model_folder, "float32") as engine, engine_of(model_folder, "float32") as joiner:
-            with WeightSource(local=False) as source:
+            with WeightServer(local=False) as source:
                 trainer = Trainer(model_folder, mesh, source, "float32")
                 base = trainer.publish_base(1)
                 order = trainer.publish(2)
@@ -259,7 +259,7 @@ def test_a_trainer_that_restarts_publishes_its_base_again_and_no_engine_pulls_it
                 msgspec.structs.replace(order, sources=(alone,), base=kept)
             )  # while there is no trainer
             assert same(joiner.weights(), trainer.weights())
-            with WeightSource(local=False) as source:
+            with WeightServer(local=False) as source:
                 again = Trainer(model_folder, mesh, source, "float32")
                 assert again.publish_base(3).root == base.root
                 trained(again.learner, 1)
@@ -279,7 +279,7 @@ def test_a_trainer_that_restarts_publishes_its_base_again_and_no_engine_pulls_it
 def test_another_base_than_the_version_names_is_refused_before_a_byte_is_pulled(
     model_folder: Path, mesh: DeviceMesh
 ) -> None:
-    async def main(source: WeightSource) -> None:
+    async def main(source: WeightServer) -> None:
         trainer = Trainer(model_folder, mesh, source, "float32")
         right = trainer.publish_base(1)
         order = trainer.publish(2)
@@ -299,13 +299,13 @@ def test_another_base_than_the_version_names_is_refused_before_a_byte_is_pulled(
             await engine.load(order)
             assert same(engine.weights(), trainer.weights())
 
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         asyncio.run(main(source))
 
 
 def test_adapters_are_not_built_before_their_base(model_folder: Path, mesh: DeviceMesh) -> None:
     with (
-        WeightSource(local=False) as source,
+        WeightServer(local=False) as source,
         pytest.raises(WeightsError, match="their base was not published"),
     ):
         Trainer(model_folder, mesh, source, "float32").publish(1)

@@ -16,7 +16,7 @@ import pytest
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
-from trainer.loop.metrics import Capacity, Sources, alarm
+from trainer.loop.metrics import Capacity, TokenSources, alarm
 from trainer.loop.monitor import Monitor, MonitorEntry, SinkFailed, TensorBoard, WeightsAndBiases, chosen
 
 METRICS = {
@@ -325,7 +325,7 @@ def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int
 
 
 def test_tokens_are_counted_by_who_generated_them() -> None:
-    sources = Sources()
+    sources = TokenSources()
     sources.add([sample(10, 10, 0), sample(8, 3, 5, lost=4, moves=1)], staleness=0)
     sources.add([sample(6, 0, 2)], staleness=2)  # the daemon was restarted within it
     as_metrics = sources.as_metrics(seconds=2.0)

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from trainer import launch, mpi_settings, reach
-from trainer.mpi_settings import NO_MPI, UNREACHABLE, WRONG_SIZE, GiveUp, Library, Settings, Trial, Try, Use
+from trainer.mpi_settings import (
+    NO_MPI,
+    UNREACHABLE,
+    WRONG_SIZE,
+    GiveUp,
+    Library,
+    MpiChoice,
+    MpiSettings,
+    Trial,
+    Try,
+)
 
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.7\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
@@ -46,7 +56,9 @@ def test_a_library_is_known_by_what_it_prints(text: str, make: str, version: tup
     assert mpi_settings.library(text) == Library(make, version)
 
 
-def chosen(text: str, *trials: Trial, launchers: tuple[str, ...] = ("srun", "mpirun")) -> Try | Use | GiveUp:
+def chosen(
+    text: str, *trials: Trial, launchers: tuple[str, ...] = ("srun", "mpirun")
+) -> Try | MpiChoice | GiveUp:
     return mpi_settings.decide(mpi_settings.library(text), launchers, 2, trials)
 
 
@@ -83,7 +95,7 @@ def test_open_mpi_4_is_tried_with_tcp_first_and_5_with_nothing_set() -> None:
 @pytest.mark.parametrize("text", [HYDRA, INTEL, ""])
 def test_what_is_not_open_mpi_gets_none_of_its_settings(text: str) -> None:
     first = chosen(text)
-    assert first == Try("srun", Settings("its own settings"))
+    assert first == Try("srun", MpiSettings("its own settings"))
     assert isinstance(chosen(text, Trial("srun", first.settings, WRONG_SIZE, "a world of 1")), Try)
 
 
@@ -95,7 +107,7 @@ def test_open_mpi_5_that_finds_no_route_to_its_own_node_pairs_addresses_by_weigh
     assert isinstance(second, Try)
     assert second.settings.environ["OMPI_MCA_reachable"] == "weighted"
     used = chosen(OPEN_MPI_5, failed, Trial("mpirun", second.settings, 0), launchers=("mpirun",))
-    assert isinstance(used, Use)
+    assert isinstance(used, MpiChoice)
     assert used.settings == second.settings
     assert used.reason == (
         "2 ranks met under mpirun of Open MPI 5.0.7 with TCP alone, addresses paired by weight "

@@ -30,7 +30,7 @@ from trainer.data.batching import pack
 from trainer.launch import environment
 from trainer.model import offload
 from trainer.model.learner import Learner
-from trainer.model.memory import Gpu, RankMemory
+from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.offload import Offload, choose
 from trainer.prepare import memory as prepared
 
@@ -69,7 +69,7 @@ def make_learner(
         deterministic=deterministic,
         trainer=TrainerSection(offload=mode, **how),  # type: ignore[arg-type]
         lora=LORA if lora else LoraSection(),
-        gpu=Gpu(gpu, shared=shared) if gpu is not None else None,
+        gpu=RankGpu(gpu, shared=shared) if gpu is not None else None,
     )
 
 
@@ -381,7 +381,7 @@ def test_on_cuda_only_what_came_since_the_first_release_is_taken_for_engines(
 ) -> None:
     device = Device(16 * GB, 16 * GB + GB // 2).install(monkeypatch)  # half a GB: the trainer's own context
     state = state_of(make_learner(model_folder, mesh, "never"))
-    memory = RankMemory(Gpu(Cuda(0, "rank 0")), state, "auto")
+    memory = RankMemory(RankGpu(Cuda(0, "rank 0")), state, "auto")
 
     def reason() -> str:
         memory.take_back()

@@ -13,23 +13,23 @@ from scavenger.protocol.train_step import (
     FinishStep,
     FleetChanged,
     GroupsCompleted,
-    Phase,
-    Plan,
     ReservedAsleep,
     ReservedHolds,
+    SeedWindowState,
     SleepReserved,
+    StepPhase,
+    StepPlan,
     StepState,
-    Tick,
+    StepTick,
     Trained,
     TrainReady,
     WakeReserved,
-    Window,
     WindowDecided,
     begin,
     react,
 )
 
-PLAN = Plan(samples=16, groups=4, window=0.5, wake_after_s=5.0, harvest=True, reserved=True)
+PLAN = StepPlan(samples=16, groups=4, window=0.5, wake_after_s=5.0, harvest=True, reserved=True)
 
 
 def kinds(actions: tuple[Action, ...]) -> list[str]:
@@ -61,25 +61,25 @@ def test_reserved_engines_seed_then_sleep_at_the_window_while_harvested_ones_liv
     step, actions = begin(PLAN, harvested=2, reserved_awake=False, now=0.0)
     assert kinds(actions) == ["WakeReserved"]
     step, done = play(step, (GroupsCompleted(1, 4), 1.0))
-    assert (step.phase, done) == (Phase.SEED, [])
+    assert (step.phase, done) == (StepPhase.SEED, [])
     step, done = play(step, (GroupsCompleted(1, 4), 2.0))
     assert done == ["SleepReserved", "TrainReady"]
-    assert step.phase is Phase.TRAIN
+    assert step.phase is StepPhase.TRAIN
 
 
 def test_without_harvested_engines_reserved_ones_generate_everything_first() -> None:
     step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0)
-    step, done = play(step, (GroupsCompleted(3, 12), 100.0), (Tick(), 200.0))
-    assert (step.phase, done) == (Phase.SEED, [])
+    step, done = play(step, (GroupsCompleted(3, 12), 100.0), (StepTick(), 200.0))
+    assert (step.phase, done) == (StepPhase.SEED, [])
     step, done = play(step, (GroupsCompleted(1, 4), 201.0), *[(Trained(1), 202.0)] * 4)
     assert done == ["SleepReserved", *["TrainReady"] * 4, "FinishStep"]
-    assert step.phase is Phase.FINISH
+    assert step.phase is StepPhase.FINISH
 
 
 def test_harvest_off_ignores_harvested_engines() -> None:
     step, _ = begin(replace(PLAN, harvest=False), harvested=3, reserved_awake=True, now=0.0)
     step, done = play(step, (FleetChanged(5, 1), 1.0), (GroupsCompleted(3, 12), 2.0))
-    assert (step.phase, done) == (Phase.SEED, [])
+    assert (step.phase, done) == (StepPhase.SEED, [])
 
 
 def test_harvested_engines_that_come_after_the_window_let_the_reserved_sleep() -> None:
@@ -94,10 +94,10 @@ def test_reserved_engines_wake_within_the_step_when_harvested_ones_are_gone() ->
     step, _ = play(
         step, (GroupsCompleted(2, 8), 1.0), (Trained(1), 1.5), (Trained(1), 2.0), (FleetChanged(0, 1), 3.0)
     )
-    step, done = play(step, (Tick(), 7.9))
-    assert (step.phase, done) == (Phase.TRAIN, [])
-    step, done = play(step, (Tick(), 8.0))
-    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+    step, done = play(step, (StepTick(), 7.9))
+    assert (step.phase, done) == (StepPhase.TRAIN, [])
+    step, done = play(step, (StepTick(), 8.0))
+    assert (step.phase, done) == (StepPhase.WAKE, ["WakeReserved"])
     assert "no harvested engine for 5.0 s with 8 samples outstanding" in step.log[-1]
     step, done = play(step, (GroupsCompleted(1, 4), 9.0))
     assert done == [], "the GPUs belong to the engines now"
@@ -107,25 +107,25 @@ def test_reserved_engines_wake_within_the_step_when_harvested_ones_are_gone() ->
 
 def test_a_wake_ends_when_harvested_engines_have_lived_long_enough() -> None:
     step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
-    step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 8.0))
-    assert step.phase is Phase.WAKE
+    step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (FleetChanged(0, 1), 2.0), (StepTick(), 8.0))
+    assert step.phase is StepPhase.WAKE
     step, done = play(
         step,
         (FleetChanged(1, 1), 9.0),
         (FleetChanged(0, 1), 10.0),
         (FleetChanged(1, 1), 11.0),
-        (Tick(), 15.9),
+        (StepTick(), 15.9),
     )
-    assert (step.phase, done) == (Phase.WAKE, [])
-    step, done = play(step, (Tick(), 16.0))
+    assert (step.phase, done) == (StepPhase.WAKE, [])
+    step, done = play(step, (StepTick(), 16.0))
     assert done == ["SleepReserved", "TrainReady"]
 
 
 def test_without_reserved_engines_training_streams_from_the_start() -> None:
     step, actions = begin(replace(PLAN, reserved=False), harvested=0, reserved_awake=False, now=0.0)
-    assert (step.phase, actions) == (Phase.TRAIN, ())
-    step, done = play(step, (GroupsCompleted(1, 4), 1.0), (Trained(1), 2.0), (Tick(), 100.0))
-    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+    assert (step.phase, actions) == (StepPhase.TRAIN, ())
+    step, done = play(step, (GroupsCompleted(1, 4), 1.0), (Trained(1), 2.0), (StepTick(), 100.0))
+    assert (step.phase, done) == (StepPhase.TRAIN, ["TrainReady"])
 
 
 def test_a_round_waits_for_a_group_a_rank_until_the_last_sample() -> None:
@@ -155,11 +155,11 @@ def test_an_impossible_event_raises(event: Event) -> None:
         react(step, event, 1.0)
 
 
-def told_to_sleep(plan: Plan = PLAN) -> StepState:
+def told_to_sleep(plan: StepPlan = PLAN) -> StepState:
     """Half of the samples are there, so reserved engines were told to sleep, at 1.0; two groups wait to be trained."""
     step, _ = begin(plan, harvested=2, reserved_awake=True, now=0.0)
     step, done = play(step, (GroupsCompleted(2, 8), 1.0), acks=False)
-    assert (step.phase, done, step.reserved_awake) == (Phase.SLEEP, ["SleepReserved"], False)
+    assert (step.phase, done, step.reserved_awake) == (StepPhase.SLEEP, ["SleepReserved"], False)
     return step
 
 
@@ -167,33 +167,33 @@ def test_nothing_is_trained_before_every_reserved_engine_acknowledged_that_its_m
     step, done = play(
         told_to_sleep(),
         (GroupsCompleted(1, 4), 2.0),
-        (Tick(), 50.0),
+        (StepTick(), 50.0),
         (ReservedHolds(("1",)), 50.5),
         acks=False,
     )
-    assert (step.phase, done) == (Phase.SLEEP, [])
+    assert (step.phase, done) == (StepPhase.SLEEP, [])
     step, done = play(step, (ASLEEP, 51.0))
-    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+    assert (step.phase, done) == (StepPhase.TRAIN, ["TrainReady"])
     assert step.log[-1] == "sleep -> train: 1 reserved engines sleep and hold 512 bytes"
 
 
 def test_an_engine_that_does_not_acknowledge_in_time_is_ended_by_name_and_its_end_is_as_good() -> None:
-    step, done = play(told_to_sleep(), (ReservedHolds(("0", "3")), 2.0), (Tick(), 60.9), acks=False)
+    step, done = play(told_to_sleep(), (ReservedHolds(("0", "3")), 2.0), (StepTick(), 60.9), acks=False)
     assert done == []
-    step, actions = react(step, Tick(), 61.0)
+    step, actions = react(step, StepTick(), 61.0)
     assert actions == (EndReserved("no acknowledgement within 60 s of being told to sleep: 0, 3"),)
     assert step.log[-1] == f"sleep: ended: {actions[0].reason}"
-    step, done = play(step, (ReservedHolds(("3",)), 62.0), (Tick(), 70.0), acks=False)
-    assert (step.phase, done) == (Phase.SLEEP, []), "its process is not gone yet"
+    step, done = play(step, (ReservedHolds(("3",)), 62.0), (StepTick(), 70.0), acks=False)
+    assert (step.phase, done) == (StepPhase.SLEEP, []), "its process is not gone yet"
     step, done = play(step, (ReservedAsleep(1, 0), 71.0))
-    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+    assert (step.phase, done) == (StepPhase.TRAIN, ["TrainReady"])
 
 
 def test_an_engine_whose_end_did_not_help_is_to_be_ended_again_which_says_so() -> None:
-    step, _ = play(told_to_sleep(), (ReservedHolds(("0",)), 2.0), (Tick(), 61.0), acks=False)
-    step, done = play(step, (Tick(), 90.9))
+    step, _ = play(told_to_sleep(), (ReservedHolds(("0",)), 2.0), (StepTick(), 61.0), acks=False)
+    step, done = play(step, (StepTick(), 90.9))
     assert done == []
-    step, actions = react(step, Tick(), 91.0)
+    step, actions = react(step, StepTick(), 91.0)
     assert actions == (EndReserved("still there 30 s after they were to be ended: 0", again=True),)
 
 
@@ -205,25 +205,30 @@ def test_an_engine_that_takes_its_memory_again_stops_the_training_until_it_sleep
         (Trained(2), 3.5),
         (GroupsCompleted(1, 4), 4.0),
     )
-    assert (step.phase, done) == (Phase.SLEEP, ["TrainReady"]), "the round under way was begun before"
-    step, done = play(step, (Tick(), 62.9), acks=False)
+    assert (step.phase, done) == (StepPhase.SLEEP, ["TrainReady"]), "the round under way was begun before"
+    step, done = play(step, (StepTick(), 62.9), acks=False)
     assert done == []
-    step, done = play(step, (Tick(), 63.0), (ASLEEP, 64.0))
+    step, done = play(step, (StepTick(), 63.0), (ASLEEP, 64.0))
     assert done == ["EndReserved", "TrainReady"], "its time runs from when it took the memory"
 
 
 def test_an_acknowledgement_that_comes_late_is_none_once_the_engines_are_to_wake() -> None:
     step, done = play(
-        told_to_sleep(), (WindowDecided(Window.OPEN, "they are slow"), 2.0), (ASLEEP, 3.0), acks=False
+        told_to_sleep(),
+        (WindowDecided(SeedWindowState.OPEN, "they are slow"), 2.0),
+        (ASLEEP, 3.0),
+        acks=False,
     )
-    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
-    step, done = play(step, (WindowDecided(Window.CLOSED, "they are back"), 4.0), (Tick(), 5.0), acks=False)
-    assert (step.phase, done) == (Phase.SLEEP, ["SleepReserved"]), "that was the order before"
+    assert (step.phase, done) == (StepPhase.WAKE, ["WakeReserved"])
+    step, done = play(
+        step, (WindowDecided(SeedWindowState.CLOSED, "they are back"), 4.0), (StepTick(), 5.0), acks=False
+    )
+    assert (step.phase, done) == (StepPhase.SLEEP, ["SleepReserved"]), "that was the order before"
 
 
 def test_engines_are_woken_while_they_fall_asleep_when_harvested_ones_are_gone() -> None:
-    step, done = play(told_to_sleep(), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), acks=False)
-    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+    step, done = play(told_to_sleep(), (FleetChanged(0, 1), 2.0), (StepTick(), 7.0), acks=False)
+    assert (step.phase, done) == (StepPhase.WAKE, ["WakeReserved"])
 
 
 def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_before() -> None:
@@ -232,13 +237,13 @@ def test_a_step_that_begins_beside_sleepers_trains_by_what_they_acknowledged_bef
         "harvested": 1,
         "reserved_awake": False,
         "now": 0.0,
-        "decided": Window.CLOSED,
+        "decided": SeedWindowState.CLOSED,
         "window_reason": "closed",
     }
     step, actions = begin(PLAN, sleep_ack=ASLEEP, **how)  # type: ignore[arg-type]
-    assert (step.phase, actions) == (Phase.TRAIN, ())
+    assert (step.phase, actions) == (StepPhase.TRAIN, ())
     step, actions = begin(PLAN, **how)  # type: ignore[arg-type]
-    assert (step.phase, actions) == (Phase.SLEEP, ()), "one of them came meanwhile, say"
+    assert (step.phase, actions) == (StepPhase.SLEEP, ()), "one of them came meanwhile, say"
     assert play(step, (ASLEEP, 1.0), (GroupsCompleted(1, 4), 2.0))[1] == ["TrainReady"]
 
 
@@ -272,10 +277,10 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
                         trained = min(plan.round_groups, step.ready_groups)
                     case FinishStep():
                         pass
-            if step.phase is Phase.FINISH:
+            if step.phase is StepPhase.FINISH:
                 break
             now += draw.random() * 3
-            event: Event = Trained(trained) if trained else Tick()
+            event: Event = Trained(trained) if trained else StepTick()
             if not trained and not told and draw.random() < 0.3:
                 awake = awake and (late or draw.random() < 0.5)
                 event = ReservedHolds(("0",)) if awake else ReservedAsleep(1, 0)
@@ -285,47 +290,51 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
                 waiting -= 1
                 event = GroupsCompleted(1, 4)
             step, actions = react(step, event, now)
-        assert step.phase is Phase.FINISH, f"seed {seed}: {step}"
+        assert step.phase is StepPhase.FINISH, f"seed {seed}: {step}"
     assert ended > 10, "hardly any engine was late: the schedules prove nothing of that"
 
 
 def test_every_phase_but_the_last_has_a_rule() -> None:
-    assert {rule.phase for rule in RULES} == set(Phase) - {Phase.FINISH}
+    assert {rule.phase for rule in RULES} == set(StepPhase) - {StepPhase.FINISH}
 
 
 def test_a_decision_closes_and_opens_the_window_whatever_the_share() -> None:
     step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
-    step, done = play(step, (WindowDecided(Window.OPEN, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0))
-    assert (step.phase, done) == (Phase.SEED, []), "held open beyond the share"
-    step, done = play(step, (WindowDecided(Window.CLOSED, "the others are faster"), 3.0))
+    step, done = play(
+        step, (WindowDecided(SeedWindowState.OPEN, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0)
+    )
+    assert (step.phase, done) == (StepPhase.SEED, []), "held open beyond the share"
+    step, done = play(step, (WindowDecided(SeedWindowState.CLOSED, "the others are faster"), 3.0))
     assert done == ["SleepReserved", "TrainReady"]
     assert "decided: the others are faster" in step.log[-2]
-    step, done = play(step, (Trained(3), 4.0), (WindowDecided(Window.OPEN, "they are slow now"), 5.0))
-    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
-    step, done = play(step, (WindowDecided(Window.CLOSED, "they are back"), 6.0))
-    assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
+    step, done = play(
+        step, (Trained(3), 4.0), (WindowDecided(SeedWindowState.OPEN, "they are slow now"), 5.0)
+    )
+    assert (step.phase, done) == (StepPhase.WAKE, ["WakeReserved"])
+    step, done = play(step, (WindowDecided(SeedWindowState.CLOSED, "they are back"), 6.0))
+    assert (step.phase, done) == (StepPhase.TRAIN, ["SleepReserved"])
 
 
 def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
     step, _ = begin(
-        PLAN, harvested=0, reserved_awake=True, now=0.0, decided=Window.CLOSED, window_reason="wrong"
+        PLAN, harvested=0, reserved_awake=True, now=0.0, decided=SeedWindowState.CLOSED, window_reason="wrong"
     )
-    assert step.phase is Phase.SEED
+    assert step.phase is StepPhase.SEED
     step, done = play(
-        step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), (Tick(), 100.0)
+        step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (StepTick(), 7.0), (StepTick(), 100.0)
     )
-    assert (step.phase, done) == (Phase.WAKE, ["SleepReserved", "WakeReserved"]), (
+    assert (step.phase, done) == (StepPhase.WAKE, ["SleepReserved", "WakeReserved"]), (
         "closed, and safely open again when they are gone"
     )
     step, done = play(step, (FleetChanged(1, 1), 101.0))
-    assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
+    assert (step.phase, done) == (StepPhase.TRAIN, ["SleepReserved"])
 
 
 def test_when_nobody_decides_any_more_the_share_does() -> None:
     step, _ = begin(
-        PLAN, harvested=2, reserved_awake=True, now=0.0, decided=Window.OPEN, window_reason="stay"
+        PLAN, harvested=2, reserved_awake=True, now=0.0, decided=SeedWindowState.OPEN, window_reason="stay"
     )
     step, done = play(step, (GroupsCompleted(2, 8), 1.0))
     assert done == []
-    step, done = play(step, (WindowDecided(Window.UNDECIDED, ""), 2.0))
+    step, done = play(step, (WindowDecided(SeedWindowState.UNDECIDED, ""), 2.0))
     assert done == ["SleepReserved", "TrainReady"]

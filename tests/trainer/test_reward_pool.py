@@ -20,7 +20,7 @@ from scavenger.errors import ConfigError, RewardError
 from scavenger.protocol import messages, train_step
 from tests.trainer.test_step import LengthReward, RecordedRun, comparable, make_config, play
 from trainer.algorithms.reward_pool import RewardPool, default_processes, open_pool
-from trainer.algorithms.rewards import Ask, Reward, RewardRunner
+from trainer.algorithms.rewards import Reward, RewardRequest, RewardRunner
 from trainer.loop.step import POLL_S
 
 FUNCTIONS = '''
@@ -163,7 +163,9 @@ def test_a_call_that_finds_its_process_gone_is_made_in_a_new_one() -> None:
         process.wait()
         reader.join()
         runner._reader = StillReads()
-        [parts] = runner._call_beside(Ask("", ("aaa",), "{}"), alone=True)  # as one that is made again alone
+        [parts] = runner._call_beside(
+            RewardRequest("", ("aaa",), "{}"), alone=True
+        )  # as one that is made again alone
         assert sum(parts.values()) == 3.0, "without a retry: the call did not end it"
 
 
@@ -398,20 +400,20 @@ def test_a_real_pool_gives_what_the_function_gives(model_folder: Path, mesh: Dev
 
 
 def test_no_reserved_engine_is_woken_for_samples_that_only_wait_for_rewards() -> None:
-    plan = train_step.Plan(samples=8, groups=2, window=0.5, wake_after_s=1.0, harvest=True, reserved=True)
+    plan = train_step.StepPlan(samples=8, groups=2, window=0.5, wake_after_s=1.0, harvest=True, reserved=True)
     step, _ = train_step.begin(plan, harvested=2, reserved_awake=True, now=0.0)
     step, _ = train_step.react(step, train_step.GroupsCompleted(2, 8, scoring=2), 1.0)
     step, _ = train_step.react(step, train_step.ReservedAsleep(1, 0), 1.5)
     step, actions = train_step.react(step, train_step.FleetChanged(0, 1), 2.0)
-    step, actions = train_step.react(step, train_step.Tick(), 60.0)
-    assert (step.phase, actions) == (train_step.Phase.TRAIN, ())
+    step, actions = train_step.react(step, train_step.StepTick(), 60.0)
+    assert (step.phase, actions) == (train_step.StepPhase.TRAIN, ())
     step, actions = train_step.react(step, train_step.GroupsScored(1), 61.0)
     assert [type(action) for action in actions] == [train_step.TrainReady], (
         "the other's rewards are not waited for"
     )
     step, _ = train_step.react(step, train_step.Trained(1), 62.0)
     step, actions = train_step.react(step, train_step.GroupsScored(1, untrained=1), 63.0)
-    assert step.phase is train_step.Phase.FINISH
+    assert step.phase is train_step.StepPhase.FINISH
     with pytest.raises(ValueError, match="0 groups wait for rewards"):
         train_step.react(
             train_step.begin(plan, harvested=2, reserved_awake=True, now=0.0)[0],

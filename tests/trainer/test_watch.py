@@ -18,7 +18,7 @@ from tests.trainer.test_launch import running
 from trainer.launch import environment
 from trainer.loop.comm import Solo
 from trainer.loop.ending import SIGTERM_EXIT
-from trainer.loop.watchdog import STUCK_EXIT, Beat, Circle, Here, RankReport, Watch, judge, meet, waiting
+from trainer.loop.watchdog import STUCK_EXIT, Beat, Circle, Here, RankReport, RankWatch, judge, meet, waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,7 +89,7 @@ class Neighbour:
 def test_a_hung_main_thread_is_told_again_after_twice_the_time_and_so_is_that_it_goes_on() -> None:
     said: queue.Queue[str] = queue.Queue()
     here, ends = Here(), []
-    watch = Watch(
+    watch = RankWatch(
         meet(Solo()), here, stuck_s=0.1, end_s=0.5, say=said.put, end=lambda: ends.append(1), beat_s=0.02
     )
     watch.start()
@@ -116,7 +116,7 @@ def test_a_datagram_of_a_stranger_is_no_sign_of_life() -> None:
         other.bind(("127.0.0.1", 0))
         neighbour = Neighbour(other.getsockname()[1])
         circle: Circle = meet(neighbour)  # type: ignore[arg-type]
-        watch = Watch(circle, Here(), stuck_s=0.4, end_s=60.0, say=said.put, beat_s=0.02)
+        watch = RankWatch(circle, Here(), stuck_s=0.4, end_s=60.0, say=said.put, beat_s=0.02)
         watch.start()
         beat = msgspec.msgpack.decode(other.recv(4096), type=Beat)
         own = ("127.0.0.1", circle.socket.getsockname()[1])

@@ -19,7 +19,7 @@ from rollout.engines import decoder
 from rollout.engines import sampling as sampling_module
 from rollout.engines.decoder import Decoder
 from scavenger.config import AlgorithmSection, OptimizerSection
-from scavenger.policy.agreement import DEFAULT_RULES, Span, Verdict, Window
+from scavenger.policy.agreement import DEFAULT_RULES, AgreementSpan, SpanWindow, SuspectWorker
 from scavenger.protocol import messages
 from scavenger.protocol.messages import EngineSpec, SampleKey, Sampling
 from scavenger.protocol.worker.events import Request
@@ -106,17 +106,17 @@ def samples(made: Decoder, first: int, count: int) -> Iterator[TrainRow]:
         )
 
 
-def spans(learner: Learner, worker: int, rows: list[TrainRow]) -> list[Span]:
+def spans(learner: Learner, worker: int, rows: list[TrainRow]) -> list[AgreementSpan]:
     proximal = learner.proximal(Micro(tuple(rows), max(row.tokens for row in rows)))
     done = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in rows]
-    return [Span(row.sample_id, worker, *agreement.of_row(row)[0]) for row in done]
+    return [AgreementSpan(row.sample_id, worker, *agreement.of_row(row)[0]) for row in done]
 
 
 def play(
     learner: Learner, folder: Path, spoil: Callable[[Decoder], None], most: int = 96
-) -> tuple[list[Verdict], int]:
+) -> tuple[list[SuspectWorker], int]:
     """The first verdicts, and how many samples of each engine had been trained; engine 0 is spoilt."""
-    engines, window = [engine(folder) for _ in range(ENGINES)], Window(DEFAULT_RULES)
+    engines, window = [engine(folder) for _ in range(ENGINES)], SpanWindow(DEFAULT_RULES)
     spoil(engines[0])
     for first in range(0, most, 8):
         found = []

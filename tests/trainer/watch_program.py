@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.loop.comm import Comm, connect
 from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
-from trainer.loop.watchdog import Here, Watch, meet
+from trainer.loop.watchdog import Here, RankWatch, meet
 
 
 def serve(comm: Comm, here: Here) -> None:
@@ -27,7 +27,7 @@ def serve(comm: Comm, here: Here) -> None:
 
 def main(out: Path) -> int:
     comm, here = connect(idle_poll_ms=5.0), Here()
-    watch = Watch(meet(comm), here, stuck_s=2.0, end_s=4.0)
+    watch = RankWatch(meet(comm), here, stuck_s=2.0, end_s=4.0)
     watch.start()
     if comm.rank:
         ignore()

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 
 
 @pytest.fixture(params=["tcp", "curve"])
-def source(request: pytest.FixtureRequest) -> Iterator[WeightSource]:
-    with WeightSource(encrypt=request.param == "curve") as made:
+def source(request: pytest.FixtureRequest) -> Iterator[WeightServer]:
+    with WeightServer(encrypt=request.param == "curve") as made:
         yield made
 
 
 @pytest.fixture
-def tcp() -> Iterator[WeightSource]:
-    with WeightSource() as made:
+def tcp() -> Iterator[WeightServer]:
+    with WeightServer() as made:
         yield made

@@ -25,7 +25,7 @@ from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import ChunkPart
 from scavenger.weights.pull import Pull, _Stream
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
 
 CHUNK = 1 << 14
@@ -208,7 +208,7 @@ def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(
     def fails(*_: object) -> None:
         raise failure
 
-    with WeightSource(local=False, deltas=4) as source:
+    with WeightServer(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
             source.wait_deltas()
@@ -247,7 +247,7 @@ def history(count: int, share: float = 0.01, chunks: int = 16) -> list[tuple[Man
 
 
 def fetch(
-    base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightSource, buffer: Buffer
+    base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightServer, buffer: Buffer
 ) -> Pull:
     work = Pull(target, keys.generate(), limits=TransferLimits(stall_s=1.0, backoff_s=0.01), base=base)
 
@@ -263,7 +263,7 @@ def fetch(
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_a_receiver_with_an_earlier_version_is_sent_what_changed(encrypt: bool) -> None:
     versions = history(4)
-    with WeightSource(local=False, deltas=4, encrypt=encrypt) as source:
+    with WeightServer(local=False, deltas=4, encrypt=encrypt) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
             source.wait_deltas()
@@ -279,7 +279,7 @@ def test_a_receiver_with_an_earlier_version_is_sent_what_changed(encrypt: bool) 
 
 def test_a_chain_that_would_not_pay_is_not_sent() -> None:
     versions = history(5, share=0.6)
-    with WeightSource(local=False, deltas=4) as source:
+    with WeightServer(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
             source.wait_deltas()
@@ -294,7 +294,7 @@ def test_a_base_that_is_not_what_its_manifest_says_costs_time_and_nothing_else()
     spoiled = (versions[0][0], Buffer(versions[0][1].nbytes))
     spoiled[1].view[:] = bytes(versions[0][1].nbytes)
     versions[0][1].view[100] ^= 1
-    with WeightSource(local=False, deltas=4) as source:
+    with WeightServer(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
             source.wait_deltas()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from scavenger.protocol.messages import WeightSource
-from scavenger.weights.directory import PEERS, Directory, refused
+from scavenger.weights.directory import PEERS, WeightDirectory, refused
 
 PUBLISHER = (WeightSource("tcp://trainer:1", "", b"t"),)
 
@@ -16,18 +16,18 @@ def engine(number: int, complete: bool = True) -> WeightSource:
     return WeightSource(f"tcp://engine{number}:1", "", b"t", complete=complete)
 
 
-def endpoints(directory: Directory, worker: int, node: str, peers: int = PEERS) -> list[str]:
+def endpoints(directory: WeightDirectory, worker: int, node: str, peers: int = PEERS) -> list[str]:
     return [source.endpoint for source in directory.choose(1, worker, node, PUBLISHER, peers).sources]
 
 
 def test_a_first_receiver_has_the_publisher_alone() -> None:
-    choice = Directory().choose(1, 5, "a", PUBLISHER)
+    choice = WeightDirectory().choose(1, 5, "a", PUBLISHER)
     assert choice.sources == PUBLISHER
     assert choice.reason == "1 of the publisher, 0 of 0 engines, 0 on its node"
 
 
 def test_the_node_comes_first_then_the_least_loaded_then_the_switch() -> None:
-    directory = Directory({"a": "s1", "b": "s1", "c": "s2"})
+    directory = WeightDirectory({"a": "s1", "b": "s1", "c": "s2"})
     for worker, node in ((1, "c"), (2, "b"), (3, "a")):
         directory.add_holder(1, worker, node, engine(worker))
     assert endpoints(directory, 10, "a", 1)[1:] == ["tcp://engine3:1"]  # same node
@@ -44,7 +44,7 @@ def test_the_node_comes_first_then_the_least_loaded_then_the_switch() -> None:
 
 
 def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
-    directory = Directory()
+    directory = WeightDirectory()
     directory.add_holder(1, 1, "a", engine(1))
     directory.add_holder(1, 2, "a", engine(2))
     assert endpoints(directory, 1, "a") == ["tcp://trainer:1", "tcp://engine2:1"]
@@ -58,7 +58,7 @@ def test_nobody_is_sent_to_itself_and_the_dead_leave_at_once() -> None:
 
 
 def test_a_part_of_a_version_is_served_on_and_is_not_the_version() -> None:
-    directory = Directory()
+    directory = WeightDirectory()
     assert endpoints(directory, 1, "a") == ["tcp://trainer:1"]
     directory.add_holder(1, 1, "a", engine(1, complete=False))
     assert endpoints(directory, 2, "a") == ["tcp://trainer:1", "tcp://engine1:1"]
@@ -76,7 +76,7 @@ def test_a_part_of_a_version_is_served_on_and_is_not_the_version() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> None:
     rng = random.Random(seed)
-    directory = Directory()
+    directory = WeightDirectory()
     holders = set(range(20))
     for worker in holders:
         directory.add_holder(1, worker, f"n{worker % 5}", engine(worker))
@@ -104,13 +104,13 @@ def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> Non
         assert max(loads[to] for to in rest) <= others[PEERS - 2]  # and the least loaded of the others
 
 
-def asked_last(directory: Directory, worker: int, node: str) -> dict[str, bool]:
+def asked_last(directory: WeightDirectory, worker: int, node: str) -> dict[str, bool]:
     sources = directory.choose(1, worker, node, PUBLISHER).sources
     return {source.endpoint.removeprefix("tcp://").removesuffix(":1"): source.last for source in sources}
 
 
 def test_one_engine_of_a_node_fetches_for_the_others() -> None:
-    directory = Directory()
+    directory = WeightDirectory()
     assert asked_last(directory, 1, "a") == {"trainer": False}, "it leads"
     assert asked_last(directory, 2, "a") == {"trainer": True}, "before anybody has said that it holds a part"
     assert asked_last(directory, 3, "b") == {"trainer": False}, "another node has a leader of its own"
@@ -127,7 +127,7 @@ def test_one_engine_of_a_node_fetches_for_the_others() -> None:
 
 @pytest.mark.parametrize("how", ["gone", "gave up", "serves no more"])
 def test_a_node_whose_leader_is_lost_gets_another(how: str) -> None:
-    directory = Directory()
+    directory = WeightDirectory()
     asked_last(directory, 1, "a")
     directory.add_holder(1, 1, "a", engine(1, complete=how == "serves no more"))
     if how == "serves no more":
@@ -156,7 +156,7 @@ def test_a_file_is_refused_and_so_is_the_clear_where_weights_are_encrypted() -> 
 
 
 def test_who_serves_in_the_clear_is_no_holder_once_the_run_encrypts() -> None:
-    directory = Directory()
+    directory = WeightDirectory()
     directory.add_holder(1, 1, "a", engine(1))
     directory.add_holder(1, 2, "a", WeightSource("tcp://engine2:1", "key", b"t"))
     before = directory.revision(1)

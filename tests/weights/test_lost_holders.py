@@ -19,10 +19,10 @@ from scavenger.protocol import messages
 from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, ChunkPart, decode_request, encode
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import TransferLimits
 from tests.weights.cut import Cut
@@ -102,7 +102,7 @@ def send(sock: socket.socket, reply: ChunkPart | AvailableChunks) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "truncated", "short"])
-def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightSource, how: str) -> None:
+def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightServer, how: str) -> None:
     manifest, blob = version(1)
     with Faulty(blob, manifest, 10, how) as lost:
         assert get(manifest, lost.address, tcp.publish(manifest, blob)) == blob
@@ -110,7 +110,7 @@ def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightSource, how: str
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_stays(
-    source: WeightSource, seed: int
+    source: WeightServer, seed: int
 ) -> None:
     """Any: within a handshake, a length, a message or a chunk. It has the pull for itself until then."""
     manifest, blob = version(1)
@@ -128,7 +128,7 @@ def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_
         await waiting
 
     with (
-        WeightSource(encrypt=bool(source.server_key), local=False) as dying,
+        WeightServer(encrypt=bool(source.server_key), local=False) as dying,
         Cut(dying.publish(manifest, blob), at) as lost,
     ):
         asyncio.run(main(lost, source.publish(manifest, blob)))
@@ -154,7 +154,7 @@ def test_a_holder_lost_midway_without_another_is_an_error_that_counts() -> None:
         get(manifest, lost.address, deadline_s=1.0)
 
 
-def test_what_arrived_is_not_fetched_again_when_a_pull_goes_on(tcp: WeightSource) -> None:
+def test_what_arrived_is_not_fetched_again_when_a_pull_goes_on(tcp: WeightServer) -> None:
     manifest, blob = version(1)
     work = Pull(manifest, ME, limits=QUICK)
     missing: list[int] = []
@@ -174,7 +174,7 @@ def test_what_arrived_is_not_fetched_again_when_a_pull_goes_on(tcp: WeightSource
     assert tcp.stats.parts == missing[0] < len(manifest.chunk_hashes)
 
 
-def test_a_holder_that_comes_later_takes_part(tcp: WeightSource) -> None:
+def test_a_holder_that_comes_later_takes_part(tcp: WeightServer) -> None:
     manifest, blob = version(1)
     address = tcp.publish(manifest, blob)
 
@@ -191,7 +191,7 @@ def test_a_holder_that_comes_later_takes_part(tcp: WeightSource) -> None:
     assert asyncio.run(late()).view == blob
 
 
-def test_a_holder_at_one_hundredth_of_the_speed_delays_nothing(tcp: WeightSource) -> None:
+def test_a_holder_at_one_hundredth_of_the_speed_delays_nothing(tcp: WeightServer) -> None:
     manifest, blob = version(1, nbytes=4 << 20, chunk_nbytes=1 << 14)
     with Faulty(
         blob, manifest, 10_000, "", slow_s=2.0
@@ -205,7 +205,7 @@ def test_a_holder_at_one_hundredth_of_the_speed_delays_nothing(tcp: WeightSource
         assert slow.served == 0
 
 
-def test_memory_overwritten_during_a_read_is_noticed(tcp: WeightSource) -> None:
+def test_memory_overwritten_during_a_read_is_noticed(tcp: WeightServer) -> None:
     manifest, blob = version(1, nbytes=1 << 20)
     buffer = Buffer(len(blob))
     buffer.view[:] = blob
@@ -221,7 +221,7 @@ def test_memory_overwritten_during_a_read_is_noticed(tcp: WeightSource) -> None:
         asyncio.run(work.finish(10.0))
 
 
-def test_a_receiver_that_vanishes_leaves_nothing_with_the_holder(tcp: WeightSource) -> None:
+def test_a_receiver_that_vanishes_leaves_nothing_with_the_holder(tcp: WeightServer) -> None:
     manifest, blob = version(1, nbytes=1 << 22, chunk_nbytes=1 << 16)
     address = tcp.publish(manifest, blob)
     host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
@@ -258,12 +258,12 @@ class Stuck:
 
 
 def test_a_read_that_never_ends_holds_up_neither_the_loop_nor_the_pull(
-    tcp: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, blob = version(1)
     disk = Spool(tmp_path).write(manifest, blob)
     stuck = Stuck(monkeypatch)
-    work, pool = Pull(manifest, ME, limits=QUICK), Pool()
+    work, pool = Pull(manifest, ME, limits=QUICK), MemoryPool()
     lags = []
 
     async def main() -> None:
@@ -319,7 +319,7 @@ def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(
         await work.finish(20.0)
 
     try:
-        with WeightSource(encrypt=True, local=False) as source:
+        with WeightServer(encrypt=True, local=False) as source:
             monkeypatch.setattr(zmq, "Context", context)
             asyncio.run(main(source.publish(manifest, blob)))
             assert made
@@ -330,7 +330,7 @@ def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(
 
 
 def test_what_a_stuck_read_brings_later_does_not_count_in_the_next_try(
-    tcp: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, blob = version(1)
     disk = Spool(tmp_path).write(manifest, blob)

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from scavenger.weights import memory
-from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.memory import Buffer, MemoryPool
 
 
 def test_a_buffer_is_idle_only_without_a_view_of_any_part_of_it() -> None:
@@ -28,7 +28,7 @@ def test_a_buffer_is_idle_only_without_a_view_of_any_part_of_it() -> None:
 
 
 def test_the_pool_gives_out_what_is_idle_and_of_the_size() -> None:
-    pool = Pool()
+    pool = MemoryPool()
     first = pool.take(1000)
     pool.put_back(first)
     view = first.view
@@ -68,7 +68,7 @@ def test_only_the_holders_own_mapping_writes_and_the_size_stays() -> None:
                         os.ftruncate(again, size)
             finally:
                 os.close(again)
-        pool = Pool()
+        pool = MemoryPool()
         for letter in (b"a", b"b"):  # and it is used again
             buffer.prepare(buffer.nbytes)
             buffer.view[:] = letter * buffer.nbytes

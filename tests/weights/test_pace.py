@@ -16,8 +16,8 @@ import pytest
 
 from scavenger.protocol import keys, messages
 from scavenger.weights.engine_store import Store
-from scavenger.weights.pace import MOST_DEBT_S, NodePace, Pace
-from scavenger.weights.source import WeightSource
+from scavenger.weights.pace import MOST_DEBT_S, ByteRateLimit, NodePace
+from scavenger.weights.source import WeightServer
 from tests.weights.test_store import LIMITS, version
 
 
@@ -44,14 +44,14 @@ def test_two_engines_share_one_bucket_that_holds_a_tenth_of_a_second(tmp_path: P
 
 def test_a_source_s_own_bucket_is_the_same_one_without_a_file() -> None:
     clock = Clock()
-    pace = Pace(1e7, clock)
+    pace = ByteRateLimit(1e7, clock)
     assert [round(pace.owe(1_000_000), 6) for _ in range(2)] == [0.0, 0.1]
     clock.now += 100.0
     assert pace.owe(11_000_000) == pytest.approx(1.0)
     ended = threading.Event()
     ended.set()
     pace.take(1 << 40, ended)  # an hour's worth, and it is closed
-    assert not Pace().bounded
+    assert not ByteRateLimit().bounded
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_two_pulls_at_once_take_as_long_as_their_bytes_cost_together(tmp_path: P
             for pace in paces
         ]
         try:
-            with WeightSource(local=False) as trainer:  # as one on another machine
+            with WeightServer(local=False) as trainer:  # as one on another machine
                 weights = messages.UseWeights(1, b"m", (trainer.publish(manifest, blob),))
                 began = time.monotonic()
                 got = await asyncio.gather(

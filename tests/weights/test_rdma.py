@@ -22,7 +22,7 @@ from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
 from tests.weights.test_shared_version import published, shared, sources
 
@@ -38,8 +38,8 @@ def version(nbytes: int = 1 << 20) -> tuple[Manifest, Buffer]:
 
 
 @pytest.fixture
-def source() -> Iterator[WeightSource]:
-    with WeightSource(local=False, nixl=True) as made:
+def source() -> Iterator[WeightServer]:
+    with WeightServer(local=False, nixl=True) as made:
         yield made
 
 
@@ -51,7 +51,7 @@ def pulled(manifest: Manifest, *given: object, deadline_s: float = 20.0) -> Pull
 
 
 @needs_nixl
-def test_every_byte_comes_by_nixl_and_is_checked(source: WeightSource) -> None:
+def test_every_byte_comes_by_nixl_and_is_checked(source: WeightServer) -> None:
     manifest, buffer = version()
     address = source.publish(manifest, buffer)
     assert address.nixl
@@ -65,7 +65,7 @@ def test_every_byte_comes_by_nixl_and_is_checked(source: WeightSource) -> None:
 @needs_nixl
 def test_ranks_are_read_by_nixl_too_and_only_where_they_have_something() -> None:
     manifest, blob = shared(1, ranks=3)
-    with WeightSource(local=False, nixl=True) as one, sources(manifest, blob) as others:
+    with WeightServer(local=False, nixl=True) as one, sources(manifest, blob) as others:
         given = published(manifest, blob, [one, *others[1:]])
         assert [address.nixl for address in given] == [True, False, False]
         assert pulled(manifest, *given).buffer.view == blob
@@ -73,7 +73,7 @@ def test_ranks_are_read_by_nixl_too_and_only_where_they_have_something() -> None
 
 
 @needs_nixl
-def test_a_holder_that_dies_is_replaced_and_a_wrong_token_reaches_nothing(source: WeightSource) -> None:
+def test_a_holder_that_dies_is_replaced_and_a_wrong_token_reaches_nothing(source: WeightServer) -> None:
     manifest, buffer = version()
     address = source.publish(manifest, buffer)
     wrong = type(address)(address.endpoint, "", bytes(32), "", True, True)
@@ -92,7 +92,7 @@ def test_a_holder_that_dies_is_replaced_and_a_wrong_token_reaches_nothing(source
         channel.reply(into, lambda: None)
     channel.close()
     channel.end()
-    with WeightSource(local=False) as other:
+    with WeightServer(local=False) as other:
         assert pulled(manifest, address, other.publish(manifest, buffer)).buffer.view == buffer.view
 
 
@@ -106,14 +106,14 @@ def test_without_nixl_a_receiver_takes_tcp_and_says_so_and_a_publisher_ends(
 
     monkeypatch.setattr(rdma, "shared", missing)
     monkeypatch.setattr(pull, "_log", structlog.get_logger())
-    with WeightSource(local=False) as plain:
+    with WeightServer(local=False) as plain:
         address = plain.publish(manifest, buffer)
         told = type(address)(address.endpoint, "", address.token, "", True, True)
         with structlog.testing.capture_logs() as logs:
             assert pulled(manifest, told).buffer.view == buffer.view
         assert {line["event"] for line in logs} == {"weights.no_nixl"}
     with pytest.raises(WeightsError, match="NIXL cannot be imported"):
-        WeightSource(nixl=True)
+        WeightServer(nixl=True)
 
 
 def test_nixl_and_encryption_exclude_each_other() -> None:
@@ -228,7 +228,7 @@ def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_t
         limits=TransferLimits(stall_s=0.2, backoff_s=0.01),
     )
     try:
-        with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
+        with WeightServer(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
             address = source.publish(manifest, buffer)
             assert address.nixl
             assert (
@@ -266,7 +266,7 @@ def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(
         limits=TransferLimits(stall_s=0.2, backoff_s=0.01),
     )
     try:
-        with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
+        with WeightServer(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
             address = source.publish(manifest, buffer)
             assert (
                 asyncio.run(store.get(manifest, messages.UseWeights(1, b"m", (address,)), 10.0)).view
@@ -283,7 +283,7 @@ def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(
 def test_a_pull_that_ends_while_nixl_reads_says_nothing_against_nixl(stand_in: dict[str, rdma.Agent]) -> None:
     """With a stand-in for NIXL's agent."""
     manifest, buffer = version()
-    with WeightSource(local=False, nixl=True) as source:
+    with WeightServer(local=False, nixl=True) as source:
         work = Pull(manifest, keys.generate(), limits=TransferLimits(stall_s=30.0))
         work.offer([source.publish(manifest, buffer)])
         with pytest.raises(WeightsError, match=r"not complete after 0\.3 s"):

@@ -14,10 +14,10 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights import protocol
 from scavenger.weights import pull as pulls
 from scavenger.weights.manifest import Manifest, Shard
-from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.protocol import Get
 from scavenger.weights.pull import Pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
 
 QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
@@ -46,13 +46,13 @@ def of_rank(manifest: Manifest, blob: memoryview, rank: int) -> tuple[Buffer, li
 @contextlib.contextmanager
 def sources(
     manifest: Manifest, blob: memoryview, *, encrypt: bool = False, local: bool = False
-) -> Iterator[list[WeightSource]]:
+) -> Iterator[list[WeightServer]]:
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(WeightSource(encrypt=encrypt, local=local)) for _ in manifest.shards]
+        yield [stack.enter_context(WeightServer(encrypt=encrypt, local=local)) for _ in manifest.shards]
 
 
 def published(
-    manifest: Manifest, blob: memoryview, ranks: Sequence[WeightSource]
+    manifest: Manifest, blob: memoryview, ranks: Sequence[WeightServer]
 ) -> list[messages.WeightSource]:
     return [source.publish(manifest, *of_rank(manifest, blob, rank)) for rank, source in enumerate(ranks)]
 
@@ -107,7 +107,7 @@ def test_more_ranks_than_connections_take_turns(monkeypatch: pytest.MonkeyPatch)
             "6 of rank 4 missing, 6 of rank 5 missing, 6 of rank 6 missing, 6 of rank 7 missing"
             in lacking(work, 96)
         )
-        with WeightSource(local=False) as engine:
+        with WeightServer(local=False) as engine:
             relay = engine.publish(manifest, blob)
             assert pulled(manifest, [*given, relay]) == blob
             assert engine.stats.parts >= 24
@@ -119,8 +119,8 @@ def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_
     manifest, blob = shared(1, ranks=2)
     with (
         sources(manifest, blob) as ranks,
-        WeightSource(local=False) as engine,
-        WeightSource(local=False) as successor,
+        WeightServer(local=False) as engine,
+        WeightServer(local=False) as successor,
     ):
         given = published(manifest, blob, ranks)
         buffer, _ = of_rank(manifest, blob, 1)
@@ -140,8 +140,8 @@ def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_
 def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> None:
     now = 0.0
     manifest, blob = shared(1, ranks=2)
-    pool = Pool()
-    with WeightSource(local=False, keep=1, lease_s=15.0) as source:
+    pool = MemoryPool()
+    with WeightServer(local=False, keep=1, lease_s=15.0) as source:
         store = source._store
         store._clock = lambda: now
         buffer, chunks = of_rank(manifest, blob, 0)

@@ -22,13 +22,13 @@ from scavenger.weights.channel import POLL_S, FileChannel
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks
 from scavenger.weights.pull import Pull, pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
 from scavenger.weights.version_store import VersionStore
 from tests.weights.pulling import ME, QUICK, get, version
 
 
-def test_a_pulled_version_is_the_published_one(source: WeightSource) -> None:
+def test_a_pulled_version_is_the_published_one(source: WeightServer) -> None:
     manifest, blob = version(1)
     assert get(manifest, source.publish(manifest, blob)) == blob
     assert source.stats.parts == len(manifest.chunk_hashes)
@@ -39,7 +39,7 @@ def test_a_version_without_bytes_needs_no_source() -> None:
     assert get(manifest) == b""
 
 
-def test_several_receivers_pull_at_once(source: WeightSource) -> None:
+def test_several_receivers_pull_at_once(source: WeightServer) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
 
@@ -49,7 +49,7 @@ def test_several_receivers_pull_at_once(source: WeightSource) -> None:
     assert [buffer.view for buffer in asyncio.run(all_of_them())] == [blob] * 5
 
 
-def test_an_older_version_is_served_until_two_newer_ones_are_published(source: WeightSource) -> None:
+def test_an_older_version_is_served_until_two_newer_ones_are_published(source: WeightServer) -> None:
     published = [(m, b, source.publish(m, b)) for m, b in (version(1), version(2))]
     for manifest, blob, address in published:
         assert get(manifest, address) == blob
@@ -59,7 +59,7 @@ def test_an_older_version_is_served_until_two_newer_ones_are_published(source: W
     assert get(published[1][0], published[1][2]) == published[1][1]
 
 
-def test_a_retired_version_is_refused(source: WeightSource) -> None:
+def test_a_retired_version_is_refused(source: WeightServer) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
     source.retire(1)
@@ -67,7 +67,7 @@ def test_a_retired_version_is_refused(source: WeightSource) -> None:
         get(manifest, address)
 
 
-def test_a_wrong_token_is_refused(source: WeightSource) -> None:
+def test_a_wrong_token_is_refused(source: WeightServer) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
     with pytest.raises(WeightsError, match="under this token"):
@@ -76,14 +76,14 @@ def test_a_wrong_token_is_refused(source: WeightSource) -> None:
     assert source.stats.refused > 0
 
 
-def test_publishing_a_version_again_needs_the_same_weights(source: WeightSource) -> None:
+def test_publishing_a_version_again_needs_the_same_weights(source: WeightServer) -> None:
     manifest, blob = version(1)
     assert source.publish(manifest, blob) == source.publish(manifest, blob)
     with pytest.raises(WeightsError, match="published with other weights"):
         source.publish(*version(1))
 
 
-def test_a_flipped_byte_is_never_returned(source: WeightSource) -> None:
+def test_a_flipped_byte_is_never_returned(source: WeightServer) -> None:
     manifest, blob = version(1)
     rotten = bytearray(blob)
     rotten[100_000] ^= 1
@@ -91,16 +91,16 @@ def test_a_flipped_byte_is_never_returned(source: WeightSource) -> None:
         get(manifest, source.publish(manifest, rotten))
 
 
-def test_a_source_with_a_flipped_byte_is_outvoted_by_an_honest_one(source: WeightSource) -> None:
+def test_a_source_with_a_flipped_byte_is_outvoted_by_an_honest_one(source: WeightServer) -> None:
     manifest, blob = version(1)
     rotten = bytearray(blob)
     for i in range(0, len(rotten), 5000):
         rotten[i] ^= 1
-    with WeightSource() as liar:
+    with WeightServer() as liar:
         assert get(manifest, liar.publish(manifest, rotten), source.publish(manifest, blob)) == blob
 
 
-def test_nobody_listening_is_an_error_at_the_deadline(source: WeightSource) -> None:
+def test_nobody_listening_is_an_error_at_the_deadline(source: WeightServer) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
     source.close()
@@ -112,7 +112,7 @@ def test_nobody_listening_is_an_error_at_the_deadline(source: WeightSource) -> N
     "endpoint", ["tcp://", *(f"tcp://127.0.0.1:{port}" for port in ("1", "²", "99999", "9" * 5000))]
 )
 def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(
-    source: WeightSource, endpoint: str
+    source: WeightServer, endpoint: str
 ) -> None:
     """An engine's word is passed on: what it says its address is may be anything."""
     manifest, blob = version(1)
@@ -132,7 +132,7 @@ def test_a_key_that_is_none_costs_its_holder_and_leaves_no_context_behind(
         made.append(real())
         return made[-1]
 
-    with WeightSource(encrypt=True) as source:
+    with WeightServer(encrypt=True) as source:
         address = source.publish(manifest, blob)
         monkeypatch.setattr(zmq, "Context", context)
         wrong = messages.WeightSource(address.endpoint, key, address.token)
@@ -203,10 +203,10 @@ def test_two_threads_that_send_first_make_no_two_collectors_of_sent_memory() -> 
 def test_an_interface_that_this_host_does_not_have_is_refused_with_the_key_to_set() -> None:
     for listen in ("192.0.2.1", "no such host"):
         with pytest.raises(WeightsError, match=r"set weights\.listen"):
-            WeightSource(listen)
+            WeightServer(listen)
 
 
-def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: WeightSource) -> None:
+def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: WeightServer) -> None:
     manifest, blob = version(1)
     buffer = Buffer(len(blob))
     buffer.view[:] = blob
@@ -223,7 +223,7 @@ def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: Weight
     assert tcp.stats.parts == len(manifest.chunk_hashes)
 
 
-def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightSource) -> None:
+def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightServer) -> None:
     manifest, blob = version(1)
     buffer = Buffer(len(blob))
     address = tcp.publish(manifest, buffer)
@@ -232,13 +232,13 @@ def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightSource) -> None
     assert tcp.stats.mapped == 0
 
 
-def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
+def test_receivers_serve_each_other_while_they_pull(tcp: WeightServer) -> None:
     """Two receivers of a slow publisher: each chunk leaves the publisher about once."""
     manifest, blob = version(1, nbytes=1 << 20, chunk_nbytes=1 << 13)
     count = len(manifest.chunk_hashes)
 
     async def both() -> tuple[Buffer, Buffer]:
-        with WeightSource(local=False) as first, WeightSource(local=False) as second:
+        with WeightServer(local=False) as first, WeightServer(local=False) as second:
             works = [Pull(manifest, ME, limits=QUICK, seed=seed) for seed in (1, 2)]
             held = [
                 one.publish_empty(manifest, work.buffer)
@@ -250,7 +250,7 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
             works[1].offer([publisher, held[0]])
             return tuple(await asyncio.gather(*(work.finish(20.0) for work in works)))  # type: ignore[return-value]
 
-    with WeightSource(local=False, nbytes_per_s=1 << 20) as slow:
+    with WeightServer(local=False, nbytes_per_s=1 << 20) as slow:
         publisher = slow.publish(manifest, blob)
         one, two = asyncio.run(both())
         assert one.view == two.view == blob
@@ -258,7 +258,7 @@ def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
 
 
 def test_a_neighbour_that_is_slow_to_say_what_it_has_is_waited_for(
-    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer that took longer than one look was lost: the reader spun until it gave the connection up."""
     manifest, blob = version(1, nbytes=1 << 16)
@@ -289,7 +289,7 @@ def test_a_neighbour_that_is_slow_to_say_what_it_has_is_waited_for(
 
 
 def test_a_busy_neighbour_is_waited_for_before_its_memory_is_read_over_the_network(
-    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, blob = version(1)
     buffer = Buffer(len(blob))
@@ -317,7 +317,7 @@ def test_an_engine_reads_what_another_of_its_node_fetches(
 
     async def both() -> tuple[Buffer, Buffer]:
         leader, follower = Pull(manifest, ME, limits=QUICK), Pull(manifest, ME, limits=QUICK)
-        with WeightSource() as source:
+        with WeightServer() as source:
             held = source.publish_empty(manifest, leader.buffer)
             if leads == "delivers":
                 leader.arrived = lambda chunk: source.arrived(1, chunk)
@@ -326,7 +326,7 @@ def test_an_engine_reads_what_another_of_its_node_fetches(
             follower.offer([msgspec.structs.replace(publisher, last=True), held])
             return tuple(await asyncio.gather(leader.finish(20.0), follower.finish(20.0)))  # type: ignore[return-value]
 
-    with WeightSource(local=False, nbytes_per_s=1 << 20) as slow:
+    with WeightServer(local=False, nbytes_per_s=1 << 20) as slow:
         publisher = slow.publish(manifest, blob)
         one, two = asyncio.run(both())
         assert one.view == two.view == blob
@@ -337,8 +337,8 @@ def test_an_engine_reads_what_another_of_its_node_fetches(
 def test_a_source_serves_at_the_port_that_a_firewall_lets_through(encrypt: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with WeightSource(port=port, encrypt=encrypt, local=False) as source:
+    with WeightServer(port=port, encrypt=encrypt, local=False) as source:
         assert source.endpoint == f"tcp://127.0.0.1:{port}"
         with pytest.raises(WeightsError, match=f"cannot bind 127.0.0.1, port {port}") as error:
-            WeightSource(port=port, encrypt=encrypt, local=False)
+            WeightServer(port=port, encrypt=encrypt, local=False)
         assert "weights.port" in error.value.remedy

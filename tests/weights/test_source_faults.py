@@ -23,13 +23,13 @@ from scavenger.weights import protocol, source_zmq
 from scavenger.weights import source as sources
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, NoSuch, decode_reply
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.source_zmq import SEND_QUEUE
 from scavenger.weights.version_store import VersionStore
 from tests.weights.pulling import ME, get, version
 
 
-def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: WeightSource) -> None:
+def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: WeightServer) -> None:
     manifest, blob = version(1, nbytes=1 << 22, chunk_nbytes=1 << 16)
     address = source.publish(manifest, blob)
     if not address.server_key:
@@ -82,7 +82,7 @@ def prove(sock: socket.socket, address: messages.WeightSource) -> None:
 
 
 def test_strangers_that_take_every_connection_keep_no_receiver_out(
-    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MAX_CONNECTIONS", 4)
     manifest, blob = version(1)
@@ -98,7 +98,7 @@ def test_strangers_that_take_every_connection_keep_no_receiver_out(
 
 
 def test_a_network_full_of_receivers_leaves_room_for_the_neighbours(
-    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MAX_CONNECTIONS", 2)
     manifest, blob = version(1)
@@ -122,7 +122,7 @@ def drip(sock: socket.socket, piece: bytes, for_s: float) -> None:
 
 
 def test_a_connection_that_proves_nothing_ends_however_it_drips(
-    tcp: WeightSource, monkeypatch: pytest.MonkeyPatch
+    tcp: WeightServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "UNPROVEN_S", 0.5)
     manifest, blob = version(1)
@@ -153,7 +153,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], address: messages.WeightSour
 def test_a_chunk_outside_the_version_is_refused() -> None:
     manifest, blob = version(1)
     context = zmq.Context()
-    with WeightSource(encrypt=True) as source:
+    with WeightServer(encrypt=True) as source:
         address = source.publish(manifest, blob)
         asking = dealer(context, address)
         asking.connect(address.endpoint)
@@ -181,7 +181,7 @@ def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(
     for module in (sources, source_zmq):
         monkeypatch.setattr(module, "_log", structlog.get_logger())
     manifest, blob = version(1)
-    with capture_logs() as told, WeightSource(encrypt=encrypt, local=False) as source:
+    with capture_logs() as told, WeightServer(encrypt=encrypt, local=False) as source:
         assert get(manifest, source.publish(manifest, blob)) == blob, "the receiver asked again"
         assert source.stats.failed == 1
     (line,) = [entry for entry in told if entry["event"] == "weights.not_answered"]
@@ -190,10 +190,10 @@ def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(
 
 DEAF = """
 import signal, sys, threading
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ranks of a trainer do
-source = WeightSource(encrypt=True, local=False)
+source = WeightServer(encrypt=True, local=False)
 threading.Thread(target=source._curve._context.term, daemon=True).start()  # its `poll` fails from now on
 threading.Event().wait()
 """
@@ -224,7 +224,7 @@ def test_a_curve_source_whose_socket_fails_tells_its_owner_and_publishes_nothing
     manifest, blob = version(1)
     context = zmq.Context()
     faults: queue.SimpleQueue[WeightsError] = queue.SimpleQueue()
-    with capture_logs() as told, WeightSource(encrypt=True, local=False, on_fault=faults.put) as source:
+    with capture_logs() as told, WeightServer(encrypt=True, local=False, on_fault=faults.put) as source:
         address = source.publish(manifest, blob)
         asking = dealer(context, address)
         asking.connect(address.endpoint)
@@ -258,10 +258,10 @@ def test_an_accept_that_fails_does_not_end_a_source(monkeypatch: pytest.MonkeyPa
         OSError(errno.EMFILE, "Too many open files"),
         OSError(errno.ECONNABORTED, "Software caused connection abort"),
     ]
-    accept = WeightSource._accept
-    monkeypatch.setattr(WeightSource, "_accept", lambda self, sock: accept(self, Unwilling(sock, failures)))  # type: ignore[arg-type]
+    accept = WeightServer._accept
+    monkeypatch.setattr(WeightServer, "_accept", lambda self, sock: accept(self, Unwilling(sock, failures)))  # type: ignore[arg-type]
     manifest, blob = version(1)
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         assert get(manifest, source.publish(manifest, blob)) == blob
         assert not failures
         source.publish(*version(2))
@@ -281,7 +281,7 @@ def test_a_connection_for_which_there_is_no_thread_does_not_end_a_source(
 
     monkeypatch.setattr(threading.Thread, "start", begin)
     manifest, blob = version(1)
-    with WeightSource(local=False) as source:
+    with WeightServer(local=False) as source:
         assert get(manifest, source.publish(manifest, blob)) == blob
         assert len(refused) == 2
         assert source.stats.dropped == 2
@@ -301,5 +301,5 @@ def test_a_source_that_finds_no_thread_for_its_neighbours_leaves_no_listener(
 
     monkeypatch.setattr(threading.Thread, "start", begin)
     with pytest.raises(WeightsError, match="can't start new thread"):
-        WeightSource()
+        WeightServer()
     assert not begun[0].is_alive()

@@ -20,7 +20,7 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights.engine_store import Store
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import TransferLimits
 from tests.weights.cut import Cut
@@ -75,7 +75,7 @@ def test_an_engine_serves_on_what_it_verified_when_the_publisher_is_gone(encrypt
     async def main() -> None:
         manifest, blob = version(1)
         async with engines(2) as (first, second):
-            with WeightSource(encrypt=encrypt, local=False) as trainer:
+            with WeightServer(encrypt=encrypt, local=False) as trainer:
                 published = trainer.publish(manifest, blob)
                 assert await first.get(manifest, published) == blob
             assert bool(first.address().server_key) == encrypt
@@ -108,7 +108,7 @@ def test_an_encrypted_run_s_weights_are_not_asked_for_in_the_clear() -> None:
     async def main() -> None:
         manifest, blob = version(1)
         async with engines(1) as (engine,):
-            with WeightSource(local=False) as clear, WeightSource(encrypt=True, local=False) as trainer:
+            with WeightServer(local=False) as clear, WeightServer(encrypt=True, local=False) as trainer:
                 wrong = clear.publish(manifest, blob)
                 with pytest.raises(WeightsError, match="no source"):
                     await engine.get(manifest, wrong, encrypt=True)
@@ -124,9 +124,9 @@ def test_a_publisher_that_dies_within_a_pull_is_replaced_by_a_joiner_s_neighbour
     async def main() -> None:
         manifest, blob = version(1)
         async with engines(2) as (first, second):
-            with WeightSource(local=False) as fast:
+            with WeightServer(local=False) as fast:
                 await first.get(manifest, fast.publish(manifest, blob))
-            slow = WeightSource(local=False, nbytes_per_s=1 << 18)
+            slow = WeightServer(local=False, nbytes_per_s=1 << 18)
             waiting = asyncio.create_task(second.get(manifest, slow.publish(manifest, blob)))
             while slow.stats.parts < 3:
                 await asyncio.sleep(0.01)
@@ -147,13 +147,13 @@ def test_a_base_that_is_pulled_comes_from_those_too_that_hold_it_under_the_numbe
             2, {"w": ("int8", (1,), memoryview(b"a"))}, adapter=manifests.Adapter(first.root, 1.0, "float32")
         )
         async with engines(1) as (engine,):
-            slow = WeightSource(local=False, nbytes_per_s=1 << 21)
+            slow = WeightServer(local=False, nbytes_per_s=1 << 21)
             under = messages.BaseWeights(1, manifests.encode(first), (slow.publish(first, blob),), first.root)
             asked = messages.UseWeights(2, manifests.encode(adapters), (), base=under)
             waiting = asyncio.create_task(engine.store.get_base(adapters, asked, 20.0))
             while not slow.stats.parts:
                 await asyncio.sleep(0.01)
-            with WeightSource(local=False) as trainer:
+            with WeightServer(local=False) as trainer:
                 source = trainer.publish(again, blob)
                 engine.store.offer(
                     messages.UseWeights(
@@ -173,7 +173,7 @@ def test_a_long_pull_serves_others_before_it_is_complete() -> None:
     async def main() -> None:
         manifest, blob = version(1)
         async with engines(2, announce_s=0.05) as (first, second):
-            with WeightSource(local=False, nbytes_per_s=1 << 20) as trainer:
+            with WeightServer(local=False, nbytes_per_s=1 << 20) as trainer:
                 published = trainer.publish(manifest, blob)
                 one = asyncio.create_task(first.get(manifest, published))
                 while not first.said:
@@ -191,7 +191,7 @@ def test_no_holder_left_is_said_and_the_next_try_begins_where_this_one_ended() -
     async def main() -> None:
         manifest, blob = version(1)
         async with engines(1) as (engine,):
-            slow = WeightSource(local=False, nbytes_per_s=1 << 18)
+            slow = WeightServer(local=False, nbytes_per_s=1 << 18)
             waiting = asyncio.create_task(engine.get(manifest, slow.publish(manifest, blob), deadline_s=1.0))
             while slow.stats.parts < 3:
                 await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ def test_no_holder_left_is_said_and_the_next_try_begins_where_this_one_ended() -
             with pytest.raises(WeightsError, match=r"not complete after 1 s: \d+ of 32 chunks"):
                 await waiting
             again, same = manifests.build(5, {"w": ("bfloat16", (1 << 18,), blob)}, chunk_nbytes=1 << 14)
-            with WeightSource(local=False) as trainer:  # the trainer republishes, under a new number
+            with WeightServer(local=False) as trainer:  # the trainer republishes, under a new number
                 assert await engine.get(again, trainer.publish(again, same)) == blob
                 assert 0 < trainer.stats.parts <= 29
 
@@ -210,7 +210,7 @@ def test_two_versions_in_quick_succession_and_a_joiner_three_behind_end_with_the
     async def main() -> None:
         published = {number: version(number) for number in (1, 2, 3, 4)}
         async with engines(1) as (engine,):
-            with WeightSource(local=False, keep=4, nbytes_per_s=1 << 20) as trainer:
+            with WeightServer(local=False, keep=4, nbytes_per_s=1 << 20) as trainer:
                 addresses = {number: trainer.publish(*made) for number, made in published.items()}
                 assert await engine.get(published[1][0], addresses[1]) == published[1][1]
                 tasks = []
@@ -238,7 +238,7 @@ def test_an_engine_is_sent_what_changed_since_its_version() -> None:
             2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14
         )
         async with engines(1) as (engine,):
-            with WeightSource(local=False, deltas=1) as trainer:
+            with WeightServer(local=False, deltas=1) as trainer:
                 await engine.get(first, trainer.publish(first, blob))
                 sent = trainer.stats.nbytes
                 address = trainer.publish(second, new)
@@ -278,7 +278,7 @@ def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions
         published = steps(3)
         chunks = len(published[0][0].chunk_hashes)
         async with engines(3) as (first, second, behind):
-            with WeightSource(local=False, deltas=2, encrypt=encrypt) as trainer:
+            with WeightServer(local=False, deltas=2, encrypt=encrypt) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)
                     trainer.wait_deltas()
@@ -303,7 +303,7 @@ def test_an_engine_without_the_receiver_s_version_gives_on_whole_chunks() -> Non
     async def main() -> None:
         published = steps(2)
         async with engines(2) as (holder, receiver):
-            with WeightSource(local=False) as trainer:
+            with WeightServer(local=False) as trainer:
                 addresses = [trainer.publish(*made) for made in published]
                 await holder.get(published[1][0], addresses[1])
                 await receiver.get(published[0][0], addresses[0])
@@ -319,7 +319,7 @@ def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed
     async def main() -> None:
         published = steps(2)
         async with engines(3) as (dying, other, receiver):
-            with WeightSource(local=False, deltas=1) as trainer:
+            with WeightServer(local=False, deltas=1) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)
                     trainer.wait_deltas()
@@ -349,7 +349,7 @@ def test_the_same_weights_under_another_number_are_not_pulled_again() -> None:
         first, blob = version(1, seed=7)
         again, _ = version(9, seed=7)
         async with engines(1) as (engine,):
-            with WeightSource(local=False) as trainer:
+            with WeightServer(local=False) as trainer:
                 await engine.get(first, trainer.publish(first, blob))
             assert await engine.get(again) == blob
             assert [said.version for said in engine.said] == [1, 9]
@@ -372,7 +372,7 @@ def test_a_base_that_is_held_takes_no_hashing() -> None:
             for number in (2, 3)
         ]
         async with engines(1) as (engine,):
-            with WeightSource(local=False, keep=4) as trainer:
+            with WeightServer(local=False, keep=4) as trainer:
                 await engine.get(base, trainer.publish(base, base_blob))
                 assert engine.store.verify_s > 0
                 named = messages.BaseWeights(
@@ -400,7 +400,7 @@ def test_another_history_s_weights_under_the_same_number_replace_those_served() 
         old, old_blob = version(1, seed=1)
         new, new_blob = version(1, seed=2)
         async with engines(2) as (engine, other):
-            with WeightSource(local=False) as one, WeightSource(local=False) as two:
+            with WeightServer(local=False) as one, WeightServer(local=False) as two:
                 await engine.get(old, one.publish(old, old_blob))
                 stale = engine.address()
                 assert await engine.get(new, two.publish(new, new_blob)) == new_blob
@@ -419,7 +419,7 @@ def test_a_process_that_cannot_serve_still_receives() -> None:
             raise OSError("no address")
 
         store = Store(keys.generate(), lambda _s: pytest.fail("it serves nothing"), nowhere, limits=LIMITS)
-        with WeightSource() as trainer:
+        with WeightServer() as trainer:
             address = trainer.publish(manifest, blob)
             assert (await store.get(manifest, messages.UseWeights(1, b"m", (address,)), 5.0)).view == blob
         store.close()
@@ -449,7 +449,7 @@ def test_a_third_version_is_written_where_the_first_was_once_nobody_reads_that()
     async def main() -> None:
         published = [version(number) for number in (1, 2, 3, 4)]
         store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=LIMITS)
-        with WeightSource(local=False, keep=4) as trainer:
+        with WeightServer(local=False, keep=4) as trainer:
             buffers = []
             for manifest, blob in published:
                 address = trainer.publish(manifest, blob)
@@ -473,7 +473,7 @@ def test_a_source_that_stopped_keeps_nothing_from_use_and_a_new_one_serves_the_n
     async def main() -> None:
         published = [version(number) for number in (1, 2, 3)]
         async with engines(2) as (engine, other):
-            with WeightSource(local=False, keep=4) as trainer:
+            with WeightServer(local=False, keep=4) as trainer:
                 addresses = [trainer.publish(*made) for made in published]
                 await engine.get(published[0][0], addresses[0])
                 assert engine.store._source is not None
@@ -492,7 +492,7 @@ def test_what_is_held_and_no_more_as_published_is_let_go_when_it_is_hashed_again
     async def main() -> None:
         (first, one), (second, two) = version(1), version(2)
         async with engines(1) as (engine,):
-            with WeightSource() as trainer:
+            with WeightServer() as trainer:
                 sources = trainer.publish(first, one), trainer.publish(second, two)
                 bad = await engine.get(first, sources[0])
                 good = await engine.get(second, sources[1], keep=(1,))

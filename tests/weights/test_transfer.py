@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scavenger.weights import manifest as manifests
-from scavenger.weights.transfer import Transfer, TransferLimits, Verdict
+from scavenger.weights.transfer import ChunkOutcome, Transfer, TransferLimits
 
 LIMITS = TransferLimits(window=3, ahead_s=0.3, stall_s=1.0, backoff_s=0.1, backoff_max_s=0.4, failures=3)
 
@@ -31,7 +31,7 @@ def test_a_window_grows_with_what_a_holder_delivers_and_is_bounded() -> None:
     assert t.ask(0, 0.0) == []
     assert t.ask(1, 0.0) == [2, 3]
     assert (
-        t.delivered(0, 0, part(blob, 0), 0.05) is Verdict.ACCEPTED
+        t.delivered(0, 0, part(blob, 0), 0.05) is ChunkOutcome.ACCEPTED
     )  # 20 chunks a second: 6 in 0.3 s, but the window is 3
     assert t.ask(0, 0.05) == [4, 5]
     assert len(t.holders[0].asked) == 3
@@ -62,14 +62,17 @@ def test_a_fast_holder_steals_from_a_slow_one_and_never_twice() -> None:
     while 1 in t.holders[0].asked and now < 5:
         now += 0.1
         for chunk in t.ask(1, now):
-            assert t.delivered(1, chunk, part(blob, chunk), now) in (Verdict.ACCEPTED, Verdict.DUPLICATE)
+            assert t.delivered(1, chunk, part(blob, chunk), now) in (
+                ChunkOutcome.ACCEPTED,
+                ChunkOutcome.DUPLICATE,
+            )
         if t.complete():
             break
     assert t.complete()
     assert t.stolen == 2
     assert now < 1
     assert t.blob == blob
-    assert t.delivered(0, 0, part(blob, 0), 9.0) is Verdict.DUPLICATE
+    assert t.delivered(0, 0, part(blob, 0), 9.0) is ChunkOutcome.DUPLICATE
 
 
 def test_a_chunk_in_flight_twice_is_stolen_by_nobody_else() -> None:
@@ -116,7 +119,7 @@ def test_a_late_answer_is_still_good() -> None:
     t, blob = transfer(1, chunks=1)
     t.ask(0, 0.0)
     assert t.stalled(0, 1.0)
-    assert t.delivered(0, 0, part(blob, 0), 1.1) is Verdict.ACCEPTED
+    assert t.delivered(0, 0, part(blob, 0), 1.1) is ChunkOutcome.ACCEPTED
     assert t.complete()
     assert t.ask(0, 5.0) == []
 
@@ -125,11 +128,11 @@ def test_a_late_answer_is_still_good() -> None:
 def test_wrong_bytes_are_counted_and_asked_again_elsewhere(wrong: bytes) -> None:
     t, blob = transfer(2, chunks=1)
     t.ask(0, 0.0)
-    assert t.delivered(0, 0, wrong, 0.0) is Verdict.CORRUPT
+    assert t.delivered(0, 0, wrong, 0.0) is ChunkOutcome.CORRUPT
     assert t.corrupt == 1
     assert t.blob == bytes(8)
     assert t.ask(1, 0.0) == [0]
-    assert t.delivered(1, 0, part(blob, 0), 0.0) is Verdict.ACCEPTED
+    assert t.delivered(1, 0, part(blob, 0), 0.0) is ChunkOutcome.ACCEPTED
 
 
 def test_a_holder_that_lies_again_and_again_is_given_up() -> None:
@@ -145,11 +148,11 @@ def test_a_holder_that_lies_again_and_again_is_given_up() -> None:
 
 def test_an_unasked_chunk_changes_nothing() -> None:
     t, blob = transfer(1, chunks=2)
-    assert t.delivered(0, 7, part(blob, 0), 0.0) is Verdict.UNASKED
-    assert t.delivered(0, -1, part(blob, 0), 0.0) is Verdict.UNASKED
+    assert t.delivered(0, 7, part(blob, 0), 0.0) is ChunkOutcome.UNASKED
+    assert t.delivered(0, -1, part(blob, 0), 0.0) is ChunkOutcome.UNASKED
     t.ask(0, 0.0)
-    assert t.delivered(0, 1, part(blob, 1), 0.0) is Verdict.ACCEPTED
-    assert t.delivered(0, 1, b"x" * 8, 0.0) is Verdict.DUPLICATE
+    assert t.delivered(0, 1, part(blob, 1), 0.0) is ChunkOutcome.ACCEPTED
+    assert t.delivered(0, 1, b"x" * 8, 0.0) is ChunkOutcome.DUPLICATE
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -180,13 +183,13 @@ def test_a_holder_kept_for_last_is_asked_while_the_others_deliver_nothing() -> N
     t.keep_for_last(1, True)
     assert t.ask(1, 0.0) == []
     (first, second) = t.ask(0, 0.5)
-    assert t.delivered(0, first, part(blob, first), 0.9) is Verdict.ACCEPTED
+    assert t.delivered(0, first, part(blob, first), 0.9) is ChunkOutcome.ACCEPTED
     assert t.ask(1, 1.8) == [], "the other delivered less than a second ago"
     asked = t.ask(1, 1.95)
     assert asked, "it has not since"
-    assert t.delivered(1, asked[0], part(blob, asked[0]), 2.0) is Verdict.ACCEPTED
+    assert t.delivered(1, asked[0], part(blob, asked[0]), 2.0) is ChunkOutcome.ACCEPTED
     assert t.ask(1, 2.0), "what it delivers itself is no reason to stop"
-    assert t.delivered(0, second, part(blob, second), 2.1) is Verdict.ACCEPTED
+    assert t.delivered(0, second, part(blob, second), 2.1) is ChunkOutcome.ACCEPTED
     assert t.is_kept_back(1, 2.1)
     t.keep_for_last(1, False)
     assert not t.is_kept_back(1, 2.1), "it is as any other now: the node's leader is gone"

@@ -42,7 +42,7 @@ def default_processes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PendingReward:
     """Completions that wait for their rewards: one, or a group's where the function rewards groups."""
 
     prompt: str
@@ -71,7 +71,7 @@ class Lane:
         self._make = make
         self._processes = processes
         self._concurrency = concurrency
-        self._queue: queue.PriorityQueue[tuple[int, int, Call | None]] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, PendingReward | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._runners = [make()]
         self._threads: list[threading.Thread] = []
@@ -105,7 +105,7 @@ class Lane:
             if self._runners[0].whole_group and completions
             else [(completion,) for completion in completions]
         )
-        calls = [Call(prompt, some, meta, Future()) for some in together]
+        calls = [PendingReward(prompt, some, meta, Future()) for some in together]
         for call in calls:
             self._queue.put((step, next(self._numbers), call))
         return [(call.result, place) for call in calls for place in range(len(call.completions))]

@@ -30,7 +30,7 @@ import msgspec
 from blake3 import blake3
 
 from scavenger.errors import ConfigError
-from trainer.algorithms.rewards import LENGTH, Ask, RewardReply, framed, read_frame
+from trainer.algorithms.rewards import LENGTH, RewardReply, RewardRequest, framed, read_frame
 from trainer.reserved import die_with_parent
 
 #: What is left behind by earlier calls of a function that leaks may be why this one fails.
@@ -79,18 +79,18 @@ def _load(name: str, given: str) -> tuple[Function, RewardReply]:
     )
 
 
-def _arguments(ask: Ask, whole_group: bool) -> tuple[str, Any, dict[str, Any]]:
+def _arguments(ask: RewardRequest, whole_group: bool) -> tuple[str, Any, dict[str, Any]]:
     return ask.prompt, list(ask.completions) if whole_group else ask.completions[0], json.loads(ask.meta)
 
 
-def _score(function: Function, ask: Ask, whole_group: bool) -> RewardReply:
+def _score(function: Function, ask: RewardRequest, whole_group: bool) -> RewardReply:
     try:
         return _scored(function(*_arguments(ask, whole_group)), ask, whole_group)
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
         return _failed(error)
 
 
-def _scored(given: Any, ask: Ask, whole_group: bool) -> RewardReply:
+def _scored(given: Any, ask: RewardRequest, whole_group: bool) -> RewardReply:
     """What a function returned, as a reply. Raises what its conversion raises."""
     rewards = list(given) if whole_group else [given]
     if len(rewards) != len(ask.completions):
@@ -119,7 +119,7 @@ async def _serve(
     """Calls of an `async def` side by side; how many is the trainer's matter."""
     import asyncio  # a plain function's process starts without
 
-    async def call(ask: Ask) -> None:
+    async def call(ask: RewardRequest) -> None:
         own_pid = os.getpid()
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -141,7 +141,7 @@ async def _serve(
             payload = await reader.readexactly(length)
         except asyncio.IncompleteReadError:
             return
-        calls.add(task := asyncio.create_task(call(msgspec.msgpack.decode(payload, type=Ask))))
+        calls.add(task := asyncio.create_task(call(msgspec.msgpack.decode(payload, type=RewardRequest))))
         task.add_done_callback(calls.discard)
 
 
@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
         asyncio.run(_serve(function, frames, out, float(argv[4]), ready.whole_group))
         return 0
     while (payload := read_frame(frames.read)) is not None:
-        reply = _score(function, msgspec.msgpack.decode(payload, type=Ask), ready.whole_group)
+        reply = _score(function, msgspec.msgpack.decode(payload, type=RewardRequest), ready.whole_group)
         if os.getpid() != own_pid:
             os._exit(0)
         _write(out, reply)

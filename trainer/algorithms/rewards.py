@@ -59,7 +59,7 @@ def read_frame(read: Callable[[int], bytes]) -> bytes | None:
     return payload if len(payload) == length else None
 
 
-class Ask(msgspec.Struct, frozen=True):
+class RewardRequest(msgspec.Struct, frozen=True):
     """Completions of one prompt: one, or a group's for a function that rewards groups. `number` comes back with the reply."""
 
     prompt: str
@@ -102,7 +102,7 @@ class Reward:
     late: RewardTimeout | None = None
 
 
-class Lost(RewardError):
+class RewardProcessLost(RewardError):
     """The process ended under a call, for whatever of the calls that it had under way."""
 
 
@@ -176,7 +176,10 @@ class RewardRunner:
         under way side by side when their process ended nobody knows whose fault it was: they are made again, one at a time, and
         only then counted.
         """
-        failure, ask = RewardError("it was not called"), Ask(prompt, tuple(completions), json.dumps(meta))
+        failure, ask = (
+            RewardError("it was not called"),
+            RewardRequest(prompt, tuple(completions), json.dumps(meta)),
+        )
         late = tries = 0
         lost = False
         while tries <= self._retries and not self._stopped:
@@ -186,8 +189,8 @@ class RewardRunner:
             except RewardError as error:
                 failure = error
                 late += isinstance(error, RewardTimeout)
-                tries += lost or not isinstance(error, Lost)
-                lost = lost or isinstance(error, Lost)
+                tries += lost or not isinstance(error, RewardProcessLost)
+                lost = lost or isinstance(error, RewardProcessLost)
         raise (RewardTimeout if self._late_is_wrong and late > self._retries else RewardError)(
             f"reward function {self._function} failed {tries} times: {failure.cause}",
             'fix the function, or set reward.on_reward_error = "mask" to leave such samples out',
@@ -270,7 +273,7 @@ class RewardRunner:
             )
             self._reader.start()
 
-    def _call(self, ask: Ask) -> tuple[Parts, ...]:
+    def _call(self, ask: RewardRequest) -> tuple[Parts, ...]:
         if self._process is None:
             self._start()
         try:
@@ -287,7 +290,7 @@ class RewardRunner:
         self._calls += 1
         return _scores(reply)
 
-    def _call_beside(self, ask: Ask, *, alone: bool, again: bool = True) -> tuple[Parts, ...]:
+    def _call_beside(self, ask: RewardRequest, *, alone: bool, again: bool = True) -> tuple[Parts, ...]:
         """A call of any thread, beside others in the one process. `alone`: it is one of those that are made one at a time. `again`: it is
         made again where its process had ended before it could be sent: whoever ended it, it was not this call."""
         deadline, result = time.monotonic() + self._timeout_s + GRACE_S, Future[RewardReply]()
@@ -305,7 +308,7 @@ class RewardRunner:
                 if isinstance(error, RewardTimeout):
                     raise
                 if not again:
-                    raise Lost(error.cause) from error
+                    raise RewardProcessLost(error.cause) from error
                 sent = False
             else:
                 sent = True
@@ -315,10 +318,12 @@ class RewardRunner:
             reply = result.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:  # it should have said so itself: the process is blocked, and every call in it
             self._replace(process)
-            raise (RewardTimeout if alone else Lost)(f"no reward within {self._timeout_s:g} s") from None
+            raise (RewardTimeout if alone else RewardProcessLost)(
+                f"no reward within {self._timeout_s:g} s"
+            ) from None
         if reply.exhausted:
             self._replace(process)
-            raise Lost(reply.error or "", quoted=reply.output)
+            raise RewardProcessLost(reply.error or "", quoted=reply.output)
         return _scores(reply)
 
     def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
@@ -341,7 +346,7 @@ class RewardRunner:
             why, output = "the reward process answered with something that is no reply", str(error)
         for result in list(under_way.values()):
             with contextlib.suppress(InvalidStateError):
-                result.set_exception(Lost(why, quoted=output))
+                result.set_exception(RewardProcessLost(why, quoted=output))
 
     def _send(self, payload: bytes, deadline: float) -> None:
         """Write the frame as the process takes it: one that is stopped or stuck takes no more than a pipe holds."""

@@ -231,17 +231,17 @@ def _admit(section: AlgorithmSection, row: Algorithm, max_tokens: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class DenominatorShare:
     """What of some samples counts in a step's denominator."""
 
     samples: int = 0
     tokens: int = 0
 
-    def __add__(self, other: Counted) -> Counted:
-        return Counted(self.samples + other.samples, self.tokens + other.tokens)
+    def __add__(self, other: DenominatorShare) -> DenominatorShare:
+        return DenominatorShare(self.samples + other.samples, self.tokens + other.tokens)
 
 
-def denominator(recipe: Recipe, counted: Counted) -> float:
+def denominator(recipe: Recipe, counted: DenominatorShare) -> float:
     """What a step's summed gradients are divided by."""
     if recipe.aggregation == "token":
         return float(counted.tokens)

@@ -24,7 +24,7 @@ from scavenger.errors import RewardError, RewardTimeout, WireError
 from scavenger.protocol import messages
 from trainer.algorithms.advantages import Advantages, overlong_penalty
 from trainer.algorithms.rewards import Reward
-from trainer.algorithms.rows import Counted, resolve
+from trainer.algorithms.rows import DenominatorShare, resolve
 from trainer.data.batching import TrainRow
 from trainer.data.prompts import PromptTask
 
@@ -67,7 +67,7 @@ class ScoredGroup:
     rewards: tuple[float, ...]  # of the usable samples
     lengths: tuple[int, ...]  # completion tokens of the usable samples
     informative: bool
-    counted: Counted  # in the step's denominator
+    counted: DenominatorShare  # in the step's denominator
     parts: tuple[Mapping[str, float], ...] = ()  # as in `Judged`
 
 
@@ -306,7 +306,7 @@ class Scoring:
     def _scored(self, judged: Judged, found: Advantages, usable: torch.Tensor) -> ScoredGroup:
         group, recipe = judged.group, self.recipe
         trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()) and not recipe.dynamic)
-        outcomes, rows, counted = [], [], Counted()
+        outcomes, rows, counted = [], [], DenominatorShare()
         for (sample, reward, why), advantage in zip(judged.samples, found.values.tolist(), strict=True):
             if why:
                 outcomes.append(
@@ -316,7 +316,7 @@ class Scoring:
             cut = recipe.on_length == "mask" and sample.finish == "length"
             replaced = recipe.dynamic and not found.informative
             if (recipe.algorithm.masked_count or not cut) and not replaced:
-                counted += Counted(1, messages.token_count(sample.tokens))
+                counted += DenominatorShare(1, messages.token_count(sample.tokens))
             if cut:
                 outcomes.append(
                     messages.SampleOutcome(

@@ -117,7 +117,7 @@ class FileStream:
         return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
 
 
-class Template:
+class PromptTemplate:
     """The text that the model sees: a prompt rendered by the model's own chat template, or as it stands where `data.chat` is false.
 
     The template comes with the model's folder; transformers renders it in its sandbox, and no other code of the folder is run.
@@ -202,7 +202,7 @@ class PromptSource:
 
     def _from_files(self, path: Path) -> FileStream:
         config = self._config
-        template = Template(config.model.path, config.data)
+        template = PromptTemplate(config.model.path, config.data)
         items, rows = self._fitting(dataset.read(config.data, path), template, path)
         _, other = (
             self._fitting(dataset.read(config.data, config.eval.path), template, config.eval.path)
@@ -212,7 +212,7 @@ class PromptSource:
         return FileStream(rows, config.data.seed, config.eval.prompts, other, origin_of(items, template))
 
     def _fitting(
-        self, items: Sequence[Item], template: Template, path: Path
+        self, items: Sequence[Item], template: PromptTemplate, path: Path
     ) -> tuple[Sequence[Item], list[PromptRow]]:
         """Every row as the model sees it; those that leave no room for a completion are reported, all at once."""
         rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
@@ -265,7 +265,7 @@ class PromptSource:
         return PromptTask(index, text, tokens, meta)
 
 
-def origin_of(items: Sequence[Item], template: Template) -> str:
+def origin_of(items: Sequence[Item], template: PromptTemplate) -> str:
     """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date."""
     hasher = blake3(template.source.encode())
     for item in items:

@@ -83,7 +83,7 @@ def alarm(metrics: Mapping[str, float], limit: float) -> str:
 
 
 @dataclass(slots=True)
-class Sources:
+class TokenSources:
     """Who generated a step's tokens, what was lost, and how old the weights were that did it."""
 
     reserved: int = 0

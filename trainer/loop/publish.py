@@ -4,7 +4,7 @@ Owns a rank's share of each version: the copy, the borders that ranks give each 
 daemon and no MPI: `ranks` carries hashes to rank 0 and the manifest back, the loop announces what came of it.
 
 A rank's memory of a version is as large as all of it, and holes where other ranks' shards are: a file's holes cost nothing. It is written
-again when the version is off the shelf, which waits for its readers' leases, and nobody looks at it (`memory.Pool`).
+again when the version is off the shelf, which waits for its readers' leases, and nobody looks at it (`memory.MemoryPool`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scavenger.protocol import messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights import shards
 from scavenger.weights.manifest import Adapter, Manifest
-from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.shards import ShardMove, ShardPlan
 from scavenger.weights.spool import Spool, SpoolShare
 from trainer.model.learner import Learner
@@ -44,7 +44,7 @@ _TOGETHER = 16  # chunks
 
 
 class Source(Protocol):
-    """`scavenger.weights.source.WeightSource`, or the single-process stand-in."""
+    """`scavenger.weights.source.WeightServer`, or the single-process stand-in."""
 
     def publish(
         self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightLayout:
     """Where everything lies and who serves what: the same for all versions of a run."""
 
     dtype: str
@@ -63,12 +63,12 @@ class Layout:
     chunks: tuple[int, ...]  # this rank's
 
 
-def layout(shapes: dict[str, tuple[int, ...]], dtype: str, rank: int, ranks: int) -> Layout:
+def layout(shapes: dict[str, tuple[int, ...]], dtype: str, rank: int, ranks: int) -> WeightLayout:
     table = manifests.layout({name: (dtype, shape) for name, shape in shapes.items()})
     total = sum(tensor.nbytes for tensor in table)
     size = manifests.chunk_nbytes_of(total)
     plan = shards.plan(table, size, ranks)
-    return Layout(dtype, table, total, size, plan, tuple(plan.chunks(rank, size)))
+    return WeightLayout(dtype, table, total, size, plan, tuple(plan.chunks(rank, size)))
 
 
 class Publisher:
@@ -78,8 +78,8 @@ class Publisher:
         self._source = source
         self._spool = spool
         self._merged = MergedSums()
-        self._pool = Pool(most=4)
-        self._layout: Layout | None = None
+        self._pool = MemoryPool(most=4)
+        self._layout: WeightLayout | None = None
         self._of_base = False  # what that layout is of
         self._made: Buffer | None = None
         self._pins: Pins | None = None  # where weights come from a GPU
@@ -116,7 +116,7 @@ class Publisher:
         """Checksums of this rank's rows of all weights with their adapters merged, rounded to `dtype`. A collective."""
         return self._merged.of(learner, DTYPES[dtype])
 
-    def _pin(self, buffer: Buffer, address: int, of: Layout, mesh: Any) -> None:
+    def _pin(self, buffer: Buffer, address: int, of: WeightLayout, mesh: Any) -> None:
         rank = mesh.get_local_rank()
         own = [(span.start, span.stop) for span in shards.spans(of.table, mesh.size()) if span.rank == rank]
         served = [(shard.start, shard.stop) for shard in of.plan.shards if shard.owner == rank]
@@ -177,7 +177,7 @@ class Publisher:
         return tuple(found)
 
 
-def _copy(flat: Tensor, learner: Learner, of: Layout, *, base: bool) -> Iterator[int]:
+def _copy(flat: Tensor, learner: Learner, of: WeightLayout, *, base: bool) -> Iterator[int]:
     """Each tensor's rows into place, cast on their way. Yields up to which byte of the blob all that this rank has is there."""
     position = {tensor.name: tensor for tensor in of.table}
     rank, ranks = learner.mesh.get_local_rank(), learner.mesh.size()
@@ -217,7 +217,7 @@ def _exchange(flat: Tensor, moves: Sequence[ShardMove], mesh: Any) -> None:
 class _Hashing:
     """Hashes a rank's chunks by threads as their bytes are there, in any order; gives the hashes in the chunks' order."""
 
-    def __init__(self, hashers: ThreadPoolExecutor, view: memoryview, of: Layout, rank: int) -> None:
+    def __init__(self, hashers: ThreadPoolExecutor, view: memoryview, of: WeightLayout, rank: int) -> None:
         self._hashers, self._view, self._size, self._total = hashers, view, of.chunk_nbytes, of.total
         lacking = {move.start // of.chunk_nbytes for move in of.plan.moves if move.owner == rank}
         self._chunks = of.chunks

@@ -74,7 +74,7 @@ class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     updates_taken: int
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
     """Give the GPU's memory back, training state too where engines need its place: they are about to take theirs."""
 
 
@@ -100,7 +100,7 @@ Command = (
     | Offer
     | Save
     | LoadCheckpoint
-    | Release
+    | ReleaseMemory
     | NoteEngines
     | TakeBack
     | StopRank
@@ -147,7 +147,7 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             saver.begin(learner.state(), Path(path))
         case LoadCheckpoint(path, updates_taken):
             checkpoint.load_shards(learner, Path(path), updates_taken)
-        case Release():
+        case ReleaseMemory():
             return _encode(learner.release())
         case NoteEngines():
             learner.note_engines()
@@ -269,7 +269,9 @@ class Ranks:
 
     def release(self) -> int:
         """Every rank gives back the memory of its GPU that engines need. Returns the bytes that all hold yet; 0 on CPUs."""
-        return sum(msgspec.msgpack.decode(frame, type=int) for frame in self._all([Release()] * self.size))
+        return sum(
+            msgspec.msgpack.decode(frame, type=int) for frame in self._all([ReleaseMemory()] * self.size)
+        )
 
     def note_engines(self) -> None:
         """Every rank sees how much of its GPU engines take, while they have it."""

@@ -34,7 +34,7 @@ from trainer.loop.ending import Ending, EndRequested
 from trainer.loop.metrics import Judgement, alarm, summarise_evaluation
 from trainer.loop.monitor import Monitor
 from trainer.loop.ranks import Ranks
-from trainer.loop.step import SCORED_POLL_S, Inbox, Run, Stepper
+from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper, TrainerRun
 
 POLL_S = 0.1
 
@@ -66,7 +66,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SubmittedStep:
     """A step whose samples were submitted: with which version, and where its prompts begin in the data."""
 
     version: int
@@ -80,7 +80,7 @@ class Loop:
     def __init__(
         self,
         config: RunConfig,
-        run: Run,
+        run: TrainerRun,
         ranks: Ranks,
         scoring: Scoring,
         prompts: PromptSource,
@@ -104,7 +104,7 @@ class Loop:
         self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
         self._inbox = Inbox(run, scoring.begin)
         self._stepper = Stepper(config, run, ranks, scoring, sampling, self._safe_point, self._inbox, engines)
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, SubmittedStep] = {}
         self._held_out: list[PromptTask] = prompts.held_out()
         self._root = b""  # of the version that was published last
         self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False)
@@ -161,7 +161,7 @@ class Loop:
         if step not in self._asked:
             at = self._settled
             cursor, prompts = self._cursor, self._take(self._config.data.prompts_per_step)
-            self._asked[step] = Asked(at.version, cursor, prompts)
+            self._asked[step] = SubmittedStep(at.version, cursor, prompts)
             self._stepper.ask(step, at.version, prompts, step - 1 - at.step, self._take)
 
     def _safe_point(self) -> None:

@@ -23,7 +23,7 @@ from scavenger.protocol import messages, reserved_memory, train_step
 from scavenger.protocol.step_session import StepSession
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms import agreement
-from trainer.algorithms.rows import Counted, denominator
+from trainer.algorithms.rows import DenominatorShare, denominator
 from trainer.algorithms.scoring import Judged, ScoredGroup, Scoring, specs
 from trainer.data.batching import (
     Micro,
@@ -37,7 +37,7 @@ from trainer.data.batching import (
 )
 from trainer.data.prompts import PromptTask
 from trainer.engine_control import Engines
-from trainer.loop.metrics import Capacity, Seconds, Sources, summarise
+from trainer.loop.metrics import Capacity, Seconds, TokenSources, summarise
 from trainer.loop.ranks import Ranks
 from trainer.model.learner import RowStats, learning_rate
 
@@ -46,14 +46,16 @@ POLL_S = 0.1
 SCORED_POLL_S = 0.01
 
 
-class Poll(Protocol):
+class GroupSource(Protocol):
     def poll(self, timeout_s: float) -> list[messages.GroupDone]: ...
 
 
 class Inbox:
     """`expect` names what was submitted; `poll` gives each group once. `came` is told of each as soon as it is here, whoever asked."""
 
-    def __init__(self, run: Poll, came: Callable[[messages.GroupDone], None] = lambda group: None) -> None:
+    def __init__(
+        self, run: GroupSource, came: Callable[[messages.GroupDone], None] = lambda group: None
+    ) -> None:
         self._run = run
         self._came = came
         self._expected: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step)
@@ -80,7 +82,7 @@ class Inbox:
         return mine
 
 
-class Run(Protocol):
+class TrainerRun(Protocol):
     """`scavenger.client.Run`, or the single-process stand-in."""
 
     attempt: int
@@ -172,7 +174,7 @@ class _Work:
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)  # by mini-batch
     staleness: int = 0  # optimizer steps between the weights that generated and those that are trained
-    sources: Sources = field(default_factory=Sources)
+    sources: TokenSources = field(default_factory=TokenSources)
     micro_steps: int = 0
     rounds: int = 0  # of micro-steps, each over all groups that waited
 
@@ -186,7 +188,7 @@ class Stepper:
     def __init__(
         self,
         config: RunConfig,
-        run: Run,
+        run: TrainerRun,
         ranks: Ranks,
         scoring: Scoring,
         sampling: messages.Sampling,
@@ -274,8 +276,8 @@ class Stepper:
     def _prepare_training(self, state: train_step.StepState) -> None:
         """As soon as it is known that engines gave their memory back: bring training state to the GPUs, while groups are waited for."""
         if not self._training_state_released or state.phase not in (
-            train_step.Phase.TRAIN,
-            train_step.Phase.FINISH,
+            train_step.StepPhase.TRAIN,
+            train_step.StepPhase.FINISH,
         ):
             return
         self._ranks.take_back()
@@ -284,13 +286,13 @@ class Stepper:
             self._toggles["seconds_to_training"] = time.monotonic() - self._sleep_asked_at
             self._sleep_asked_at = None
 
-    def _memory(self) -> reserved_memory.Memory:
+    def _memory(self) -> reserved_memory.ReservedObservation:
         present = self._engines.present() if self._engines is not None else None
         return reserved_memory.observe(
             self._run.fleet, self._run.reserved_order, present, launched=self._engines is not None
         )
 
-    def _tell_gone(self) -> reserved_memory.Memory | None:
+    def _tell_gone(self) -> reserved_memory.ReservedObservation | None:
         """Memory of reserved engines that are to sleep; None otherwise. Engines whose process exited are reported to the daemon."""
         if not self._has_reserved or self.reserved_awake:
             return None
@@ -312,9 +314,9 @@ class Stepper:
 
     # ---------------------------------------------------------------- before and during
 
-    def _plan(self, prompts: Sequence[PromptTask]) -> train_step.Plan:
+    def _plan(self, prompts: Sequence[PromptTask]) -> train_step.StepPlan:
         config = self._config
-        return train_step.Plan(
+        return train_step.StepPlan(
             samples=len(prompts) * config.data.samples_per_prompt,
             groups=len(prompts),
             window=config.reserved.window,
@@ -403,7 +405,7 @@ class Stepper:
         return events
 
     def _observe(self, work: _Work, session: StepSession, timeout_s: float) -> list[train_step.Event]:
-        """What happened since the last look; a `Tick` when it waited in vain: for samples, or for rewards once these are here."""
+        """What happened since the last look; a `StepTick` when it waited in vain: for samples, or for rewards once these are here."""
         self._safe_point()
         state, before = session.state, time.monotonic()
         scores = self._scoring.is_pending(work.submitted)
@@ -427,8 +429,8 @@ class Stepper:
         if scored:
             events.append(train_step.GroupsScored(len(scored), untrained))
         work.seconds.reward += time.monotonic() - after
-        # A `Tick` from a poll that did not wait would keep the loop from ever waiting again.
-        return events or ([train_step.Tick()] if timeout_s else [])
+        # A `StepTick` from a poll that did not wait would keep the loop from ever waiting again.
+        return events or ([train_step.StepTick()] if timeout_s else [])
 
     def _arrive(self, work: _Work, judged: Judged) -> bool:
         """Take in a group's rewards; True when it can be trained at once. Where advantages need the whole batch, it waits for that."""
@@ -643,13 +645,13 @@ class Stepper:
         not computed, so updates shrink as fewer groups have something to say. Samples without a reward do not count, nor, in some
         algorithms, tokens that a mask took out.
         """
-        recipe, counted = self._scoring.recipe, Counted()
+        recipe, counted = self._scoring.recipe, DenominatorShare()
         for group in work.scored.values():
             if work.mini_batch[group.prompt_index] == mini_batch:
                 counted += group.counted
                 if not recipe.algorithm.masked_count:
                     stats = [work.stats[row.sample_id] for row in group.rows]
-                    counted += Counted(
+                    counted += DenominatorShare(
                         -sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats)
                     )
         return max(denominator(recipe, counted), 1.0)

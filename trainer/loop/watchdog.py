@@ -1,6 +1,6 @@
 """The step watchdog: which rank is stuck, at what, since when, and who waits for it.
 
-Owns what a rank says of itself (`Here`), how ranks tell one another (`Watch`: a datagram a second from a thread, so a rank whose main
+Owns what a rank says of itself (`Here`), how ranks tell one another (`RankWatch`: a datagram a second from a thread, so a rank whose main
 thread hangs still says where, and one that is stopped or gone says nothing), and the judgement (`judge`, pure). Rank 0 looks at all ranks,
 rank 1 at rank 0. Knows no command's meaning: every rank runs the same commands in the same order, so a rank that has begun fewer is behind.
 
@@ -160,7 +160,7 @@ def _end() -> None:
     os._exit(STUCK_EXIT)  # the main thread hangs, so nothing can be closed; the launcher ends the other ranks
 
 
-class Watch:
+class RankWatch:
     """This rank's thread. `end` is called when a rank was stuck for `end_s`, in the rank that found it."""
 
     def __init__(

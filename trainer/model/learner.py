@@ -45,7 +45,7 @@ from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
 from trainer.model import adapters, head, sharded_load
 from trainer.model.attention import PACKED
-from trainer.model.memory import Gpu, RankMemory
+from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.offload import Offload
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
@@ -122,7 +122,7 @@ class Learner:
         deterministic: bool,
         trainer: TrainerSection = DEFAULTS,
         lora: LoraSection = ALL_WEIGHTS,
-        gpu: Gpu | None = None,
+        gpu: RankGpu | None = None,
     ) -> None:
         self.mesh = mesh
         self.dtype = torch.float64 if deterministic else torch.float32
@@ -160,7 +160,9 @@ class Learner:
             state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         models = [one for one in (self._reference, self.model) if one is not None]  # in the order of use
-        self._memory = RankMemory(gpu or Gpu(), Offload(models, self.optimizer, self.device), trainer.offload)
+        self._memory = RankMemory(
+            gpu or RankGpu(), Offload(models, self.optimizer, self.device), trainer.offload
+        )
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
         model, plan = sharded_load.begin(folder, self.dtype, PACKED if self._packing else "sdpa")

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollout.engines.account import Account, Uncounted
 from trainer.model import offload
-from trainer.model.offload import Choice, Mode, Offload, nbytes_of
+from trainer.model.offload import Mode, Offload, OffloadChoice, nbytes_of
 
 _log = structlog.get_logger(__name__)
 WEIGHTS, OPTIMIZER, GRADIENTS, STEP = "weights", "optimizer", "gradients", "step"
@@ -31,7 +31,7 @@ _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class RankGpu:
     """Of one rank. `shared`: reserved engines lie on it; `engine_share`: which share of it they say that they take, 0 = they do not say."""
 
     account: Account = field(default_factory=Uncounted)
@@ -43,13 +43,13 @@ class Gpu:
 class RankMemory:
     """One rank's. `working` is around all computing; `release` and `take_back` are the two ways of the toggle."""
 
-    def __init__(self, gpu: Gpu, state: Offload, mode: Mode) -> None:
+    def __init__(self, gpu: RankGpu, state: Offload, mode: Mode) -> None:
         self._gpu, self._account = gpu, gpu.account
         self._state = state
         self._mode: Mode = mode
         self._pool = _Pool(self._account) if self._account.counts else None
         self._seen: int | None = None  # most that engines were seen to hold
-        self.choice: Choice | None = None  # of the last release
+        self.choice: OffloadChoice | None = None  # of the last release
         self._nbytes = {WEIGHTS: nbytes_of(state.parameters()), OPTIMIZER: nbytes_of(state.moments())}
         if self._pool is not None:
             self._pool.leave_out([*state.parameters(), *state.moments()])

@@ -38,30 +38,32 @@ _ALIGN = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OffloadChoice:
     offload: bool
     reason: str
 
 
-def choose(mode: Mode, *, resident: int, engine: int | None, capacity: int) -> Choice:
+def choose(mode: Mode, *, resident: int, engine: int | None, capacity: int) -> OffloadChoice:
     """Whether training state leaves a GPU of `capacity` bytes (0 = there is none) while engines have it. Pure.
 
     `resident`: what the trainer would keep there; `engine`: what engines take of this GPU, 0 = none lies there, None = not known yet.
     """
     if mode != "auto":
-        return Choice(mode == "always", f'trainer.offload = "{mode}"')
+        return OffloadChoice(mode == "always", f'trainer.offload = "{mode}"')
     if not capacity:
-        return Choice(False, "there is no GPU that engines could share")
+        return OffloadChoice(False, "there is no GPU that engines could share")
     if engine == 0:
-        return Choice(False, "no reserved engine lies on this GPU")
+        return OffloadChoice(False, "no reserved engine lies on this GPU")
     kept = f"{_gb(resident)} of training state"
     if engine is None:
-        return Choice(True, f"what an engine takes of {_gb(capacity)} beside {kept} is not known yet")
+        return OffloadChoice(True, f"what an engine takes of {_gb(capacity)} beside {kept} is not known yet")
     both = f"{kept} and {_gb(engine)} of engines"
     usable = int(USABLE * capacity)
     if resident + engine <= usable:
-        return Choice(False, f"{both} fit a GPU of {_gb(capacity)}")
-    return Choice(True, f"{both} do not fit a GPU of {_gb(capacity)}, of which {_gb(usable)} are usable")
+        return OffloadChoice(False, f"{both} fit a GPU of {_gb(capacity)}")
+    return OffloadChoice(
+        True, f"{both} do not fit a GPU of {_gb(capacity)}, of which {_gb(usable)} are usable"
+    )
 
 
 def _gb(nbytes: int) -> str:

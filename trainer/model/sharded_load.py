@@ -79,7 +79,7 @@ class _Origin:
         )
 
 
-class Plan:
+class ShardedLoadPlan:
     """Where each tensor of a model comes from. `fill` is for the model that `begin` made it with."""
 
     def __init__(
@@ -202,7 +202,7 @@ class Plan:
         self._mapped = 0
 
 
-def begin(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> tuple[Any, Plan]:
+def begin(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> tuple[Any, ShardedLoadPlan]:
     """The causal LM of a Hugging Face folder with weights that take no memory, and the plan to fill it. Runs no code of the folder's.
 
     Raises `ConfigError` where the weight files do not hold every tensor of the model in its shape.
@@ -244,7 +244,7 @@ def _skeleton(folder: Path, dtype: torch.dtype, attention: str) -> Any:
         ) from error
 
 
-def plan_of(folder: Path, model: Any) -> Plan:
+def plan_of(folder: Path, model: Any) -> ShardedLoadPlan:
     """Where each of the model's tensors comes from. Raises `ConfigError`."""
     stored = _heads(folder)
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -263,7 +263,7 @@ def plan_of(folder: Path, model: Any) -> Plan:
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise ConfigError(f"{two}: {name} has the shape {shapes[name]} there, not {shape}", _AGAIN)
-    return Plan(folder, stored, origins, model.config)
+    return ShardedLoadPlan(folder, stored, origins, model.config)
 
 
 def _heads(folder: Path) -> dict[str, _Stored]:

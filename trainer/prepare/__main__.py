@@ -148,7 +148,7 @@ def examine(options: argparse.Namespace) -> int:
     script = folder / "train.sbatch"
     gpus = check.gpus_of(script.read_text(encoding="utf-8") if script.is_file() else "")
     if options.gpu_memory_gb:
-        gpus = check.Gpus(gpus.ranks, gpus.per_node, options.gpu_memory_gb, gpus.nodes)
+        gpus = check.RequestedGpus(gpus.ranks, gpus.per_node, options.gpu_memory_gb, gpus.nodes)
     lines, fine = check.report(folder / "run.toml", list(check.check(folder / "run.toml", gpus)))
     print("\n".join(lines))
     return 0 if fine else ConfigError.exit_code

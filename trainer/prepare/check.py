@@ -21,14 +21,14 @@ from tokenizers import Tokenizer
 
 from scavenger import config as configs
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, Finding, ScavengerError
+from scavenger.errors import ConfigError, ScavengerError, StartFinding
 from scavenger.protocol import engine_options, keys
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
 from trainer.prepare import kv_cache, memory, weights
 from trainer.prepare import model as models
 from trainer.prepare.draft import shape_of
-from trainer.prepare.memory import Shape, TrainJob
+from trainer.prepare.memory import ModelShape, TrainJob
 from trainer.prepare.model import ModelFacts
 
 #: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
@@ -43,7 +43,7 @@ DIRECTIVE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
+class RequestedGpus:
     """What the job asks for. `gb`: of one GPU; 0 = not known."""
 
     ranks: int
@@ -63,13 +63,13 @@ class _Seen:
     said: list[str] = field(default_factory=list)
 
 
-def gpus_of(script: str) -> Gpus:
+def gpus_of(script: str) -> RequestedGpus:
     """From the text of a train.sbatch. Pure."""
     found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gb": 0.0}
     for name, number, gb in DIRECTIVE.findall(script):
         found[name or "gb"] = float(number or gb)
     per_node = int(found["gpus-per-node"])
-    return Gpus(
+    return RequestedGpus(
         int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node),
         per_node,
         found["gb"],
@@ -86,15 +86,15 @@ def host_of(run_toml: Path) -> dict[str, int]:
     return {"cpus_per_engine": memory.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
-def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
+def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
     """Every check of the run in `run_toml`, in order."""
     seen = _Seen()
     try:
         config = configs.read_run(run_toml)
     except ScavengerError as error:
-        yield Finding("run.toml", str(error))
+        yield StartFinding("run.toml", str(error))
         return
-    yield Finding(
+    yield StartFinding(
         "run.toml",
         note=f"run {config.run.name}, {config.run.steps} steps of {config.data.prompts_per_step} prompts",
     )
@@ -112,13 +112,13 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     yield _ask("daemon and keys", lambda: _daemon(config))
 
 
-def _ask(what: str, function: Callable[[], str], needs: object = True) -> Finding:
+def _ask(what: str, function: Callable[[], str], needs: object = True) -> StartFinding:
     if needs is None:
-        return Finding(what, note="not looked at: it needs what was refused above", skipped=True)
+        return StartFinding(what, note="not looked at: it needs what was refused above", skipped=True)
     try:
-        return Finding(what, note=function())
+        return StartFinding(what, note=function())
     except ScavengerError as error:
-        return Finding(what, str(error))
+        return StartFinding(what, str(error))
 
 
 def _model(config: RunConfig, seen: _Seen) -> str:
@@ -271,7 +271,7 @@ def _reserved(config: RunConfig) -> str:
     return f"{count} of {each} GPU{'s' if each > 1 else ''} each: the run goes on without a harvested engine"
 
 
-def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+def _memory(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     assert seen.model is not None
     if not gpus.per_node:
         return "train.sbatch asks for no GPU: not looked at"
@@ -328,7 +328,7 @@ def _longest(config: RunConfig, seen: _Seen) -> int:
     return min(most, seen.longest + config.sampling.max_tokens) if seen.longest else most
 
 
-def _held(config: RunConfig, shape: Shape, job: TrainJob, longest: int) -> str:
+def _held(config: RunConfig, shape: ModelShape, job: TrainJob, longest: int) -> str:
     """What the smaller of the two kinds of engines holds at once."""
     gpus = min(job.engine_gpus, job.reserved_gpus)
     cache = kv_cache.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
@@ -345,7 +345,7 @@ def _held(config: RunConfig, shape: Shape, job: TrainJob, longest: int) -> str:
     )
 
 
-def _weights(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+def _weights(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     assert seen.model is not None
     at_hand = os.environ.get("SCAVENGER_CONFIG")
     return weights.check(config, seen.model, gpus.nodes, Path(at_hand) if at_hand else None)
@@ -400,7 +400,7 @@ def _daemon(config: RunConfig) -> str:
     return f"the daemon on {there.host}"
 
 
-def report(run_toml: Path, findings: list[Finding]) -> tuple[list[str], bool]:
+def report(run_toml: Path, findings: list[StartFinding]) -> tuple[list[str], bool]:
     """Lines for a terminal, and whether a job may be submitted."""
     said = [f"{run_toml}:"]
     for finding in findings:
@@ -410,7 +410,7 @@ def report(run_toml: Path, findings: list[Finding]) -> tuple[list[str], bool]:
     return said, not any(finding.problem for finding in findings)
 
 
-def document(findings: list[Finding]) -> str:
+def document(findings: list[StartFinding]) -> str:
     """The same as JSON, for programs."""
     rows: list[dict[str, Any]] = [
         {"what": f.what, "problem": f.problem, "note": f.note, "skipped": f.skipped} for f in findings

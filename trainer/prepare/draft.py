@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.prepare import sizes
-from trainer.prepare.memory import Shape
+from trainer.prepare.memory import ModelShape
 from trainer.prepare.model import ModelFacts
 from trainer.prepare.rows import DataFacts
-from trainer.prepare.sizes import Asked, Sizes
+from trainer.prepare.sizes import Sizes, SizingRequest
 
 SHIPPED = "scripts/train.sbatch"
 #: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
@@ -48,10 +48,10 @@ class RunOptions:
     gpu_source: str = ""
 
 
-def shape_of(model: ModelFacts) -> Shape:
+def shape_of(model: ModelFacts) -> ModelShape:
     c = model.config
     hidden, heads = int(c.get("hidden_size") or 0), int(c.get("num_attention_heads") or 0)
-    return Shape(
+    return ModelShape(
         model.parameters,
         int(c.get("num_hidden_layers") or 0),
         hidden,
@@ -84,7 +84,7 @@ def sizes_of(model: ModelFacts, wish: RunOptions) -> Sizes:
     context, completion_tokens = lengths(model.context, wish.longest)
     samples = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
     return sizes.choose(
-        Asked(
+        SizingRequest(
             shape_of(model),
             wish.engine,
             wish.gpus,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainer.prepare.memory import GB, Shape, TrainJob
+from trainer.prepare.memory import GB, ModelShape, TrainJob
 
 #: Gigabytes of one GPU, by what its GRES type or its name holds; the first that fits counts. Of types that exist in two sizes the smaller.
 GPU_GB = (
@@ -58,12 +58,12 @@ def gpu_gb(kind: str) -> float:
     return next((gb for word, gb in GPU_GB if word in flat), 0.0)
 
 
-def token_nbytes(shape: Shape, gpus: int, value_nbytes: int = CACHED_NBYTES) -> int:
+def token_nbytes(shape: ModelShape, gpus: int, value_nbytes: int = CACHED_NBYTES) -> int:
     """Of keys and values of one token over all GPUs of an engine: more GPUs than KV heads hold copies. 0 = not known."""
     return 2 * shape.layers * -(-shape.kv_heads // gpus) * gpus * shape.head_dim * value_nbytes
 
 
-def work_nbytes(shape: Shape, gpus: int) -> int:
+def work_nbytes(shape: ModelShape, gpus: int) -> int:
     """Estimated: what each GPU of an engine needs beside weights and cache: a prefill's activations, a batch's logits, the rest."""
     activations = PREFILL_TOKENS * 2 * (4 * shape.inner // gpus + 4 * shape.hidden)
     logits = MOST_BATCH * shape.vocabulary * 4 * 3  # float32: as computed, as scaled, as probabilities
@@ -87,13 +87,13 @@ class Cache:
         return self.tokens // max(1, tokens)
 
 
-def of_gpus(shape: Shape, gpus: int, gpu_gb: float, share: float) -> Cache:
+def of_gpus(shape: ModelShape, gpus: int, gpu_gb: float, share: float) -> Cache:
     """What an engine that takes `share` of each of its GPUs has left for its cache."""
     left = gpus * (share * gpu_gb * GB - work_nbytes(shape, gpus)) - 2 * shape.parameters
     return Cache(int(left), token_nbytes(shape, gpus), gpus)
 
 
-def of_cpu(shape: Shape) -> Cache:
+def of_cpu(shape: ModelShape) -> Cache:
     return Cache(CPU_NBYTES, token_nbytes(shape, 1, CACHED_NBYTES_CPU), 1)
 
 
@@ -108,7 +108,7 @@ def batch(cache: Cache, expected: int, most: int) -> int:
     return fit if fit < 8 else fit - fit % 8
 
 
-def problem(shape: Shape, job: TrainJob, context: int) -> tuple[str, str]:
+def problem(shape: ModelShape, job: TrainJob, context: int) -> tuple[str, str]:
     """Cause and remedy where an engine could not hold one sample of `context` tokens: vLLM does not start then. Else two empty texts."""
     kinds = [("an engine", "run.gpus_per_engine", job.engine_gpus)]
     if job.reserved:

@@ -24,7 +24,7 @@ WHOLE_LOGIT, CHUNK_LOGIT = 4, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Of a model: `parameters` in all, `inner` the feed-forward's width; heads of 0 are not known."""
 
     parameters: int
@@ -100,7 +100,7 @@ def engine_cpus(version: PublishedSize, gpus: int) -> int:
     return 3 + gpus + min(4, (version.base or version.nbytes) // (8 * 10**9))
 
 
-def need(shape: Shape, job: TrainJob) -> Need:
+def need(shape: ModelShape, job: TrainJob) -> Need:
     """float32 masters of all parameters, gradient and two moments of the trained ones (12 bytes), all sharded over the ranks."""
     states = (4 * shape.parameters * (2 if job.reference else 1) + 12 * job.trained) / job.ranks
     layer = max(0, shape.parameters - shape.vocabulary * shape.hidden) / max(1, shape.layers)
@@ -118,7 +118,7 @@ def need(shape: Shape, job: TrainJob) -> Need:
     return Need(states / GB, (gathered + kept + logits) / GB, engine / GB, USABLE * job.gpu_gb)
 
 
-def _head_nbytes(shape: Shape, job: TrainJob) -> int:
+def _head_nbytes(shape: ModelShape, job: TrainJob) -> int:
     """Logits and what their gradients need; by chunks the weight's gradient is added up in float32."""
     if not job.head_chunk:
         return WHOLE_LOGIT * job.computed_tokens * shape.vocabulary
@@ -126,7 +126,7 @@ def _head_nbytes(shape: Shape, job: TrainJob) -> int:
     return (CHUNK_LOGIT * together + 4 * shape.hidden) * shape.vocabulary
 
 
-def problem(shape: Shape, job: TrainJob) -> tuple[str, str]:
+def problem(shape: ModelShape, job: TrainJob) -> tuple[str, str]:
     """Cause and remedy where it does not fit, else two empty texts."""
     asks = need(shape, job)
     held = f"{asks.states:.1f} GB of weights, gradients and optimizer state a GPU, on {job.ranks} of {job.gpu_gb:g} GB"
@@ -179,14 +179,14 @@ def problem(shape: Shape, job: TrainJob) -> tuple[str, str]:
     return "", ""
 
 
-def share_beside(shape: Shape, job: TrainJob) -> float:
+def share_beside(shape: ModelShape, job: TrainJob) -> float:
     """The largest engine.gpu_memory_share, at most 0.9, that leaves room for what stays of the trainer meanwhile; 0.2 at least."""
     asks = need(shape, job)
     stays = asks.states if job.offload == "never" else 0.0
     return max(0.2, min(0.9, int((asks.usable - stays) / job.gpu_gb * 100) / 100))
 
 
-def offloaded_gb(shape: Shape, job: TrainJob) -> float:
+def offloaded_gb(shape: ModelShape, job: TrainJob) -> float:
     """Gigabytes a GPU of states that wait in host memory while reserved engines generate; 0: they stay on the GPU."""
     asks = need(shape, job)
     stay = job.offload == "never" or not job.reserved

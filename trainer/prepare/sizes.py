@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from scavenger.config import TrainerSection
 from trainer.prepare import kv_cache, memory
-from trainer.prepare.memory import GB, PublishedSize, Shape, TrainJob
+from trainer.prepare.memory import GB, ModelShape, PublishedSize, TrainJob
 
 MICRO_TOKENS = 16384
 #: From this many parameters on, activations are computed again.
@@ -21,10 +21,10 @@ LEAST_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SizingRequest:
     """For whom engines are sized. `gpus`: of each training node, 0 = none. `samples`: of a step. Lengths in tokens."""
 
-    shape: Shape
+    shape: ModelShape
     engine: str
     gpus: int
     nodes: int
@@ -56,7 +56,7 @@ def engine_for(parameters: int, gpus: int) -> str:
     return "reference" if not gpus and parameters < TINY else "vllm"
 
 
-def choose(asked: Asked) -> Sizes:
+def choose(asked: SizingRequest) -> Sizes:
     """What does not fit at all gets the largest engines: `scavenger init --check` says then what is missing. One is always reserved."""
     shape, ranks = asked.shape, max(1, asked.gpus * asked.nodes)
     job = TrainJob(
@@ -90,7 +90,7 @@ def choose(asked: Asked) -> Sizes:
     return Sizes(gpus, reserved, share, batch, why, job.micro_tokens, job.checkpointing, cpus, mb, host)
 
 
-def _micro(shape: Shape, job: TrainJob) -> TrainJob:
+def _micro(shape: ModelShape, job: TrainJob) -> TrainJob:
     """The micro-batch halved until it fits, down to the longest sample."""
     tokens = job.micro_tokens
     while (
@@ -102,7 +102,7 @@ def _micro(shape: Shape, job: TrainJob) -> TrainJob:
     return job
 
 
-def _engine_gpus(asked: Asked, share: float) -> int:
+def _engine_gpus(asked: SizingRequest, share: float) -> int:
     """The fewest GPUs of a node that hold the weights in half of their memory, one longest sample and some of the expected length."""
     shape = asked.shape
     most = [n for n in (1, 2, 4, 8) if n <= asked.gpus and shape.heads % n == 0]
@@ -115,7 +115,7 @@ def _engine_gpus(asked: Asked, share: float) -> int:
     return most[-1]
 
 
-def _batch(asked: Asked, gpus: int, share: float) -> tuple[int, tuple[str, ...]]:
+def _batch(asked: SizingRequest, gpus: int, share: float) -> tuple[int, tuple[str, ...]]:
     """`engine.max_batch`, and why so many."""
     if asked.engine != "vllm":
         return kv_cache.PLAIN_BATCH, ("# samples that one engine generates at once",)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.speed import SpeedCurve
 from scavenger.policy.forecast.step import NEVER, Situation, StepModel
 from scavenger.policy.seed_window import golden, limit_of
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 
 GRID = 5
 #: Downhill by this share of the time in which all is generated, then to a fraction of it by golden section.
@@ -187,11 +187,11 @@ def share_of(situation: Situation, usual: float) -> float:
     return usual if tried[usual] * (1 - SERVE_GAIN) <= tried[best] else best
 
 
-def line(spec: EngineSpec) -> Curve:
+def line(spec: SimulatedEngine) -> SpeedCurve:
     """The steeper line of the engine's roofline: the seconds of a decode step by batch and context."""
     one, two = spec.curve(1), spec.curve(2)
     more = two.overhead - one.overhead
     base = one.overhead - more
     if one.memory_slope >= one.compute_slope:
-        return Curve(base + one.memory, more, one.memory_slope)
-    return Curve(base, more + one.compute, one.compute_slope)
+        return SpeedCurve(base + one.memory, more, one.memory_slope)
+    return SpeedCurve(base, more + one.compute, one.compute_slope)

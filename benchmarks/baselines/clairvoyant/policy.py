@@ -32,15 +32,15 @@ from benchmarks.baselines.clairvoyant.seats import (
     best_move,
 )
 from scavenger.policy.forecast.service import Samples
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import Costs, Pool, Situation
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.forecast.step import Costs, EnginePool, Situation
 from scavenger.policy.interface import (
     EngineProgress,
     Fact,
-    Move,
-    Placement,
     RunView,
     SampleFinished,
+    SampleMove,
+    SamplePlacement,
     SampleView,
     StepFinished,
     StepSubmitted,
@@ -48,7 +48,7 @@ from scavenger.policy.interface import (
     WorkerView,
 )
 from scavenger.policy.seed_window import limit_of
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.policies import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
@@ -67,7 +67,7 @@ OVER_SHARE = 1.15
 class ExpectedEngine:
     """A harvested engine that will have its weights at `ready_at` and be taken at `lost_at`."""
 
-    spec: EngineSpec
+    spec: SimulatedEngine
     ready_at: float
     lost_at: float
 
@@ -91,7 +91,7 @@ class GroundTruth(Protocol):
     def length(self, sample: SampleView) -> int:
         """Tokens that its completion will have."""
 
-    def spec(self, worker: WorkerView) -> EngineSpec: ...
+    def spec(self, worker: WorkerView) -> SimulatedEngine: ...
 
     def lost_at(self, worker: WorkerView) -> float:
         """When others take its GPUs; infinity when they never do."""
@@ -133,7 +133,7 @@ class OracleSchedule:
 
     def __init__(self, knows: GroundTruth) -> None:
         self._truth = knows
-        self._curves: dict[EngineSpec, Curve] = {}
+        self._curves: dict[SimulatedEngine, SpeedCurve] = {}
         self._fleet: FleetKey = (False, 0, ())
         self._decision: WindowDecision | None = None
         self._closes_at: float | None = None  # as decided last
@@ -170,7 +170,7 @@ class OracleSchedule:
 
     # ---------------------------------------------------------------- what is so
 
-    def _curve(self, spec: EngineSpec) -> Curve:
+    def _curve(self, spec: SimulatedEngine) -> SpeedCurve:
         if spec not in self._curves:
             self._curves[spec] = line(spec)
         return self._curves[spec]
@@ -288,8 +288,8 @@ class OracleSchedule:
         self._trained_at = now
         ready = state.whole_tokens - self._trained
         return Situation(
-            reserved=Pool(self._curve(own), float(len(reserved)), own.max_sequences, own.kv_capacity),
-            harvested=Pool(self._curve(like), float(len(here)), like.max_sequences, like.kv_capacity),
+            reserved=EnginePool(self._curve(own), float(len(reserved)), own.max_sequences, own.kv_capacity),
+            harvested=EnginePool(self._curve(like), float(len(here)), like.max_sequences, like.kv_capacity),
             costs=costs,
             samples=_in_order(state),
             awake=view.step.reserved_awake,
@@ -302,7 +302,7 @@ class OracleSchedule:
 
     # ---------------------------------------------------------------- placement
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         free = {
             slot.worker_id: slot.max_batch - slot.leases
             for slot in view.slots()
@@ -317,7 +317,7 @@ class OracleSchedule:
         ):
             self._order, self._came = self._ordered(view, now), view.came
         reasons, placed = self._order.reasons, self._order.place(view.is_waiting, free)
-        return [Placement(sample_id, worker_id, reasons[sample_id]) for sample_id, worker_id in placed]
+        return [SamplePlacement(sample_id, worker_id, reasons[sample_id]) for sample_id, worker_id in placed]
 
     def _knows_all(self, order: Order, view: RunView) -> bool:
         """Whether all that waits was ordered: looked at only when somebody may have come."""
@@ -365,7 +365,7 @@ class OracleSchedule:
 
     # ---------------------------------------------------------------- the rest
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         """With an empty queue: from the engine that is done last to the one that is done first, while that pays.
 
         To reserved engines only when there are no others: what they hold when they sleep moves anyway.
@@ -378,7 +378,7 @@ class OracleSchedule:
         takers = (
             seats if state.alone else [planned for planned in seats if kinds[planned.worker_id] != "reserved"]
         )
-        moves: list[Move] = []
+        moves: list[SampleMove] = []
         moved: set[int] = set()
         while len(seats) > 1 and takers and len(moves) < MOST_MOVES:
             late = max(seats, key=lambda planned: (planned.drain_s, planned.worker_id))
@@ -391,7 +391,9 @@ class OracleSchedule:
             early.take(one, prefill_s)
             moved.add(one.id)
             moves.append(
-                Move(one.id, late.worker_id, early.worker_id, f"ends the later engine {gain:.1f} s sooner")
+                SampleMove(
+                    one.id, late.worker_id, early.worker_id, f"ends the later engine {gain:.1f} s sooner"
+                )
             )
         if moves:
             self._order = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from scavenger.policy.forecast.speed import Curve
-from scavenger.simulate.decode import EngineSpec
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.simulate.decode import SimulatedEngine
 
 #: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
 STORED = 0.55
@@ -35,8 +35,8 @@ class PlannedEngine:
 
     worker_id: int
     slots: int
-    spec: EngineSpec
-    curve: Curve
+    spec: SimulatedEngine
+    curve: SpeedCurve
     share: float = STORED
     left_s: float = math.inf
     longest: int = 0

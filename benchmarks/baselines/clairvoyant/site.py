@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from benchmarks.baselines.clairvoyant.policy import ExpectedEngine, OracleSchedule
 from scavenger.policy.interface import SampleView, WorkerView
 from scavenger.simulate.clock import Streams
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import (
@@ -62,7 +62,7 @@ class SiteTruth:
             self._groups[sample.group_id] = group
         return group[sample.index]
 
-    def spec(self, worker: WorkerView) -> EngineSpec:
+    def spec(self, worker: WorkerView) -> SimulatedEngine:
         return self._reserved if worker.kind == "reserved" else self._scenario.harvested
 
     def lost_at(self, worker: WorkerView) -> float:

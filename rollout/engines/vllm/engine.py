@@ -26,7 +26,7 @@ import structlog
 import torch
 
 from rollout.engines import account, checksum, merging, published
-from rollout.engines.base import EngineInfo, Host, Weight, refuse_impossible
+from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
 from rollout.engines.checksum import Sum
 from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFile
@@ -57,7 +57,7 @@ def lease_seed(seed: int, key: SampleKey, accepted: int) -> int:
     return int.from_bytes(blake2b(data, digest_size=8, person=_SEED_PERSON).digest(), "big") % (2**63 - 1)
 
 
-async def build(spec: EngineSpec, host: Host) -> VllmEngine:
+async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
     """Start vLLM with random weights; it serves after the first `load`. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="vllm")
     try:
@@ -83,7 +83,7 @@ async def build(spec: EngineSpec, host: Host) -> VllmEngine:
     return engine
 
 
-def _start(spec: EngineSpec, host: Host) -> tuple[Any, published.Layout, Any, Path]:
+def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Any, Path]:
     gpu = torch.cuda.is_available()
     values, layout, config = setup.checked_config(spec)
     folder = setup.prepare_environment(gpu)
@@ -127,9 +127,9 @@ class VllmEngine:
     def __init__(
         self,
         spec: EngineSpec,
-        host: Host,
+        host: EngineHost,
         llm: Any,
-        layout: published.Layout,
+        layout: published.PublishedLayout,
         config: Any,
         folder: Path,
         executor: ThreadPoolExecutor,

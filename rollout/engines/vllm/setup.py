@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rollout.engines.base import Host, Weight
-from rollout.engines.published import Layout, layout, parse_config
+from rollout.engines.base import EngineHost, Weight
+from rollout.engines.published import PublishedLayout, layout, parse_config
 from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
@@ -65,7 +65,7 @@ def prepare_environment(gpu: bool) -> Path:
     return folder
 
 
-def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], Layout, Any]:
+def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, Any]:
     """The config.json for vLLM, the weights that it needs, and the config. Raises `EngineError`."""
     if spec.dtype not in ITEMSIZE:
         raise EngineError(
@@ -92,7 +92,7 @@ def cache_nbytes(config: Any, spec: EngineSpec) -> int:
     return 2 * CPU_BLOCK * token + max(one, min(spec.max_batch * one, CPU_CACHE_NBYTES))
 
 
-def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool) -> dict[str, Any]:
+def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu: bool) -> dict[str, Any]:
     """Pure: vLLM's engine arguments. `folder` holds the config.json and nothing else: weights come from the trainer.
 
     Raises `EngineError` for options of the run that an engine must not take.

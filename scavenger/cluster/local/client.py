@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from scavenger.cluster.error_kind import ErrorKind
-from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
+from scavenger.cluster.layout import ClusterLayout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.local import messages as wire
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
 from scavenger.cluster.port import RpcCounter
@@ -126,7 +126,7 @@ class LocalCluster:
 class LocalServer:
     """A running local cluster as a context manager. It and all its jobs end with this process, however that ends."""
 
-    def __init__(self, base: Path, layout: Layout | None = None) -> None:
+    def __init__(self, base: Path, layout: ClusterLayout | None = None) -> None:
         self.dir = base
         self.layout = layout or demo_layout()
         self._process: subprocess.Popen[bytes] | None = None

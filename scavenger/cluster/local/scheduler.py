@@ -11,7 +11,7 @@ What it models, and how it differs from Slurm:
   that cannot start blocks the rest of that partition; there is no backfill within a partition.
 - Preemption by partition priority: a higher tier takes GPUs from partitions of a lower tier whose PreemptMode is REQUEUE
   or CANCEL. GraceTime > 0: notice now, the end after the grace. GraceTime = 0: the end now. "The end" is TERM, then KILL
-  after KillWait. A job that exits during the grace has simply ended, unless it put itself back (`Requeue`) first.
+  after KillWait. A job that exits during the grace has simply ended, unless it put itself back (`JobRequeue`) first.
 - A requeued job keeps its id, its restart count grows by one, and it may not start again for `requeue_delay_s`.
 - A lost node kills its jobs at once and with no notice; they are requeued.
 - Memory is not counted. CPUs are.
@@ -27,14 +27,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobFlag, JobSpec, JobState, Node, Partition, PreemptMode
 from scavenger.errors import ClusterError
 
 _TOP_PRIORITY = 4_294_901_760  # Slurm's own first priority/basic value
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Where a job is in its life. GRACE and STOPPING still hold GPUs."""
 
     PENDING = "PENDING"
@@ -44,17 +44,17 @@ class Phase(StrEnum):
     ENDED = "ENDED"
 
 
-_LEGAL: dict[Phase, frozenset[Phase]] = {
-    Phase.PENDING: frozenset({Phase.RUNNING, Phase.ENDED}),
-    Phase.RUNNING: frozenset({Phase.GRACE, Phase.STOPPING, Phase.ENDED}),
-    Phase.GRACE: frozenset({Phase.STOPPING, Phase.ENDED}),
-    Phase.STOPPING: frozenset({Phase.ENDED, Phase.PENDING}),
-    Phase.ENDED: frozenset(),
+_LEGAL: dict[JobPhase, frozenset[JobPhase]] = {
+    JobPhase.PENDING: frozenset({JobPhase.RUNNING, JobPhase.ENDED}),
+    JobPhase.RUNNING: frozenset({JobPhase.GRACE, JobPhase.STOPPING, JobPhase.ENDED}),
+    JobPhase.GRACE: frozenset({JobPhase.STOPPING, JobPhase.ENDED}),
+    JobPhase.STOPPING: frozenset({JobPhase.ENDED, JobPhase.PENDING}),
+    JobPhase.ENDED: frozenset(),
 }
-HOLDING = frozenset({Phase.RUNNING, Phase.GRACE, Phase.STOPPING})
+HOLDING = frozenset({JobPhase.RUNNING, JobPhase.GRACE, JobPhase.STOPPING})
 
 
-class Notice(StrEnum):
+class JobSignal(StrEnum):
     """What a job's processes are sent. STEPS: TERM to all but the batch shell (Slurm's notice reaches steps only)."""
 
     STEPS = "STEPS"
@@ -66,23 +66,23 @@ class Notice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class JobSubmission:
     spec: JobSpec
     user: str
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class JobCancellation:
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Requeue:
+class JobRequeue:
     job_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class JobRelease:
     """A waiting job may begin now, and only on this node."""
 
     job_id: int
@@ -109,11 +109,11 @@ class NodeUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class SchedulerTick:
     """Time has passed; see `Scheduler.next_wakeup`."""
 
 
-Event = Submit | Cancel | Requeue | Release | Exited | NodeDown | NodeUp | Tick
+Event = JobSubmission | JobCancellation | JobRequeue | JobRelease | Exited | NodeDown | NodeUp | SchedulerTick
 
 
 # ---- actions --------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Start:
 class Signal:
     job_id: int
     restart_count: int
-    notice: Notice
+    notice: JobSignal
     reason: str
 
 
@@ -162,7 +162,7 @@ Action = Submitted | Start | Signal | Requeued | Ended
 
 
 @dataclass(slots=True)
-class Record:
+class JobRecord:
     """One job. `stop_as` is what it becomes once its processes are gone; `deadline` the next time something is due."""
 
     job_id: int
@@ -170,7 +170,7 @@ class Record:
     user: str
     submit_time: float
     eligible_time: float
-    phase: Phase = Phase.PENDING
+    phase: JobPhase = JobPhase.PENDING
     state: JobState = JobState.PENDING
     reason: str = "None"
     restart_count: int = 0
@@ -192,7 +192,7 @@ class Record:
     def cpus_per_node(self) -> int:
         return -(-self.spec.tasks * self.spec.cpus_per_task // self.spec.nodes)
 
-    def move(self, phase: Phase) -> None:
+    def move(self, phase: JobPhase) -> None:
         if phase not in _LEGAL[self.phase]:
             raise ClusterError(f"job {self.job_id}: illegal move {self.phase} -> {phase}")
         self.phase = phase
@@ -214,9 +214,9 @@ class _FreeNode:
 class Scheduler:
     """The state of one cluster, and `step`. One object per cluster; not shared between threads."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ClusterLayout) -> None:
         self.layout = layout.check()
-        self.jobs: dict[int, Record] = {}
+        self.jobs: dict[int, JobRecord] = {}
         self.down: set[str] = set()
         self._next_id = 1
         self._parts = {part.name: part for part in layout.partitions}
@@ -225,13 +225,13 @@ class Scheduler:
         """Apply one event. Raises `ClusterError` for what Slurm would refuse; then nothing has changed."""
         actions: list[Action] = []
         match event:
-            case Submit():
+            case JobSubmission():
                 actions += self._submit(event, now)
-            case Cancel():
+            case JobCancellation():
                 actions += self._cancel(self._find(event.job_id), now)
-            case Requeue():
+            case JobRequeue():
                 actions += self._requeue(self._find(event.job_id), now)
-            case Release():
+            case JobRelease():
                 self._release(self._find(event.job_id), self._node(event.node), now)
             case Exited():
                 actions += self._exited(event, now)
@@ -239,25 +239,25 @@ class Scheduler:
                 actions += self._node_down(self._node(event.node), now)
             case NodeUp():
                 self.down.discard(self._node(event.node))
-            case Tick():
+            case SchedulerTick():
                 pass
         actions += self._expire(now)
         actions += self._schedule(now)
         return tuple(actions)
 
     def next_wakeup(self) -> float:
-        """When to send the next `Tick` if nothing else happens; infinite when nothing is due."""
+        """When to send the next `SchedulerTick` if nothing else happens; infinite when nothing is due."""
         eligible = (
             job.eligible_time
             for job in self.jobs.values()
-            if job.phase is Phase.PENDING and job.reason == "BeginTime"
+            if job.phase is JobPhase.PENDING and job.reason == "BeginTime"
         )
         deadlines = (job.deadline for job in self.jobs.values() if job.phase in HOLDING)
         return min((*eligible, *deadlines), default=float("inf"))
 
     # ---- events
 
-    def _find(self, job_id: int) -> Record:
+    def _find(self, job_id: int) -> JobRecord:
         job = self.jobs.get(job_id)
         if job is None:
             raise ClusterError(f"Invalid job id specified: {job_id}")
@@ -270,7 +270,7 @@ class Scheduler:
             )
         return name
 
-    def _submit(self, event: Submit, now: float) -> list[Action]:
+    def _submit(self, event: JobSubmission, now: float) -> list[Action]:
         spec = event.spec
         part = self._parts.get(spec.partition)
         if part is None:
@@ -279,7 +279,7 @@ class Scheduler:
             )
         if not spec.script.startswith("#!"):
             raise ClusterError("This does not look like a batch script: its first line must start with #!")
-        job = Record(self._next_id, spec, event.user, submit_time=now, eligible_time=now + spec.begin_s)
+        job = JobRecord(self._next_id, spec, event.user, submit_time=now, eligible_time=now + spec.begin_s)
         job.reason = "BeginTime" if spec.begin_s > 0 else job.reason
         fits = spec.gpus <= self.layout.gpus and job.cpus_per_node <= self.layout.cpus
         kind = spec.gpu_type in ("", self.layout.gpu_type)
@@ -289,24 +289,24 @@ class Scheduler:
         self._next_id += 1
         return [Submitted(job.job_id)]
 
-    def _cancel(self, job: Record, now: float) -> list[Action]:
-        if job.phase is Phase.PENDING:
+    def _cancel(self, job: JobRecord, now: float) -> list[Action]:
+        if job.phase is JobPhase.PENDING:
             return [self._end(job, JobState.CANCELLED, 0, "cancelled", now)]
-        if job.phase in (Phase.RUNNING, Phase.GRACE):
+        if job.phase in (JobPhase.RUNNING, JobPhase.GRACE):
             return self._stop(job, JobState.CANCELLED, "cancelled", now)
-        if job.phase is Phase.STOPPING and job.requeue:  # a cancellation beats a requeue that is under way
+        if job.phase is JobPhase.STOPPING and job.requeue:  # a cancellation beats a requeue that is under way
             job.requeue, job.stop_as = False, JobState.CANCELLED
         return []
 
-    def _requeue(self, job: Record, now: float) -> list[Action]:
-        if job.phase not in (Phase.RUNNING, Phase.GRACE) or not job.spec.requeue:
+    def _requeue(self, job: JobRecord, now: float) -> list[Action]:
+        if job.phase not in (JobPhase.RUNNING, JobPhase.GRACE) or not job.spec.requeue:
             raise ClusterError(
                 f"Job {job.job_id} cannot be requeued: {job.phase}, requeue={job.spec.requeue}"
             )
         return self._stop(job, JobState.PREEMPTED, "requeued", now, requeue=True)
 
-    def _release(self, job: Record, node: str, now: float) -> None:
-        if job.phase is not Phase.PENDING:
+    def _release(self, job: JobRecord, node: str, now: float) -> None:
+        if job.phase is not JobPhase.PENDING:
             raise ClusterError(f"Job {job.job_id} is no longer pending execution")
         job.spec, job.eligible_time = replace(job.spec, nodelist=(node,)), now
 
@@ -317,14 +317,14 @@ class Scheduler:
                 f"job {event.job_id} restart {event.restart_count} does not run: "
                 f"{job.phase}, restart {job.restart_count}"
             )
-        if job.phase is not Phase.STOPPING:
+        if job.phase is not JobPhase.STOPPING:
             state = JobState.FAILED if event.exit_code else JobState.COMPLETED
             return [
                 self._end(job, state, event.exit_code, "NonZeroExitCode" if event.exit_code else "None", now)
             ]
         if not job.requeue:
             return [self._end(job, job.stop_as or JobState.FAILED, event.exit_code, job.reason, now)]
-        job.move(Phase.PENDING)
+        job.move(JobPhase.PENDING)
         job.gpus, job.deadline, job.kill_sent, job.stop_as, job.requeue = {}, float("inf"), False, None, False
         why, job.state, job.reason = job.reason, JobState.PENDING, "BeginTime"
         job.restart_count += 1
@@ -338,16 +338,16 @@ class Scheduler:
         ]
         return [action for job in hit for action in self._lose(job, f"node {node} failed", now)]
 
-    def _lose(self, job: Record, why: str, now: float) -> list[Action]:
-        if job.phase is Phase.STOPPING:  # keeps what it was stopped as, but no longer gets its KillWait
+    def _lose(self, job: JobRecord, why: str, now: float) -> list[Action]:
+        if job.phase is JobPhase.STOPPING:  # keeps what it was stopped as, but no longer gets its KillWait
             job.kill_sent, job.deadline = True, float("inf")
-            return [Signal(job.job_id, job.restart_count, Notice.KILL, why)]
+            return [Signal(job.job_id, job.restart_count, JobSignal.KILL, why)]
         return self._stop(job, JobState.NODE_FAIL, why, now, requeue=job.spec.requeue, at_once=True)
 
     # ---- moves
 
-    def _end(self, job: Record, state: JobState, exit_code: int, reason: str, now: float) -> Ended:
-        job.move(Phase.ENDED)
+    def _end(self, job: JobRecord, state: JobState, exit_code: int, reason: str, now: float) -> Ended:
+        job.move(JobPhase.ENDED)
         job.state, job.exit_code, job.reason, job.end_time = state, exit_code, reason, now
         job.ran_on = tuple(sorted(job.gpus))
         job.gpus, job.deadline = {}, now + _KEEP_ENDED_S
@@ -355,7 +355,7 @@ class Scheduler:
 
     def _stop(
         self,
-        job: Record,
+        job: JobRecord,
         stop_as: JobState,
         reason: str,
         now: float,
@@ -363,22 +363,22 @@ class Scheduler:
         requeue: bool = False,
         at_once: bool = False,
     ) -> list[Action]:
-        job.move(Phase.STOPPING)
+        job.move(JobPhase.STOPPING)
         job.stop_as, job.requeue, job.reason, job.kill_sent = stop_as, requeue, reason, at_once
         job.deadline = float("inf") if at_once else now + self.layout.kill_wait_s
-        return [Signal(job.job_id, job.restart_count, Notice.KILL if at_once else Notice.TERM, reason)]
+        return [Signal(job.job_id, job.restart_count, JobSignal.KILL if at_once else JobSignal.TERM, reason)]
 
-    def _preempt(self, victim: Record, preemptor: Record, now: float) -> list[Action]:
+    def _preempt(self, victim: JobRecord, preemptor: JobRecord, now: float) -> list[Action]:
         why = f"preempted by job {preemptor.job_id}"
         grace = self._parts[victim.spec.partition].grace_s
         if grace > 0:
-            victim.move(Phase.GRACE)
+            victim.move(JobPhase.GRACE)
             victim.deadline = min(victim.deadline, now + grace)
             victim.reason = why
-            return [Signal(victim.job_id, victim.restart_count, Notice.STEPS, why)]
+            return [Signal(victim.job_id, victim.restart_count, JobSignal.STEPS, why)]
         return self._end_preempted(victim, why, now)
 
-    def _end_preempted(self, job: Record, why: str, now: float) -> list[Action]:
+    def _end_preempted(self, job: JobRecord, why: str, now: float) -> list[Action]:
         mode = self._parts[job.spec.partition].preempt_mode
         back = mode is PreemptMode.REQUEUE and job.spec.requeue
         return self._stop(job, JobState.PREEMPTED, why, now, requeue=back)
@@ -388,28 +388,28 @@ class Scheduler:
         for job in self._in_order():
             if job.deadline > now:
                 continue
-            if job.phase is Phase.ENDED:
+            if job.phase is JobPhase.ENDED:
                 del self.jobs[job.job_id]
-            elif job.phase is Phase.RUNNING:
+            elif job.phase is JobPhase.RUNNING:
                 actions += self._stop(job, JobState.TIMEOUT, "TimeLimit", now)
-            elif job.phase is Phase.GRACE:
+            elif job.phase is JobPhase.GRACE:
                 actions += self._end_preempted(job, job.reason, now)
-            elif job.phase is Phase.STOPPING:
+            elif job.phase is JobPhase.STOPPING:
                 job.kill_sent, job.deadline = True, float("inf")
                 actions.append(
-                    Signal(job.job_id, job.restart_count, Notice.KILL, f"KillWait is over ({job.reason})")
+                    Signal(job.job_id, job.restart_count, JobSignal.KILL, f"KillWait is over ({job.reason})")
                 )
         return actions
 
     # ---- scheduling
 
-    def _in_order(self) -> list[Record]:
+    def _in_order(self) -> list[JobRecord]:
         return sorted(self.jobs.values(), key=lambda job: job.job_id)
 
-    def _part(self, job: Record) -> PartitionLayout:
+    def _part(self, job: JobRecord) -> PartitionLayout:
         return self._parts[job.spec.partition]
 
-    def _allowed(self, job: Record) -> list[str]:
+    def _allowed(self, job: JobRecord) -> list[str]:
         """Nodes the job may use at all, in the layout's order."""
         inside, only = set(self._part(job).nodes), set(job.spec.nodelist)
         return [
@@ -426,7 +426,7 @@ class Scheduler:
         for job in self.jobs.values():
             for node, held in job.gpus.items():
                 if node in free_nodes:
-                    free_node, leaving = free_nodes[node], job.phase in (Phase.GRACE, Phase.STOPPING)
+                    free_node, leaving = free_nodes[node], job.phase in (JobPhase.GRACE, JobPhase.STOPPING)
                     free_node.free -= len(held)
                     free_node.cpus -= job.cpus_per_node
                     free_node.soon -= 0 if leaving else len(held)
@@ -436,11 +436,11 @@ class Scheduler:
     def _schedule(self, now: float) -> list[Action]:
         """One pass over the queue: start what fits, preempt for what does not, and hold what a waiting job will take."""
         pending = [
-            job for job in self.jobs.values() if job.phase is Phase.PENDING and job.eligible_time <= now
+            job for job in self.jobs.values() if job.phase is JobPhase.PENDING and job.eligible_time <= now
         ]
         pending.sort(key=lambda job: (-self._part(job).priority_tier, -job.priority, job.job_id))
         free_nodes = self._free_nodes()
-        blocked: dict[str, Record] = {}
+        blocked: dict[str, JobRecord] = {}
         actions: list[Action] = []
         for job in pending:
             if job.spec.partition in blocked:
@@ -465,17 +465,17 @@ class Scheduler:
         return actions
 
     @staticmethod
-    def _fits(job: Record, gpus: int, cpus: int) -> bool:
+    def _fits(job: JobRecord, gpus: int, cpus: int) -> bool:
         return gpus >= job.spec.gpus and cpus >= job.cpus_per_node
 
-    def _held(self, job: Record, node: str, blocked: dict[str, Record]) -> bool:
+    def _held(self, job: JobRecord, node: str, blocked: dict[str, JobRecord]) -> bool:
         """Whether a waiting job that could not take this job's place again has a right to the node before it."""
         return any(
             node in self._allowed(waiting) and not self._may_preempt(waiting, job)
             for waiting in blocked.values()
         )
 
-    def _may_preempt(self, strong: Record, weak: Record) -> bool:
+    def _may_preempt(self, strong: JobRecord, weak: JobRecord) -> bool:
         victim = self._part(weak)
         return (
             victim.preempt_mode in (PreemptMode.REQUEUE, PreemptMode.CANCEL)
@@ -483,7 +483,7 @@ class Scheduler:
         )
 
     def _start(
-        self, job: Record, nodes: Iterable[str], free_nodes: dict[str, _FreeNode], now: float
+        self, job: JobRecord, nodes: Iterable[str], free_nodes: dict[str, _FreeNode], now: float
     ) -> Start:
         taken: dict[str, tuple[int, ...]] = {}
         for node in nodes:
@@ -492,18 +492,18 @@ class Scheduler:
                 : job.spec.gpus
             ]
             _take(free_nodes[node], job)
-        job.move(Phase.RUNNING)
+        job.move(JobPhase.RUNNING)
         job.gpus, job.state, job.reason, job.start_time = taken, JobState.RUNNING, "None", now
         limit = self._limit_s(job)
         job.deadline = now + limit if limit else float("inf")
         return Start(job.job_id, job.restart_count, job.spec, tuple(sorted(taken.items())))
 
-    def _limit_s(self, job: Record) -> float:
+    def _limit_s(self, job: JobRecord) -> float:
         limits = [limit for limit in (job.spec.time_s, self._part(job).max_time_s) if limit]
         return min(limits, default=0.0)
 
     def _preempt_for(
-        self, job: Record, names: list[str], free_nodes: dict[str, _FreeNode], now: float
+        self, job: JobRecord, names: list[str], free_nodes: dict[str, _FreeNode], now: float
     ) -> list[Action]:
         """Preempt the fewest GPUs' worth of jobs that lets `job` start, and hold the room; nothing if it cannot be had."""
         options = []
@@ -518,7 +518,7 @@ class Scheduler:
         actions: list[Action] = []
         for _, _, _, name, victims in options[: job.spec.nodes]:
             for victim in victims:
-                if victim.phase is Phase.RUNNING:
+                if victim.phase is JobPhase.RUNNING:
                     for node, held in victim.gpus.items():
                         if node in free_nodes:
                             free_nodes[node].soon += len(held)
@@ -527,16 +527,16 @@ class Scheduler:
             _take(free_nodes[name], job)
         return actions
 
-    def _victims(self, job: Record, node: str, free_node: _FreeNode) -> tuple[Record, ...] | None:
+    def _victims(self, job: JobRecord, node: str, free_node: _FreeNode) -> tuple[JobRecord, ...] | None:
         """The jobs to preempt on one node: lowest tier, then youngest first; empty when it is enough to wait, None if no."""
         gpus, cpus = free_node.soon, free_node.soon_cpus
         running = [
             other
             for other in self.jobs.values()
-            if node in other.gpus and other.phase is Phase.RUNNING and self._may_preempt(job, other)
+            if node in other.gpus and other.phase is JobPhase.RUNNING and self._may_preempt(job, other)
         ]
         running.sort(key=lambda other: (self._part(other).priority_tier, -other.start_time, -other.job_id))
-        chosen: list[Record] = []
+        chosen: list[JobRecord] = []
         for other in running:
             if self._fits(job, gpus, cpus):
                 break
@@ -584,8 +584,8 @@ class Scheduler:
             memory_allocated_mb=0,
         )
 
-    def _view_job(self, job: Record) -> Job:
-        stopping = job.phase is Phase.STOPPING
+    def _view_job(self, job: JobRecord) -> Job:
+        stopping = job.phase is JobPhase.STOPPING
         return Job(
             job_id=job.job_id,
             user=job.user,
@@ -611,7 +611,7 @@ class Scheduler:
         )
 
 
-def _take(free_node: _FreeNode, job: Record) -> None:
+def _take(free_node: _FreeNode, job: JobRecord) -> None:
     """Promise the job its share of a node: out of what is free first, so that nobody later starts on it."""
     free_node.free, free_node.soon = max(0, free_node.free - job.spec.gpus), free_node.soon - job.spec.gpus
     free_node.cpus, free_node.soon_cpus = (

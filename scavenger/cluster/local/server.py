@@ -26,26 +26,26 @@ import msgspec
 
 from scavenger.asyncio_helpers import within
 from scavenger.cluster import processes
-from scavenger.cluster.layout import Layout
+from scavenger.cluster.layout import ClusterLayout
 from scavenger.cluster.local import messages as wire
 from scavenger.cluster.local.client import socket_path
 from scavenger.cluster.local.scheduler import (
     Action,
-    Cancel,
     Ended,
     Event,
     Exited,
+    JobCancellation,
+    JobRelease,
+    JobRequeue,
+    JobSignal,
+    JobSubmission,
     NodeDown,
     NodeUp,
-    Notice,
-    Release,
-    Requeue,
     Scheduler,
+    SchedulerTick,
     Signal,
     Start,
-    Submit,
     Submitted,
-    Tick,
 )
 from scavenger.cluster.model import ClusterInfo, JobSpec
 from scavenger.cluster.slurm.commands import job_environment
@@ -67,10 +67,10 @@ class _Running:
     pidfd: int
 
 
-class Server:
+class LocalClusterServer:
     """One local cluster. Everything here is synchronous, so an event and all its actions are one indivisible step."""
 
-    def __init__(self, base: Path, layout: Layout) -> None:
+    def __init__(self, base: Path, layout: ClusterLayout) -> None:
         self.dir = base
         self.scheduler = Scheduler(layout)
         self.user = pwd.getpwuid(os.getuid()).pw_name
@@ -162,14 +162,14 @@ class Server:
             return  # it could not start, and its Exited is on the way
         leader, members = running.process.pid, _members(running)
         match action.notice:
-            case Notice.STEPS:
+            case JobSignal.STEPS:
                 steps = [pid for pid in members if pid != leader]
                 processes.send(
                     steps or [leader], signal.SIGTERM
                 )  # a script that exec'ed its worker is the worker
-            case Notice.TERM:
+            case JobSignal.TERM:
                 processes.send(members, signal.SIGTERM)
-            case Notice.KILL:
+            case JobSignal.KILL:
                 self._kill(running)
 
     def _kill(self, running: _Running) -> tuple[int, ...]:
@@ -211,18 +211,18 @@ class Server:
                 return wire.ViewReply(self.scheduler.view(time.time()))
             case wire.SubmitJob():
                 job_environment(request.spec)
-                actions = self.apply(Submit(request.spec, self.user))
+                actions = self.apply(JobSubmission(request.spec, self.user))
                 return wire.SubmitReply(next(a.job_id for a in actions if isinstance(a, Submitted)))
             case wire.CancelJobs():
                 for job_id in request.job_ids:
                     if job_id in self.scheduler.jobs:
-                        self.apply(Cancel(job_id))
+                        self.apply(JobCancellation(job_id))
                 return wire.DoneReply()
             case wire.RequeueJob():
-                self.apply(Requeue(request.job_id))
+                self.apply(JobRequeue(request.job_id))
                 return wire.DoneReply()
             case wire.ReleaseJob():
-                self.apply(Release(request.job_id, request.node))
+                self.apply(JobRelease(request.job_id, request.node))
                 return wire.DoneReply()
             case wire.SetNode():
                 self.apply(NodeUp(request.node) if request.up else NodeDown(request.node))
@@ -246,14 +246,14 @@ class Server:
     # ---- life
 
     async def run_clock(self) -> None:
-        """Send a `Tick` whenever something is due."""
+        """Send a `SchedulerTick` whenever something is due."""
         while True:
             self._wake.clear()
             delay = min(_MAX_SLEEP_S, self.scheduler.next_wakeup() - time.time())
             if delay > 0:
                 await within(self._wake, delay)
                 continue
-            self.apply(Tick())
+            self.apply(SchedulerTick())
 
     async def end_jobs(self) -> None:
         """Kill every job process, and what escaped its session: as their reaper we inherit it."""
@@ -300,7 +300,7 @@ def expand_output(pattern: str, job_id: int, name: str, node: str) -> str:
     return "%".join(parts)
 
 
-def serve(base: Path, layout: Layout, *, die_with_stdin: bool) -> None:
+def serve(base: Path, layout: ClusterLayout, *, die_with_stdin: bool) -> None:
     """Run until SIGTERM, SIGINT, SIGHUP or, if asked, end of file on stdin. Prints one line when it is ready."""
     base = base.resolve()
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -309,7 +309,7 @@ def serve(base: Path, layout: Layout, *, die_with_stdin: bool) -> None:
     asyncio.run(_serve(base, layout, die_with_stdin))
 
 
-async def _serve(base: Path, layout: Layout, die_with_stdin: bool) -> None:
+async def _serve(base: Path, layout: ClusterLayout, die_with_stdin: bool) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(sig, stop.set)
@@ -319,7 +319,7 @@ async def _serve(base: Path, layout: Layout, die_with_stdin: bool) -> None:
     if _serve_connection(path):
         raise ClusterError(f"a local cluster already runs in {base}", "use another folder, or stop that one")
     path.unlink(missing_ok=True)
-    server = Server(base, layout)
+    server = LocalClusterServer(base, layout)
     listener = await asyncio.start_unix_server(server.serve_client, path)
     clock = asyncio.create_task(server.run_clock())
     stopped = asyncio.create_task(stop.wait())

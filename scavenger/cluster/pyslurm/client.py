@@ -178,7 +178,7 @@ class Child:
         self._number += 1
         number = self._number
         try:
-            self._write(wire.frame(wire.Ask(number, what)))
+            self._write(wire.frame(wire.PyslurmRequest(number, what)))
             reply = self._read(self._timeout_s)
         except ClusterUnavailable as error:
             raise self._failed(error.cause) from error

@@ -62,7 +62,7 @@ class JobRow(msgspec.Struct, frozen=True, array_like=True):
     array_tasks: str
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class PyslurmRequest(msgspec.Struct, frozen=True, tag=True):
     """One request. `view` is nodes and jobs; `number` comes back with the reply, so that no late answer is taken for a later one."""
 
     number: int
@@ -95,11 +95,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Hello | RowsReply | Failed
 
-_asks = msgspec.msgpack.Decoder(Ask)
+_asks = msgspec.msgpack.Decoder(PyslurmRequest)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def frame(message: Ask | Reply) -> bytes:
+def frame(message: PyslurmRequest | Reply) -> bytes:
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_BYTES:
         raise ClusterUnavailable(f"an answer of {len(body)} bytes is too large", error_kind=ErrorKind.PARTIAL)
@@ -116,7 +116,7 @@ def length_of(header: bytes) -> int:
     return length
 
 
-def decode_ask(body: bytes) -> Ask:
+def decode_ask(body: bytes) -> PyslurmRequest:
     return _asks.decode(body)
 
 

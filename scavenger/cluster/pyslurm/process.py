@@ -140,7 +140,7 @@ def _joined(items: Any) -> str:
     return ",".join(items) if isinstance(items, list) else items or ""
 
 
-def answer(lib: Any, ask: wire.Ask) -> wire.Reply:
+def answer(lib: Any, ask: wire.PyslurmRequest) -> wire.Reply:
     """The reply. Slurm's refusal, and a record that pyslurm of another release would make, are replies too."""
     try:
         node_rows = nodes(lib) if ask.what == "view" else ()  # nodes first, as in `slurm`

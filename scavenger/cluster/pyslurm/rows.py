@@ -53,7 +53,7 @@ def read_jobs(rows: Sequence[JobRow]) -> tuple[Job, ...]:
 def _job(row: JobRow) -> Job:
     state, flags = text.parse_state(row.state)
     nodes = tuple(expand(row.nodes)) if row.nodes else ()
-    asked = text.Asked(
+    asked = text.RequestedTres(
         row.tres_alloc, row.tres_per_job, row.tres_per_node, row.tres_per_task, row.tres_per_socket
     )
     gpus = text.job_gpus(asked, row.n_nodes, row.tasks)

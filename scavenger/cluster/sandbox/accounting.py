@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from scavenger.cluster.layout import Layout
-from scavenger.cluster.sandbox.conf import Site, grace_of
+from scavenger.cluster.layout import ClusterLayout
+from scavenger.cluster.sandbox.conf import SandboxLocation, grace_of
 from scavenger.cluster.sandbox.ports import listens
 from scavenger.cluster.slurm import runner
 from scavenger.errors import ClusterError
@@ -45,12 +45,12 @@ DebugLevel=info
 """
 
 
-class Daemons(Protocol):
+class AccountingHost(Protocol):
     """What of the sandbox is needed here."""
 
-    layout: Layout
+    layout: ClusterLayout
     dir: Path
-    site: Site
+    site: SandboxLocation
     env: dict[str, str]
 
     def spawn(self, name: str, *argv: str) -> None: ...
@@ -63,7 +63,7 @@ def missing(path: str) -> str:
     return f"no accounting can be started here: no {', '.join(absent)} on PATH" if absent else ""
 
 
-def start(daemons: Daemons, deadline: float) -> None:
+def start(daemons: AccountingHost, deadline: float) -> None:
     """Start both daemons and make cluster, account, user and QOS. slurmctld starts after that: it looks for its cluster."""
     why = missing(daemons.env["PATH"])
     if why:
@@ -90,7 +90,7 @@ def start(daemons: Daemons, deadline: float) -> None:
         _run(daemons.env, SACCTMGR_S, "sacctmgr", "-i", *words)
 
 
-def _database(daemons: Daemons, password: str, deadline: float) -> None:
+def _database(daemons: AccountingHost, password: str, deadline: float) -> None:
     data, site = daemons.dir / "db", daemons.site
     data.mkdir(mode=0o700, exist_ok=True)
     first = daemons.dir / "etc/db.sql"

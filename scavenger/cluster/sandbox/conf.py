@@ -1,4 +1,4 @@
-"""Pure: Slurm's configuration text for a private cluster, built from a `Layout`.
+"""Pure: Slurm's configuration text for a private cluster, built from a `ClusterLayout`.
 
 Owns the choice of every Slurm setting of the sandbox. Knows nothing of processes; writes no file.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SandboxLocation:
     """Where a sandbox lives: its folder, host name, user, plugin folder and first of `1 + nodes` consecutive ports; with accounting
     slurmdbd's port, and the next one is the database's."""
 
@@ -23,7 +23,7 @@ class Site:
     dbd_port: int = 0
 
 
-def cred_expire_s(layout: Layout) -> int:
+def cred_expire_s(layout: ClusterLayout) -> int:
     """Slurm holds a requeued job back for `cred_expire + 1` seconds.
 
     Values below 5 are refused by every daemon, which then silently use 120 (measured on 22.05), so 6 s is the floor.
@@ -94,7 +94,7 @@ AccountingStorageTRES=gres/gpu
 AccountingStorageEnforce=associations,limits,qos"""
 
 
-def slurm_conf(layout: Layout, site: Site) -> str:
+def slurm_conf(layout: ClusterLayout, site: SandboxLocation) -> str:
     """`slurm.conf` for this layout. Grace and waits are whole seconds in Slurm: fractions are rounded up."""
     head = _GLOBAL.format(
         layout=layout,
@@ -128,12 +128,12 @@ def slurm_conf(layout: Layout, site: Site) -> str:
     return head + "\n".join(nodes + parts) + "\n"
 
 
-def grace_of(layout: Layout) -> int:
+def grace_of(layout: ClusterLayout) -> int:
     """GraceTime of the QOS that is preempted: where QOS preempt, that of the partitions says nothing."""
     return max((_ceil(part.grace_s) for part in layout.partitions), default=0)
 
 
-def gres_conf(layout: Layout, site: Site) -> str:
+def gres_conf(layout: ClusterLayout, site: SandboxLocation) -> str:
     """`gres.conf`: Slurm stats each File, and a link to a character device is one."""
     lines = ["AutoDetect=off"]
     if layout.gpus:

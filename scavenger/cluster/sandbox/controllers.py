@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Protocol
 
 from scavenger.cluster import processes
-from scavenger.cluster.layout import Layout
-from scavenger.cluster.sandbox.conf import CONTROLLER_HOSTS, Site
+from scavenger.cluster.layout import ClusterLayout
+from scavenger.cluster.sandbox.conf import CONTROLLER_HOSTS, SandboxLocation
 from scavenger.cluster.sandbox.ports import listens
 
 FIRST, BACKUP = "slurmctld", "slurmctld.backup"
 
 
-class Daemons(Protocol):
+class ControllersHost(Protocol):
     """What of the sandbox is needed here."""
 
-    layout: Layout
+    layout: ClusterLayout
     dir: Path
     conf: Path
-    site: Site
+    site: SandboxLocation
 
     @property
     def children(self) -> Mapping[str, subprocess.Popen[bytes]]: ...
@@ -49,7 +49,7 @@ def missing() -> str:
     return f"no two controllers here: {said.splitlines()[-1]}" if said else ""
 
 
-def start(daemons: Daemons, deadline: float) -> None:
+def start(daemons: ControllersHost, deadline: float) -> None:
     """Start the controllers and wait until the first one listens; the second has another pid file, and else the same configuration."""
     _spawn(daemons, FIRST, "-c")  # without the state of an earlier life
     daemons.wait_for("slurmctld's port", deadline, lambda: listens(daemons.site.port))
@@ -64,7 +64,7 @@ def start(daemons: Daemons, deadline: float) -> None:
         daemons.wait_for("backup's port", deadline, lambda: listens(daemons.site.port, CONTROLLER_HOSTS[1]))
 
 
-def revive(daemons: Daemons) -> set[str]:
+def revive(daemons: ControllersHost) -> set[str]:
     """Start again, as a unit would, with the saved state: the controllers that were killed and are not held. Their names."""
     names = [FIRST, BACKUP] if daemons.layout.backup else [FIRST]
     killed = {
@@ -98,11 +98,11 @@ def pid_of(sandbox: int, conf: str) -> int:
     return next((pid for pid, title in titles.items() if "slurmctld -D" in title and title.endswith(conf)), 0)
 
 
-def _backup_conf(daemons: Daemons) -> Path:
+def _backup_conf(daemons: ControllersHost) -> Path:
     return daemons.conf.with_name("slurm-backup.conf")
 
 
-def _spawn(daemons: Daemons, name: str, *more: str) -> None:
+def _spawn(daemons: ControllersHost, name: str, *more: str) -> None:
     conf, host = daemons.conf, ""
     if daemons.layout.backup:
         conf = _backup_conf(daemons) if name == BACKUP else conf

@@ -177,7 +177,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-class Host:
+class BootedHost:
     """A booted host. `link_up` and `link_down` are its network cable."""
 
     def __init__(self, spec: HostSpec, process: subprocess.Popen[bytes], namespaces: int) -> None:
@@ -284,13 +284,13 @@ class SiteSandbox:
     ) -> None:
         self.base, self.folder, self.site = base, folder, tuple(site)
         self.shared, self.may_hang = folder / "shared", may_hang
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, BootedHost] = {}
         self._owner: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None  # of the shared folder
         self._inside = 0  # pid of the namespaces' first process
         self._lock = -1  # a shared one on the root file system, while hosts run over it
 
-    def __getitem__(self, name: str) -> Host:
+    def __getitem__(self, name: str) -> BootedHost:
         return self.hosts[name]
 
     def __enter__(self) -> Self:
@@ -515,7 +515,7 @@ class SiteSandbox:
             "make it anew: scripts/site-sandbox --remake",
         )
 
-    def _boot(self, spec: HostSpec) -> Host:
+    def _boot(self, spec: HostSpec) -> BootedHost:
         own = self.folder / spec.name
         own.mkdir(exist_ok=True)
         (own / "host0.network").write_text(
@@ -565,7 +565,7 @@ class SiteSandbox:
             start_new_session=True,
         )
         console.close()
-        return Host(spec, process, self._inside)
+        return BootedHost(spec, process, self._inside)
 
     # ---------------------------------------------------------------- Slurm
 
@@ -607,7 +607,7 @@ class SiteSandbox:
         wait_for(f"{nodes} nodes are idle", are_idle, BOOT_S)
 
 
-def _has_booted(host: Host) -> bool:
+def _has_booted(host: BootedHost) -> bool:
     if not host.alive:
         raise ClusterUnavailable(
             f"host {host.name} ended as it booted", "see its console in the site's folder"

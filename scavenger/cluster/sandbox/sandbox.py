@@ -36,9 +36,9 @@ from typing import IO, Protocol, Self
 import msgspec
 
 from scavenger.cluster import processes
-from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
+from scavenger.cluster.layout import ClusterLayout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.sandbox import accounting, controllers
-from scavenger.cluster.sandbox.conf import Site, gres_conf, slurm_conf
+from scavenger.cluster.sandbox.conf import SandboxLocation, gres_conf, slurm_conf
 from scavenger.cluster.sandbox.ports import take_ports
 from scavenger.cluster.slurm import runner
 from scavenger.cluster.slurm.commands import nodes_argv, parse_nodes
@@ -51,10 +51,10 @@ _QUOTED = 2
 _REASON = re.compile(r" Reason=(.*?)(?: \[|$)")
 
 
-class Daemons(Protocol):
+class NodesHost(Protocol):
     """What of the sandbox is needed here."""
 
-    layout: Layout
+    layout: ClusterLayout
     dir: Path
     env: dict[str, str]
 
@@ -109,7 +109,7 @@ def tail(logs: Path, name: str) -> list[str]:
     return ["  (it wrote nothing)"]
 
 
-def wait(daemons: Daemons, deadline: float) -> None:
+def wait(daemons: NodesHost, deadline: float) -> None:
     """Until a job could start on every node of the layout. Raises `ClusterError` with those that are out, and their slurmds' words."""
     names = daemons.layout.nodes
     try:
@@ -184,7 +184,7 @@ class Ready(msgspec.Struct, frozen=True):
 class SlurmSandbox:
     """A running private Slurm, as a context manager. Commands run with `env=sandbox.env` reach it and no other."""
 
-    def __init__(self, layout: Layout | None = None, *, keep_dir: Path | None = None) -> None:
+    def __init__(self, layout: ClusterLayout | None = None, *, keep_dir: Path | None = None) -> None:
         self.layout = layout or demo_layout()
         self._keep_dir = keep_dir
         self._process: subprocess.Popen[bytes] | None = None
@@ -354,14 +354,14 @@ def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes:
 class _Daemons:
     """The daemons of one sandbox: every one a direct child in the foreground, so that teardown is exact."""
 
-    def __init__(self, layout: Layout, base: Path) -> None:
+    def __init__(self, layout: ClusterLayout, base: Path) -> None:
         self.layout, self.dir = layout, base
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._ports = take_ports(len(layout.nodes) + 3)  # for as long as the daemons live
         port = self._ports.first
         plugins = next(path for path in _PLUGINS if os.path.isdir(path))
         user = pwd.getpwuid(os.getuid()).pw_name
-        self.site = Site(
+        self.site = SandboxLocation(
             str(base), socket.gethostname().split(".")[0], user, plugins, port, port + len(layout.nodes) + 1
         )
         self.conf = base / "etc/slurm.conf"
@@ -480,7 +480,7 @@ def _raise_stop(signum: int, frame: FrameType | None) -> None:
     raise _Stop(signal.Signals(signum).name)
 
 
-def serve(layout: Layout, base: Path, *, watch_stdin: bool) -> None:
+def serve(layout: ClusterLayout, base: Path, *, watch_stdin: bool) -> None:
     """Boot, print one line of JSON (`Ready`), and run until SIGTERM, SIGINT, SIGHUP or, with `watch_stdin`, end of file."""
     processes.become_subreaper()
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

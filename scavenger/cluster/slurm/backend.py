@@ -170,7 +170,7 @@ class SlurmCluster:
         self._env["LC_ALL"] = "C.UTF-8"
         self._timeout_s, self._output = timeout_s, output
         self._version = ""
-        self._partitions = Remembered(partitions_s)
+        self._partitions = PartitionCache(partitions_s)
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
         self._switches: tuple[tuple[str, str], ...] | None = None
@@ -344,7 +344,7 @@ class SlurmCluster:
         return runner.asked(argv, self._env, self._timeout_s)
 
 
-class Remembered:
+class PartitionCache:
     """The partitions as last asked for, for `every_s`; asked for afresh when they name a node that a newer poll does not have."""
 
     def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -40,7 +40,7 @@ from scavenger.cluster.model import (
 from scavenger.cluster.slurm.text import (
     NOTHING,
     REMEMBERED,
-    Asked,
+    RequestedTres,
     expand,
     job_gpus,
     node_gpus,
@@ -290,7 +290,9 @@ def _job(values: Sequence[str]) -> Job:
     n_nodes = _of_job(job_id, "NumNodes", some_nodes.partition("-")[0])
     nodes = () if nodelist in NOTHING else tuple(expand(nodelist))
     gpus = job_gpus(
-        Asked(allocated, per_job, per_node, per_task, per_socket), n_nodes, _of_job(job_id, "NumTasks", tasks)
+        RequestedTres(allocated, per_job, per_node, per_task, per_socket),
+        n_nodes,
+        _of_job(job_id, "NumTasks", tasks),
     )
     return Job(
         job_id=job_id,
@@ -644,7 +646,7 @@ def _life(line: str) -> JobLife:
         _accounting_time(start),
         _accounting_time(end),
         () if nodes in _NO_NODES else tuple(expand(nodes)),
-        job_gpus(Asked(tres, "", "", "", ""), int(n_nodes) if n_nodes.isdecimal() else 0, 0),
+        job_gpus(RequestedTres(tres, "", "", "", ""), int(n_nodes) if n_nodes.isdecimal() else 0, 0),
     )
 
 

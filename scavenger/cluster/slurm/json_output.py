@@ -23,7 +23,7 @@ import msgspec
 from scavenger.cluster.model import KNOWN_NODE_STATES, Job, Node, Unread
 from scavenger.cluster.slurm.text import (
     INFINITE_S,
-    Asked,
+    RequestedTres,
     count_gpus,
     count_tasks,
     expand,
@@ -81,7 +81,7 @@ def _job(row: Mapping[str, Any]) -> Job:
     state, flags = parse_state(",".join(_words(row, "job_state")))
     nodes = tuple(expand(_text(row, "nodes"))) if _text(row, "nodes") else ()
     n_nodes = int(_finite(row, "node_count"))
-    asked = Asked(
+    asked = RequestedTres(
         *(
             _text(row, key)
             for key in ("tres_alloc_str", "tres_per_job", "tres_per_node", "tres_per_task", "tres_per_socket")

@@ -116,7 +116,7 @@ def parse_preempt_mode(text: str) -> PreemptMode:
 # ---- resources ----------------------------------------------------------------------------------------------------
 
 
-class Asked(NamedTuple):
+class RequestedTres(NamedTuple):
     """A job's resources in Slurm's words; each may be empty or 'N/A'."""
 
     allocated: str
@@ -127,7 +127,7 @@ class Asked(NamedTuple):
 
 
 @lru_cache(REMEMBERED)
-def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
+def job_gpus(asked: RequestedTres, n_nodes: int, n_tasks: int) -> int:
     """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does.
 
     A job that asks for shares of a GPU (gres/shard, gres/mps) counts as one on each node, however many share it.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from scavenger.doctor.facts import Facts, Missing, Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.facts import Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.harvest.decide.free_capacity import NO_MEMORY_MB
 
 
-def partition_limits(facts: Facts, wanted: Wanted) -> Finding:
+def partition_limits(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     row, part = facts.partition_words(wanted.partition), facts.partition(wanted.partition)
     refused = []
     if not part.up:
@@ -35,7 +35,7 @@ def partition_limits(facts: Facts, wanted: Wanted) -> Finding:
         refused.append(f"MinNodes={row['MinNodes']}, and an engine's job has one node")
     if refused:
         observed = f"partition {part.name} would not take our jobs: {'; '.join(refused)}"
-        return Finding(
+        return SiteFinding(
             "partition limits",
             Level.PROBLEM,
             observed,
@@ -43,34 +43,34 @@ def partition_limits(facts: Facts, wanted: Wanted) -> Finding:
         )
     if part.max_time_s < wanted.time_limit_s:
         observed = f"MaxTime of {part.name} is {part.max_time_s / 60:g} min, harvest.time_limit_s is {wanted.time_limit_s / 60:g} min"
-        return Finding(
+        return SiteFinding(
             "partition limits", Level.PROBLEM, observed, f"harvest.time_limit_s = {part.max_time_s:g}"
         )
     most = "no limit of time" if math.isinf(part.max_time_s) else f"{part.max_time_s / 60:g} min at most"
     groups = row.get("AllowGroups", "ALL")
     more = "" if groups == "ALL" else f"; AllowGroups={groups} must have {wanted.user}"
     observed = f"partition {part.name} is up, {most}, ours ask for {wanted.time_limit_s / 60:g} min{more}"
-    return Finding("partition limits", Level.OK, observed)
+    return SiteFinding("partition limits", Level.OK, observed)
 
 
-def enforce_limits(facts: Facts, wanted: Wanted) -> Finding:
+def enforce_limits(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     value = facts.value("EnforcePartLimits") or "NO"
     if value == "NO":
         observed = "EnforcePartLimits=NO: a job that no partition lets start is accepted and stays pending; harvest.max_pending bounds ours"
-        return Finding(
+        return SiteFinding(
             "enforce limits",
             Level.WARNING,
             observed,
             "compare the lines partition limits and shape; nothing else would tell",
         )
-    return Finding(
+    return SiteFinding(
         "enforce limits",
         Level.OK,
         f"EnforcePartLimits={value}: what cannot start is refused when it is submitted",
     )
 
 
-def exclusive(facts: Facts, wanted: Wanted) -> Finding:
+def exclusive(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     row = facts.partition_words(wanted.partition)
     why = []
     if row.get("OverSubscribe", "").startswith("EXCLUSIVE"):
@@ -84,13 +84,13 @@ def exclusive(facts: Facts, wanted: Wanted) -> Finding:
     if why:
         observed = f"{', '.join(why)}: an engine's job takes a whole node, however few GPUs it needs, and a preemption takes all of it"
         remedy = "OverSubscribe=NO and ExclusiveUser=NO (in 26.05: Exclusive=NO) on the harvest partition"
-        return Finding("exclusive nodes", Level.WARNING, observed, remedy)
-    return Finding(
+        return SiteFinding("exclusive nodes", Level.WARNING, observed, remedy)
+    return SiteFinding(
         "exclusive nodes", Level.OK, "nodes are shared: an engine takes its own GPUs, CPUs and memory only"
     )
 
 
-def shape(facts: Facts, wanted: Wanted) -> Finding:
+def shape(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     """An engine of one GPU shall fit beside others: no more CPUs and memory than its GPU's share of a node."""
     facts.partition(wanted.partition)
     here = [node for node in facts.nodes if wanted.partition in node.partitions and node.gpus]
@@ -114,7 +114,7 @@ def shape(facts: Facts, wanted: Wanted) -> Finding:
         node = small[0]
         share = f"{node.cpus // node.gpus} CPUs and {node.memory_mb // node.gpus} MiB on {node.name}"
         observed = f"{asks}; a GPU's share is {share}: our engines would strand GPUs of {len(small)} nodes"
-        return Finding(
+        return SiteFinding(
             "shape",
             Level.WARNING,
             observed,
@@ -124,16 +124,16 @@ def shape(facts: Facts, wanted: Wanted) -> Finding:
     allocated = "MEMORY" in facts.value("SelectTypeParameters").upper()
     if bare and not wanted.memory_mb and row.get("DefMemPerNode") == "UNLIMITED" and allocated:
         observed = f"{asks}, as {bare[0].name} has no RealMemory, and DefMemPerNode is UNLIMITED: an engine takes a whole node's memory"
-        return Finding(
+        return SiteFinding(
             "shape",
             Level.PROBLEM,
             observed,
             "configure RealMemory, or set harvest.memory_mb_per_engine to a GPU's share",
         )
-    return Finding("shape", Level.OK, f"{asks}: within a GPU's share of every node")
+    return SiteFinding("shape", Level.OK, f"{asks}: within a GPU's share of every node")
 
 
-def probe_memory_mb(facts: Facts, wanted: Wanted) -> int:
+def probe_memory_mb(facts: SiteFacts, wanted: SiteRequirements) -> int:
     """Memory for a test job that fits where an engine would: what is configured, else the least share of a GPU; 0 = Slurm's default."""
     try:
         shares = [
@@ -147,9 +147,9 @@ def probe_memory_mb(facts: Facts, wanted: Wanted) -> int:
     return wanted.memory_mb or (least if least >= NO_MEMORY_MB else 0)
 
 
-def qos(facts: Facts, wanted: Wanted) -> Finding:
+def qos(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     if not facts.accounting:
-        return Finding(
+        return SiteFinding(
             "qos",
             Level.OK,
             "no slurmdbd: no QOS, no associations, and harvesting counts in no user's fair share",
@@ -157,16 +157,16 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
     if not wanted.qos:
         if facts.preempts_by == "qos":
             observed = "Slurm preempts by QOS and harvest.qos is empty"
-            return Finding(
+            return SiteFinding(
                 "qos", Level.PROBLEM, observed, "set harvest.qos to the QOS that other users' QOS may preempt"
             )
         observed = "harvest.qos is empty: GPU time of engines counts in the fair share of their account"
-        return Finding(
+        return SiteFinding(
             "qos", Level.WARNING, observed, "a QOS with UsageFactor=0 (docs/admin.md) keeps it free"
         )
     ours = next((one for one in facts.qos if one.name == wanted.qos), None)
     if ours is None:
-        return Finding(
+        return SiteFinding(
             "qos",
             Level.PROBLEM,
             f"there is no QOS {wanted.qos!r}",
@@ -175,41 +175,45 @@ def qos(facts: Facts, wanted: Wanted) -> Finding:
     above = sorted(one.name for one in facts.qos if ours.name in one.preempts)
     if facts.preempts_by == "qos" and not above:
         observed = f"no QOS may preempt {ours.name!r}: other users' jobs would wait for our engines"
-        return Finding("qos", Level.PROBLEM, observed, f"sacctmgr modify qos normal set preempt+={ours.name}")
+        return SiteFinding(
+            "qos", Level.PROBLEM, observed, f"sacctmgr modify qos normal set preempt+={ours.name}"
+        )
     others = sorted(one.name for one in facts.qos if one.name != ours.name and ours.name not in one.preempts)
     observed = f"QOS {ours.name}" + (f" may be preempted by {', '.join(above)}" if above else "")
     observed += "".join(f", {key}={value}" for key, value in ours.limits)
     if facts.preempts_by == "qos" and others:
         observed += f"; jobs of QOS {', '.join(others)} may not preempt it, and would wait"
-        return Finding(
+        return SiteFinding(
             "qos", Level.WARNING, observed, f"sacctmgr modify qos {','.join(others)} set preempt+={ours.name}"
         )
     if ours.usage_factor:
         observed += f"; UsageFactor={ours.usage_factor:g}, so harvesting counts in its account's fair share"
-        return Finding("qos", Level.WARNING, observed, f"sacctmgr modify qos {ours.name} set usagefactor=0")
-    return Finding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting lowers no user's fair share")
+        return SiteFinding(
+            "qos", Level.WARNING, observed, f"sacctmgr modify qos {ours.name} set usagefactor=0"
+        )
+    return SiteFinding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting lowers no user's fair share")
 
 
-def compute_node(facts: Facts, wanted: Wanted) -> Finding:
+def compute_node(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     """What the test job found on its node: `--submit`."""
     probe = facts.probe
     if probe is None:
         facts.text("config")  # where Slurm does not answer no job was or could be tried
         observed = "ports, the state directory, Python and its engines on the compute nodes were not tried"
-        return Finding(
+        return SiteFinding(
             "compute node",
             Level.UNKNOWN,
             observed,
             "scavenger doctor --submit runs a short job that tries them",
         )
     if probe.remedy:  # it has one of its own where nothing was found out
-        return Finding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
+        return SiteFinding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
     if probe.error:
         remedy = "see its own words; squeue and sacct tell more of the job"
         if "nvalid account" in probe.error:
             user = wanted.user or "USER"
             remedy = f"sacctmgr show assoc user={user}; if it is there, slurmctld read it before it knew {user}: scontrol reconfigure"
-        return Finding("compute node", Level.PROBLEM, probe.error, remedy)
+        return SiteFinding("compute node", Level.PROBLEM, probe.error, remedy)
     told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)
     where, wrong = f"on {told.get('node', 'its node')}", [name for name in PROBED if told.get(name) != "ok"]
     causes = [f"{name}: {told.get(name, 'the job did not say')}" for name in wrong]
@@ -225,7 +229,9 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
         causes.append(f"{', '.join(closed)} cannot be reached: a firewall, or no such host")
         remedies.append(CLOSED)
     if causes:
-        return Finding("compute node", Level.PROBLEM, f"{where}, {'; '.join(causes)}", "; ".join(remedies))
+        return SiteFinding(
+            "compute node", Level.PROBLEM, f"{where}, {'; '.join(causes)}", "; ".join(remedies)
+        )
     did = (
         "was given a GPU, sees the state directory and our Python, imported what the engine "
         f"{' and '.join(fit)} needs, reached this host's port and slurmctld, started a step and could requeue itself"
@@ -236,7 +242,7 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
     if silent:  # a firewall that rejects looks the same
         did += f", {', '.join(silent)} refused: nobody listens there now, or a firewall rejects; ask again while a run trains"
     rest = f" (only runs that name another engine would fail: {'; '.join(unfit)})" if unfit else ""
-    return Finding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
+    return SiteFinding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
 
 
 NO_ENGINE = (

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from scavenger.cluster import partition_check
 from scavenger.cluster.model import ClusterInfo, PreemptMode
-from scavenger.cluster.preemption_notice import LIMIT_CHECK_S, Notice, notice
-from scavenger.doctor.facts import Facts, Missing, Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.cluster.preemption_notice import LIMIT_CHECK_S, PreemptionNotice, notice
+from scavenger.doctor.facts import Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ConfigError
 
 #: Below so many seconds of notice an engine may not get its last tokens away and its job put back.
@@ -23,7 +23,7 @@ DEFAULT_CRED_EXPIRE_S = 120.0
 EXITS_OF_PREEMPTED = (75, 143)
 
 
-def preemption(facts: Facts, wanted: Wanted) -> Finding:
+def preemption(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     info = ClusterInfo(
         facts.value("ClusterName"),
         "slurm",
@@ -36,9 +36,9 @@ def preemption(facts: Facts, wanted: Wanted) -> Finding:
     try:
         partition_check.check(info, facts.partitions, wanted.partition, wanted.qos)
     except ConfigError as error:
-        return Finding("preemption", Level.PROBLEM, error.cause, error.remedy)
+        return SiteFinding("preemption", Level.PROBLEM, error.cause, error.remedy)
     if facts.preempts_by == "qos":
-        return Finding(
+        return SiteFinding(
             "preemption",
             Level.OK,
             f"PreemptType=preempt/qos: QOS {wanted.qos!r} decides who takes our GPUs; see line qos",
@@ -48,20 +48,20 @@ def preemption(facts: Facts, wanted: Wanted) -> Finding:
         f"by partition: {part.name} has PriorityTier={part.priority_tier}, below all "
         f"others on its nodes; any job of theirs takes ours"
     )
-    return Finding("preemption", Level.OK, observed)
+    return SiteFinding("preemption", Level.OK, observed)
 
 
-def preempt_mode(facts: Facts, wanted: Wanted) -> Finding:
+def preempt_mode(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     mode = _mode(facts, wanted)
     if mode == PreemptMode.REQUEUE:
-        return Finding(
+        return SiteFinding(
             "preempt mode",
             Level.OK,
             "REQUEUE: a preempted engine's job keeps its id and its place in the queue",
         )
     if mode == PreemptMode.CANCEL:
         observed = "CANCEL: preempted jobs end and never come back; the daemon submits fresh ones, which wait in the queue anew"
-        return Finding(
+        return SiteFinding(
             "preempt mode",
             Level.WARNING,
             observed,
@@ -71,15 +71,15 @@ def preempt_mode(facts: Facts, wanted: Wanted) -> Finding:
         observed = (
             "SUSPEND: a stopped engine keeps its GPU's memory, so the job that preempts it cannot use the GPU"
         )
-        return Finding(
+        return SiteFinding(
             "preempt mode", Level.PROBLEM, observed, "set PreemptMode=REQUEUE on the partition (or QOS)"
         )
-    return Finding(
+    return SiteFinding(
         "preempt mode", Level.PROBLEM, f"{mode}: our jobs are not preempted at all", "set PreemptMode=REQUEUE"
     )
 
 
-def _mode(facts: Facts, wanted: Wanted) -> str:
+def _mode(facts: SiteFacts, wanted: SiteRequirements) -> str:
     if facts.preempts_by == "qos":
         ours = next((one for one in facts.qos if one.name == wanted.qos), None)
         if ours is not None and ours.preempt_mode is not None:
@@ -87,23 +87,23 @@ def _mode(facts: Facts, wanted: Wanted) -> str:
     return facts.partition(wanted.partition).preempt_mode.value
 
 
-def notice_of(facts: Facts, wanted: Wanted) -> Notice:
+def notice_of(facts: SiteFacts, wanted: SiteRequirements) -> PreemptionNotice:
     return notice(facts.grace_s(wanted), facts.seconds("KillWait"), facts.seconds("MessageTimeout"))
 
 
-def preemption_notice(facts: Facts, wanted: Wanted) -> Finding:
+def preemption_notice(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     grace_s, got = facts.grace_s(wanted), notice_of(facts, wanted)
     how = f"GraceTime={grace_s:g}, KillWait={facts.seconds('KillWait'):g}, MessageTimeout={facts.seconds('MessageTimeout'):g}"
     observed = f"engines (under srun) get SIGTERM at once and SIGKILL {got.least_s:g} s later at the earliest ({how})"
     if got.least_s < SHORT_NOTICE_S:
         observed += "; a loss without notice costs at most one flush interval of tokens"
-        return Finding(
+        return SiteFinding(
             "notice", Level.WARNING, observed, "raise KillWait, or give the partition a GraceTime of 10 s"
         )
-    return Finding("notice", Level.OK, f"{observed}; they leave in under a second")
+    return SiteFinding("notice", Level.OK, f"{observed}; they leave in under a second")
 
 
-def hung_worker(facts: Facts, wanted: Wanted) -> Finding:
+def hung_worker(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     got = notice_of(facts, wanted)
     stuck_s = facts.seconds("UnkillableStepTimeout")
     observed = (
@@ -111,16 +111,16 @@ def hung_worker(facts: Facts, wanted: Wanted) -> Finding:
         f"that SIGKILL does not end (a hung driver or file system) until Slurm drains the node after UnkillableStepTimeout={stuck_s:g} s"
     )
     if got.most_s > LONG_WAIT_S:
-        return Finding(
+        return SiteFinding(
             "hung worker",
             Level.WARNING,
             observed,
             "lower the partition's GraceTime: engines leave in under a second anyway",
         )
-    return Finding("hung worker", Level.OK, observed)
+    return SiteFinding("hung worker", Level.OK, observed)
 
 
-def exempt_time(facts: Facts, wanted: Wanted) -> Finding:
+def exempt_time(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     exempt_s = facts.seconds("PreemptExemptTime") if facts.value("PreemptExemptTime") != "-1" else 0.0
     where = "PreemptExemptTime"
     ours = (
@@ -131,11 +131,11 @@ def exempt_time(facts: Facts, wanted: Wanted) -> Finding:
     if ours is not None and ours.exempt_s is not None:
         exempt_s, where = ours.exempt_s, f"PreemptExemptTime of QOS {ours.name}"
     if not exempt_s:
-        return Finding(
+        return SiteFinding(
             "exempt time", Level.OK, "PreemptExemptTime=0: our jobs may be preempted from their first second"
         )
     observed = f"{where} = {exempt_s:g} s: no job can preempt ours for that long after their start, so other users' jobs would wait"
-    return Finding(
+    return SiteFinding(
         "exempt time",
         Level.PROBLEM,
         observed,
@@ -143,15 +143,15 @@ def exempt_time(facts: Facts, wanted: Wanted) -> Finding:
     )
 
 
-def requeue(facts: Facts, wanted: Wanted) -> Finding:
+def requeue(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     held = [code for code in EXITS_OF_PREEMPTED if code in _codes(facts.words("RequeueExitHold"))]
     if held:
         observed = f"RequeueExitHold has {held}, with which a preempted engine's job may end: Slurm would hold it in the queue for ever"
-        return Finding("requeue", Level.PROBLEM, observed, "take 75 and 143 out of RequeueExitHold")
+        return SiteFinding("requeue", Level.PROBLEM, observed, "take 75 and 143 out of RequeueExitHold")
     if facts.value("JobRequeue") == "0":
         observed = "JobRequeue=0: jobs are not requeued by default; ours ask for it with --requeue, which overrides that"
-        return Finding("requeue", Level.OK, observed)
-    return Finding(
+        return SiteFinding("requeue", Level.OK, observed)
+    return SiteFinding(
         "requeue", Level.OK, "JobRequeue=1: a preempted job may be put back; ours say --requeue as well"
     )
 
@@ -165,7 +165,7 @@ def _codes(words: tuple[str, ...]) -> set[int]:
     return found
 
 
-def requeue_delay(facts: Facts, wanted: Wanted) -> Finding:
+def requeue_delay(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     text = facts.option("AuthInfo", "cred_expire")
     if text is not None and not text.isdigit():
         raise Missing(f"AuthInfo has cred_expire={text!r}, which is no number")
@@ -174,7 +174,7 @@ def requeue_delay(facts: Facts, wanted: Wanted) -> Finding:
     observed = f"a requeued job may start again after {delay_s:g} s at the earliest (AuthInfo: {how})"
     if delay_s > LONG_REQUEUE_S:
         remedy = "nothing is wrong; AuthInfo=cred_expire=30 shortens it where the nodes' clocks agree to within that"
-        return Finding(
+        return SiteFinding(
             "requeue delay", Level.WARNING, f"{observed}; GPUs that come back sooner stay idle for us", remedy
         )
-    return Finding("requeue delay", Level.OK, observed)
+    return SiteFinding("requeue delay", Level.OK, observed)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scavenger.doctor.facts import Facts, Missing, Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.facts import Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.doctor.rules import limits, preemption, site
 
-Rule = Callable[[Facts, Wanted], Finding]
+Rule = Callable[[SiteFacts, SiteRequirements], SiteFinding]
 
 #: The check's name, as its findings carry it, and the rule.
 RULES: tuple[tuple[str, Rule], ...] = (
@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def judge(facts: Facts, wanted: Wanted) -> Sequence[Finding]:
+def judge(facts: SiteFacts, wanted: SiteRequirements) -> Sequence[SiteFinding]:
     """One finding for each check. A check whose facts are missing is `UNKNOWN`, with the reason."""
     found = []
     for name, rule in RULES:
@@ -49,6 +49,6 @@ def judge(facts: Facts, wanted: Wanted) -> Sequence[Finding]:
             found.append(rule(facts, wanted))
         except Missing as error:
             found.append(
-                Finding(name, Level.UNKNOWN, f"it could not be asked: {error}", error.remedy, str(error))
+                SiteFinding(name, Level.UNKNOWN, f"it could not be asked: {error}", error.remedy, str(error))
             )
     return tuple(found)

@@ -9,8 +9,8 @@ import re
 
 from scavenger.cluster import reach
 from scavenger.cluster.slurm import commands
-from scavenger.doctor.facts import Facts, Missing, Wanted
-from scavenger.doctor.findings import Finding, Level
+from scavenger.doctor.facts import Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ClusterError
 
 #: The oldest Slurm that this release was run with.
@@ -32,13 +32,13 @@ def major_minor(version: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def version(facts: Facts, wanted: Wanted) -> Finding:
+def version(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     theirs, ours = facts.version, facts.text("client").split()[-1:]
     if not ours:
         raise Missing("sinfo --version printed nothing")
     if major_minor(ours[0]) > major_minor(theirs):
         observed = f"this host's commands are of Slurm {ours[0]}, newer than the controller's {theirs}: they cannot talk to it"
-        return Finding(
+        return SiteFinding(
             "version",
             Level.PROBLEM,
             observed,
@@ -46,36 +46,36 @@ def version(facts: Facts, wanted: Wanted) -> Finding:
         )
     if major_minor(theirs) < OLDEST:
         observed = f"Slurm {theirs} is older than 22.05, the oldest that this release was run with"
-        return Finding(
+        return SiteFinding(
             "version",
             Level.WARNING,
             observed,
             "run with --dry-run first and compare its decisions with squeue",
         )
-    return Finding("version", Level.OK, f"Slurm {theirs}, this host's commands {ours[0]}")
+    return SiteFinding("version", Level.OK, f"Slurm {theirs}, this host's commands {ours[0]}")
 
 
-def pyslurm(facts: Facts, wanted: Wanted) -> Finding:
+def pyslurm(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     theirs = facts.version
     if not facts.pyslurm:
-        return Finding(
+        return SiteFinding(
             "pyslurm", Level.OK, 'not installed: the daemon uses Slurm\'s commands (backend = "auto")'
         )
     leave_out = "leave it out (pip uninstall pyslurm): the commands do the same"
     if major_minor(facts.pyslurm) != major_minor(theirs):
         observed = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
         build = "build this Slurm's with scripts/build-pyslurm (pip's is another release)"
-        return Finding("pyslurm", Level.WARNING, observed, f"{build}, or {leave_out}")
+        return SiteFinding("pyslurm", Level.WARNING, observed, f"{build}, or {leave_out}")
     if facts.pyslurm_unfit:
         observed = f"the daemon uses Slurm's commands instead: {facts.pyslurm_unfit}"
-        return Finding("pyslurm", Level.WARNING, observed, leave_out)
-    return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs} and reads this site")
+        return SiteFinding("pyslurm", Level.WARNING, observed, leave_out)
+    return SiteFinding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs} and reads this site")
 
 
-def private_data(facts: Facts, wanted: Wanted) -> Finding:
+def private_data(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     hidden = sorted(set(facts.words("PrivateData")) - HARMLESS_PRIVATE)
     if not hidden:
-        return Finding("private data", Level.OK, "the whole queue is visible to every user")
+        return SiteFinding("private data", Level.OK, "the whole queue is visible to every user")
     level = facts.answers.get("admin")
     admin = level.text.strip().partition("|")[2] if level is not None and not level.error else ""
     if admin.lower() in ("operator", "administrator", "admin"):
@@ -83,7 +83,7 @@ def private_data(facts: Facts, wanted: Wanted) -> Finding:
             f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same, and may cancel any job; "
             "docs/site.md says what needs less"
         )
-        return Finding("private data", Level.OK, observed)
+        return SiteFinding("private data", Level.OK, observed)
     observed = f"PrivateData hides {', '.join(hidden)} of other users: GPUs that their pending jobs wait for would look idle to us"
     remedy = (
         f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives nobody a right (slurmdbd.conf has its own: it may "
@@ -92,29 +92,31 @@ def private_data(facts: Facts, wanted: Wanted) -> Finding:
         f"account=NAME names={wanted.user}), with harvest.sees_all_jobs = true: it may then cancel these accounts' jobs. An operator "
         "sees all jobs too, but may cancel every job and change the accounts, and engines run as the same user (docs/site.md)"
     )
-    return Finding("private data", Level.WARNING, observed, remedy)
+    return SiteFinding("private data", Level.WARNING, observed, remedy)
 
 
-def clock(facts: Facts, wanted: Wanted) -> Finding:
+def clock(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     skew_s = facts.asked_at - facts.controller_at
     if abs(skew_s) >= MUNGE_TTL_S:
         observed = (
             f"this host's clock is {skew_s:+.0f} s off the controller's: munge refuses "
             f"credentials that are over {MUNGE_TTL_S:g} s apart"
         )
-        return Finding("clock", Level.PROBLEM, observed, "synchronise both with NTP")
+        return SiteFinding("clock", Level.PROBLEM, observed, "synchronise both with NTP")
     if abs(skew_s) > SKEW_S:
         observed = f"this host's clock is {skew_s:+.0f} s off the controller's: begin times and the ages of observations are wrong by that"
-        return Finding("clock", Level.WARNING, observed, "synchronise both with NTP")
-    return Finding("clock", Level.OK, "this host's clock and the controller's agree to within a few seconds")
+        return SiteFinding("clock", Level.WARNING, observed, "synchronise both with NTP")
+    return SiteFinding(
+        "clock", Level.OK, "this host's clock and the controller's agree to within a few seconds"
+    )
 
 
-def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
+def rate_limit(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     most_a_min = REQUESTS_PER_POLL * 60.0 / min(wanted.fast_poll_interval_s, wanted.poll_interval_s)
     rhythm = f"every {wanted.poll_interval_s:g} s, and every {wanted.fast_poll_interval_s:g} s while something is expected"
     asks = f"a poll of the daemon is 2 commands, {REQUESTS_PER_POLL} requests, {rhythm}; cluster.max_rpc_per_min bounds their average"
     if facts.option("SlurmctldParameters", "rl_enable") is None:
-        return Finding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
+        return SiteFinding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
     refill, period_s = (
         _number(facts, "rl_refill_rate", DEFAULT_REFILL),
         _number(facts, "rl_refill_period", DEFAULT_PERIOD_S),
@@ -122,16 +124,16 @@ def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
     allowed, bucket = 60.0 * refill / period_s, _number(facts, "rl_bucket_size", DEFAULT_BUCKET)
     observed = f"rl_enable: {allowed:g} RPCs a minute and user, {bucket:g} at once; {asks}"
     if allowed < 2 * most_a_min or bucket < 2 * REQUESTS_PER_POLL:
-        return Finding(
+        return SiteFinding(
             "rate limit",
             Level.WARNING,
             observed,
             "raise cluster.fast_poll_interval_s and cluster.poll_interval_s, or the site's rl_* parameters",
         )
-    return Finding("rate limit", Level.OK, observed)
+    return SiteFinding("rate limit", Level.OK, observed)
 
 
-def _number(facts: Facts, name: str, default: float) -> float:
+def _number(facts: SiteFacts, name: str, default: float) -> float:
     text = facts.option("SlurmctldParameters", name)
     if text is None:
         return default
@@ -140,7 +142,7 @@ def _number(facts: Facts, name: str, default: float) -> float:
     return float(text)
 
 
-def gpus(facts: Facts, wanted: Wanted) -> Finding:
+def gpus(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     facts.partition(wanted.partition)
     here = [node for node in facts.nodes if wanted.partition in node.partitions]
     have = [node for node in here if node.gpus and wanted.gpu_type in ("", node.gpu_type)]
@@ -151,65 +153,67 @@ def gpus(facts: Facts, wanted: Wanted) -> Finding:
         remedy = (
             "name a type that is there in harvest.gpu_type, or ask for GresTypes=gpu and Gres= on the nodes"
         )
-        return Finding("gpus", Level.PROBLEM, observed, remedy)
+        return SiteFinding("gpus", Level.PROBLEM, observed, remedy)
     observed = f"{sum(node.gpus for node in have)} GPUs ({kind}) on {len(have)} nodes of partition {wanted.partition}"
     if "gres/gpu" not in facts.words("AccountingStorageTRES"):
         observed += (
             "; AccountingStorageTRES lacks gres/gpu, so what jobs hold is read from what they asked for"
         )
-        return Finding(
+        return SiteFinding(
             "gpus",
             Level.WARNING,
             observed,
             "AccountingStorageTRES=gres/gpu, for exact figures of who holds what",
         )
-    return Finding("gpus", Level.OK, observed)
+    return SiteFinding("gpus", Level.OK, observed)
 
 
-def mpi(facts: Facts, wanted: Wanted) -> Finding:
+def mpi(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     found = set(re.findall(r"[a-z_0-9]+", facts.text("mpi").partition("...")[2]))
     flavours = sorted(word for word in found if word.startswith(("pmi", "openmpi", "cray")))
     observed = f"srun --mpi offers {', '.join(flavours) or 'nothing but none'}"
     if not any(word.startswith("pmix") for word in flavours):
         remedy = "none needed if mpirun starts them; else Slurm's pmix plugin, which Debian's 26.05 lacks"
-        return Finding(
+        return SiteFinding(
             "mpi", Level.WARNING, f"{observed}; training jobs start their ranks with mpirun", remedy
         )
-    return Finding(
+    return SiteFinding(
         "mpi", Level.OK, f"{observed}; training jobs use pmix or pmi2, where it makes one world, else mpirun"
     )
 
 
-def purge(facts: Facts, wanted: Wanted) -> Finding:
+def purge(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     age_s, need_s = facts.seconds("MinJobAge"), wanted.poll_interval_s + wanted.absent_s
     if age_s and age_s < need_s:
         observed = f"MinJobAge={age_s:g}: jobs that ended leave the queue before we look again, so how they ended is not seen"
-        return Finding(
+        return SiteFinding(
             "job purge", Level.WARNING, observed, f"lower cluster.poll_interval_s, or MinJobAge={need_s:.0f}"
         )
-    return Finding(
+    return SiteFinding(
         "job purge",
         Level.OK,
         f"MinJobAge={age_s:g}: ended jobs stay in the queue for longer than it takes us to look again",
     )
 
 
-def address(facts: Facts, wanted: Wanted) -> Finding:
+def address(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     """As far as names tell; what a firewall closes is for the test job to try."""
     inside = facts.partition(wanted.partition).nodes
     others = reach.elsewhere(facts.node_hosts, inside, wanted.host, facts.own_addresses)
     if why := reach.unreachable(wanted.listen, wanted.advertise, wanted.host, others):
-        return Finding("daemon address", Level.PROBLEM, f"{why}; the daemon refuses to start", reach.REMEDY)
+        return SiteFinding(
+            "daemon address", Level.PROBLEM, f"{why}; the daemon refuses to start", reach.REMEDY
+        )
     if why := reach.doubted(wanted.listen, wanted.advertise, wanted.host, others):
-        return Finding("daemon address", Level.WARNING, why, f"without one: {reach.REMEDY}")
+        return SiteFinding("daemon address", Level.WARNING, why, f"without one: {reach.REMEDY}")
     at = reach.announced(wanted.listen, wanted.advertise, wanted.host)
     where = f"{len(others)} nodes on other hosts" if others else "nodes, all of them on this host,"
-    return Finding(
+    return SiteFinding(
         "daemon address", Level.OK, f"the daemon announces itself at {at}, to {where} of {wanted.partition}"
     )
 
 
-def queue(facts: Facts, wanted: Wanted) -> Finding:
+def queue(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     """Whether what the daemon polls can be read: nodes and jobs, as this release of Slurm prints them."""
     release = facts.version
     remedy = "report it with the output of `squeue -O` and `scontrol show node`; until then the daemon harvests nothing here"
@@ -218,7 +222,7 @@ def queue(facts: Facts, wanted: Wanted) -> Finding:
         nodes = commands.parse_nodes(facts.text("nodes"))
     except ClusterError as error:
         observed = f"what Slurm {release} says of its queue cannot be read: {error.cause}"
-        return Finding("queue", Level.PROBLEM, observed, remedy)
+        return SiteFinding("queue", Level.PROBLEM, observed, remedy)
     unread = {one.field: one.value for job in jobs for one in job.unread}
     unread |= {one.field: one.value for node in nodes if node.usable for one in node.unread}
     if unread:
@@ -226,5 +230,7 @@ def queue(facts: Facts, wanted: Wanted) -> Finding:
         observed = (
             f"{len(jobs)} jobs are read; of Slurm {release} these are not, and count as unknown: {fields}"
         )
-        return Finding("queue", Level.WARNING, observed, remedy.partition(";")[0])
-    return Finding("queue", Level.OK, f"{len(jobs)} jobs and {len(nodes)} nodes of Slurm {release} are read")
+        return SiteFinding("queue", Level.WARNING, observed, remedy.partition(";")[0])
+    return SiteFinding(
+        "queue", Level.OK, f"{len(jobs)} jobs and {len(nodes)} nodes of Slurm {release} are read"
+    )

@@ -19,7 +19,7 @@ class DrainKind(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Code(StrEnum):
+class HarvestCode(StrEnum):
     """A decision's reason in a word. Ledgers hold these and reports rely on them: they are added to, never renamed."""
 
     # why nothing, or nothing more, was submitted
@@ -96,7 +96,7 @@ class OurJob:
     idle_since: float = 0.0
     pinned: str = ""
     since: float = 0.0
-    why_draining: Code | None = None
+    why_draining: HarvestCode | None = None
     standby: bool = False
     owner: str = ""
     started_at: float = 0.0
@@ -173,11 +173,11 @@ class YieldLimits:
     plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
     could_start_since: tuple[
         tuple[int, float], ...
-    ] = ()  # (job, Unix s): `Decision.could_start` of earlier polls, when first seen
+    ] = ()  # (job, Unix s): `HarvestDecision.could_start` of earlier polls, when first seen
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class JobPlacement:
     """How jobs are put on nodes."""
 
     pin: bool = False  # each job is submitted for one node
@@ -217,7 +217,7 @@ class Limits:
     headroom: Headroom = Headroom()
     job: JobLimits = JobLimits()
     yielding: YieldLimits = YieldLimits()
-    placement: Placement = Placement()
+    placement: JobPlacement = JobPlacement()
     restrictions: Restrictions = Restrictions()
     owners: tuple[OwnerRule, ...] = ()  # of those who have one
     blackouts: tuple[BlackoutTime, ...] = ()  # that are not over, the first to begin first
@@ -244,7 +244,7 @@ class Submit:
     reason: str
     nodelist: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    code: Code = Code.WANTED
+    code: HarvestCode = HarvestCode.WANTED
     engine: str = "reference"  # which one the job imports ahead of the daemon's answer
     cpus: int = 0
     memory_mb: int = 0
@@ -260,14 +260,14 @@ class Release:
     intent_id: str
     node: str
     reason: str
-    code: Code = Code.WANTED
+    code: HarvestCode = HarvestCode.WANTED
 
 
 @dataclass(frozen=True, slots=True)
 class CancelPending:
     intent_id: str
     reason: str
-    code: Code
+    code: HarvestCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class DrainAllocated:
 
     intent_id: str
     reason: str
-    code: Code
+    code: HarvestCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,14 +285,14 @@ class Cancel:
 
     intent_id: str
     reason: str
-    code: Code
+    code: HarvestCode
 
 
 Action = Submit | Release | CancelPending | DrainAllocated | Cancel
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class HarvestDecision:
     """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
 
     `could_start`: other users' pending jobs that would start now if our engines left, and for which Slurm may preempt us.
@@ -301,6 +301,6 @@ class Decision:
 
     actions: tuple[Action, ...]
     reason: str
-    code: Code
+    code: HarvestCode
     could_start: tuple[int, ...] = ()
     start_benefits: tuple[str, ...] = ()

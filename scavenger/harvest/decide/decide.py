@@ -27,10 +27,10 @@ from scavenger.harvest.decide.actions import (
     BlackoutTime,
     Cancel,
     CancelPending,
-    Code,
-    Decision,
     DrainAllocated,
     DrainKind,
+    HarvestCode,
+    HarvestDecision,
     Limits,
     OurJob,
     Release,
@@ -48,7 +48,13 @@ from scavenger.harvest.decide.free_capacity import (
     waits_for,
 )
 from scavenger.harvest.decide.other_users import OWN_LIMIT, NodeCapacity, QueueScan, scan_queue
-from scavenger.harvest.decide.standby import Move, StandbyJobs, more, not_beneficial_to, set_aside_or_move
+from scavenger.harvest.decide.standby import (
+    StandbyJobs,
+    StandbyMove,
+    more,
+    not_beneficial_to,
+    set_aside_or_move,
+)
 from scavenger.harvest.decide.voluntary_preemption import could_start
 from scavenger.policy.fleet_size import Demand
 
@@ -56,10 +62,10 @@ __all__ = [
     "Action",
     "Cancel",
     "CancelPending",
-    "Code",
-    "Decision",
     "DrainAllocated",
     "DrainKind",
+    "HarvestCode",
+    "HarvestDecision",
     "Limits",
     "OurJob",
     "Release",
@@ -69,7 +75,7 @@ __all__ += ["allot", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class DecisionFacts:
     """What one decision is made from: the arguments of `decide`, sorted, and what several clauses need of them.
 
     `jobs`: all of ours; `engines`: those that are no standby jobs, pending or running. `wanted`: demand for engines, by run id.
@@ -87,14 +93,14 @@ class Facts:
     wanted: list[Demand]
     allotted: dict[int, int]
     vacate: frozenset[str]
-    closed: tuple[Code, str] | None
+    closed: tuple[HarvestCode, str] | None
     queue: QueueScan
     capacity: NodeCapacity
 
 
 def decide(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
-) -> Decision:
+) -> HarvestDecision:
     """What to do about our jobs, given one poll. Each clause takes what no clause before it decided on.
 
     The clauses, in order: engines that were asked to drain and did not; engines and standby jobs that no demand covers; engines
@@ -102,7 +108,7 @@ def decide(
     reason is returned when the poll is too old to act on.
     """
     if too_old := _too_old(view, limits, now):
-        return Decision((), too_old, Code.STALE_VIEW)
+        return HarvestDecision((), too_old, HarvestCode.STALE_VIEW)
     facts = _facts(view, demand, jobs, limits, now)
     actions: list[Action] = [*cancel_overdue(facts.jobs, limits, now)]
     actions += _beyond_demand(facts, _undecided(facts.engines, actions))
@@ -116,8 +122,8 @@ def decide(
         started, code, why = start_jobs(facts, serving, _undecided(facts.standby_jobs, actions), benefits)
         actions += started
     if not facts.wanted and not facts.closed:
-        code = Code.NO_DEMAND if demand else Code.NO_RUN
-    return Decision(
+        code = HarvestCode.NO_DEMAND if demand else HarvestCode.NO_RUN
+    return HarvestDecision(
         tuple(actions),
         _summary(facts, actions, serving, why),
         code,
@@ -135,7 +141,7 @@ def _too_old(view: ClusterView, limits: Limits, now: float) -> str:
 
 def _facts(
     view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float
-) -> Facts:
+) -> DecisionFacts:
     ours = sorted(jobs, key=lambda job: job.intent_id)
     demand = placeable(demand, view, limits)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
@@ -144,7 +150,7 @@ def _facts(
     engines = [job for job in ours if not job.standby]
     free = partial(free_capacity_of, view, queue, capacity, limits, now)
     allotment = allot_within_reach(wanted, engines, free, limits, 0 if closed else limits.caps.max_engines)
-    return Facts(
+    return DecisionFacts(
         view,
         demand,
         limits,
@@ -167,34 +173,37 @@ def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob
     return [job for job in jobs if job.drain_kind is DrainKind.NO and job.intent_id not in decided]
 
 
-def _standby_beyond_demand(facts: Facts, standby_jobs: Sequence[OurJob]) -> list[CancelPending]:
+def _standby_beyond_demand(facts: DecisionFacts, standby_jobs: Sequence[OurJob]) -> list[CancelPending]:
     return standby.surplus(standby_jobs, facts.wanted, facts.closed, facts.limits)
 
 
-def _due_to_leave(facts: Facts, staying: Sequence[OurJob]) -> list[Drain]:
+def _due_to_leave(facts: DecisionFacts, staying: Sequence[OurJob]) -> list[Drain]:
     """Time limits, reservations and drained nodes first, then voluntary preemption for what other users still need."""
     return asked_to_drain(
         facts.view, facts.queue, facts.capacity, facts.engines, staying, facts.limits, facts.now
     )
 
 
-def _could_start(facts: Facts) -> tuple[int, ...]:
+def _could_start(facts: DecisionFacts) -> tuple[int, ...]:
     """Other users' pending jobs that would start if our engines were gone; none when we have no engine that runs."""
     if all(job.waits for job in facts.engines):
         return ()
     return could_start(facts.queue, facts.capacity, facts.limits)
 
 
-def harvesting_closed(limits: Limits, now: float) -> tuple[Code, str] | None:
+def harvesting_closed(limits: Limits, now: float) -> tuple[HarvestCode, str] | None:
     """Why nothing may be harvested at all, whatever is idle: what is there leaves."""
     if limits.restrictions.stop:
-        return Code.STOPPED, limits.restrictions.stop
+        return HarvestCode.STOPPED, limits.restrictions.stop
     if limits.restrictions.blind:
-        return Code.HIDDEN, f"{limits.restrictions.hidden}: a user who cannot preempt us could wait unseen"
+        return (
+            HarvestCode.HIDDEN,
+            f"{limits.restrictions.hidden}: a user who cannot preempt us could wait unseen",
+        )
     if limits.blackouts and now >= leave_for_blackout_at(limits.blackouts[0], limits):
         one = limits.blackouts[0]
         begins = "is on" if now >= one.start else f"begins in {one.start - now:.0f} s"
-        return Code.BLACKOUT, f"a blackout {begins} ({one.words})"
+        return HarvestCode.BLACKOUT, f"a blackout {begins} ({one.words})"
     return None
 
 
@@ -214,7 +223,7 @@ def blackout_near(limits: Limits, now: float) -> str:
     return f"a blackout begins in {max(0.0, one.start - now):.0f} s ({one.words}): no engine would live for long enough"
 
 
-def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
+def _beyond_demand(facts: DecisionFacts, jobs: Sequence[OurJob]) -> list[Drain]:
     """What no demand covers, the least worth first: pending jobs before engines, idle engines before busy ones.
 
     And before a blackout, or after too many preemptions, whatever waits: it would start by itself, and be ended again.
@@ -235,21 +244,21 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
         if closed:
             code, why = closed
         elif job.waits and preempted:
-            code, why = Code.PREEMPTIONS, preempted
+            code, why = HarvestCode.PREEMPTIONS, preempted
         elif job.waits and near:
-            code, why = Code.BLACKOUT, near
+            code, why = HarvestCode.BLACKOUT, near
         elif not fits:
-            code, why = Code.PER_PARTITION, over_cap[job.intent_id]
+            code, why = HarvestCode.PER_PARTITION, over_cap[job.intent_id]
         elif want is None:
-            code, why = Code.NO_DEMAND, "its run has no demand"
+            code, why = HarvestCode.NO_DEMAND, "its run has no demand"
         elif job.gpus != want.gpus_per_engine:
             code, why = (
-                Code.WRONG_SIZE,
+                HarvestCode.WRONG_SIZE,
                 f"it has {job.gpus} GPUs and run {want.run} wants {want.gpus_per_engine} per engine",
             )
         else:
             code, why = (
-                Code.OVER_SHARE,
+                HarvestCode.OVER_SHARE,
                 f"run {want.run} may use {allotted[job.run_id]} engines{_share(want, limits)}: {want.reason}",
             )
         if job.waits:
@@ -263,7 +272,7 @@ def _beyond_demand(facts: Facts, jobs: Sequence[OurJob]) -> list[Drain]:
     return [*reversed(pending), *reversed(engines)]
 
 
-def _over_cap(facts: Facts, jobs: Sequence[OurJob]) -> dict[str, str]:
+def _over_cap(facts: DecisionFacts, jobs: Sequence[OurJob]) -> dict[str, str]:
     """Of jobs that wait for one node: those with which we would hold more than a cap allows, and why."""
     found: dict[str, str] = {}
     for words, names, most in cap_groups(facts.view, facts.limits):
@@ -283,7 +292,7 @@ def _share(want: Demand, limits: Limits) -> str:
     return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
 
 
-def _summary(facts: Facts, actions: Sequence[Action], serving: Sequence[OurJob], why: str) -> str:
+def _summary(facts: DecisionFacts, actions: Sequence[Action], serving: Sequence[OurJob], why: str) -> str:
     replaced = {action.intent_id for action in actions if isinstance(action, CancelPending)}
     kept = [job for job in serving if job.intent_id not in replaced]
     engines, pending = sum(not job.waits for job in kept), sum(job.waits for job in kept)
@@ -308,8 +317,11 @@ Start = Submit | Release | CancelPending
 
 
 def start_jobs(
-    facts: Facts, serving: Sequence[OurJob], standby_jobs: Sequence[OurJob], start_benefits: StartBenefits
-) -> tuple[list[Start], Code, str]:
+    facts: DecisionFacts,
+    serving: Sequence[OurJob],
+    standby_jobs: Sequence[OurJob],
+    start_benefits: StartBenefits,
+) -> tuple[list[Start], HarvestCode, str]:
     """Jobs for the demand that `serving` leaves, as far as free capacity and limits go; and what stopped it, as code and words.
 
     The runs take turns. New standby jobs come first: they are to be older than what is submitted with them. `standby_jobs`: those that
@@ -325,7 +337,7 @@ def start_jobs(
         if stop is not None:
             return [], *stop
         if not waiting:
-            return [], Code.SERVED, ""
+            return [], HarvestCode.SERVED, ""
     stop = _not_now(view, queue, serving, limits, now)
     if stop is not None:
         return [], *stop
@@ -344,17 +356,17 @@ def start_jobs(
         return actions, *stop
     if free.refused:
         return actions, why_no_capacity(free), f"no free capacity for more: {free.explain()}"
-    return actions, *(_shared_out(wanted, allotted, limits) or (Code.OWN_PENDING, ""))
+    return actions, *(_shared_out(wanted, allotted, limits) or (HarvestCode.OWN_PENDING, ""))
 
 
 def _fill(
     wanted: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
-) -> tuple[list[Start], tuple[Code, str] | None]:
+) -> tuple[list[Start], tuple[HarvestCode, str] | None]:
     """One job each in turn for what is not served; and the limit that ended it, None when it was free capacity or demand. A limit of one
     owner ends it only where nothing begins.
     """
     begun: list[Start] = []
-    of_owner: tuple[Code, str] | None = None
+    of_owner: tuple[HarvestCode, str] | None = None
     while any(missing > 0 for missing in deficit.values()):
         for want in wanted:
             if deficit[want.run_id] <= 0:
@@ -372,7 +384,9 @@ def _fill(
     return begun, None if begun else of_owner
 
 
-def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Start]:
+def _move(
+    by_run: Mapping[int, Demand], moving: Sequence[StandbyMove], drafts: _Drafts, now: float
+) -> list[Start]:
     """Cancel what does not keep its place, and submit it afresh as far as another node has free capacity. Where other users hold GPUs
     too it goes there as it is, with its age (`standby`)."""
     actions: list[Start] = []
@@ -388,15 +402,15 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
                     move.job.intent_id,
                     place.node,
                     f"{move.why}, and it can start on {place.node} now",
-                    Code.FRESH,
+                    HarvestCode.FRESH,
                 )
             )
             continue
         drafts.uncount(move.job)
         why, code = (
-            (move.why, Code.SETTLING)
+            (move.why, HarvestCode.SETTLING)
             if move.anyway
-            else (f"{move.why}, and a fresh one can start now", Code.FRESH)
+            else (f"{move.why}, and a fresh one can start now", HarvestCode.FRESH)
         )
         actions.append(CancelPending(move.job.intent_id, why, code))
         if place is not None:
@@ -406,33 +420,36 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
 
 def _shared_out(
     wanted: Sequence[Demand], allotted: Mapping[int, int], limits: Limits
-) -> tuple[Code, str] | None:
+) -> tuple[HarvestCode, str] | None:
     """Why less is allotted than is wanted, when it is."""
     if sum(d.engines for d in wanted) <= sum(allotted.values()):
         return None
     if sum(allotted.values()) >= limits.caps.max_engines:
-        return Code.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
-    return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached"
+        return HarvestCode.MAX_ENGINES, f"max_engines = {limits.caps.max_engines} is reached"
+    return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached"
 
 
 def _not_now(
     view: ClusterView, queue: QueueScan, serving: Sequence[OurJob], limits: Limits, now: float
-) -> tuple[Code, str] | None:
+) -> tuple[HarvestCode, str] | None:
     """Why nothing is submitted now, though it is wanted."""
     partition = view.partition(limits.partition)
     if partition is None or not partition.up:
-        return Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
+        return (
+            HarvestCode.PARTITION_DOWN,
+            f"partition {limits.partition} is {'down' if partition else 'not there'}",
+        )
     if now < limits.restrictions.not_before:
-        return Code.BACKOFF, f"backs off: {limits.restrictions.not_before_reason}"
+        return HarvestCode.BACKOFF, f"backs off: {limits.restrictions.not_before_reason}"
     if preempted := preempted_enough(limits):
-        return Code.PREEMPTIONS, preempted
+        return HarvestCode.PREEMPTIONS, preempted
     if near := blackout_near(limits, now):
-        return Code.BLACKOUT, near
+        return HarvestCode.BLACKOUT, near
     for job in serving:
         listed = queue.ours.get(job.job_id)
         if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
             return (
-                Code.ACCOUNT_LIMIT,
+                HarvestCode.ACCOUNT_LIMIT,
                 f"Slurm holds job {job.job_id} back ({listed.reason}): more would wait with it",
             )
     return None
@@ -474,7 +491,7 @@ class _Drafts:
         self._exclude = frozenset(shut & self._inside)
         self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}
 
-    def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
+    def limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[HarvestCode, str] | None:
         """The limit that one more job for `want` would break, if any."""
         limits = self.limits
         one, gpus = (
@@ -484,32 +501,34 @@ class _Drafts:
         )
         if self._engines + one > limits.caps.max_engines:
             return (
-                Code.MAX_ENGINES,
+                HarvestCode.MAX_ENGINES,
                 f"max_engines = {limits.caps.max_engines} is reached (draining ones count)",
             )
         if limits.caps.max_gpus is not None and self._gpus + gpus > limits.caps.max_gpus:
-            return Code.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (draining ones count)"
+            return HarvestCode.MAX_GPUS, f"max_gpus = {limits.caps.max_gpus} is reached (draining ones count)"
         if (
             limits.caps.max_gpus_per_user is not None
             and self._user_gpus + gpus > limits.caps.max_gpus_per_user
         ):
             return (
-                Code.MAX_PER_USER,
+                HarvestCode.MAX_PER_USER,
                 f"max_gpus_per_user = {limits.caps.max_gpus_per_user} is reached in the partition",
             )
         if self._pending + one > limits.caps.max_pending:
-            return Code.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
+            return HarvestCode.MAX_PENDING, f"max_pending = {limits.caps.max_pending} is reached"
         return None
 
-    def owner_limit_broken(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
+    def owner_limit_broken(
+        self, want: Demand, instead_of: OurJob | None = None
+    ) -> tuple[HarvestCode, str] | None:
         """The limit of the run's owner, if one more job for `want` would break it."""
         gpus = want.gpus_per_engine - (instead_of.gpus if instead_of is not None else 0)
         if want.owner_gpus is None or self._owner_gpus[want.owner] + gpus <= want.owner_gpus:
             return None
         why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
-        return Code.MAX_PER_OWNER, why
+        return HarvestCode.MAX_PER_OWNER, why
 
-    def take_place(self, want: Demand, instead_of: Move | None = None) -> NodeChoice | None:
+    def take_place(self, want: Demand, instead_of: StandbyMove | None = None) -> NodeChoice | None:
         """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it.
         `instead_of`: its caps are this one's."""
         if instead_of is None or instead_of.anyway:  # that counts against none
@@ -561,7 +580,7 @@ class _Drafts:
         why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and other users are there too"
         return Release(standby_job.intent_id, place.node, why)
 
-    def can_release_at(self, move: Move, place: NodeChoice) -> bool:
+    def can_release_at(self, move: StandbyMove, place: NodeChoice) -> bool:
         """Whether a job that waits elsewhere can begin on `place` as it is."""
         pinned = self._nodes.get(waits_for(move.job, self.limits))
         if pinned is None or not move.ready or move.anyway or not self._wants_oldest_job(place):
@@ -619,24 +638,24 @@ class _Drafts:
         )
 
 
-def why_no_capacity(free: FreeCapacity) -> Code:
+def why_no_capacity(free: FreeCapacity) -> HarvestCode:
     """The first reason for which GPUs are not free for us. GPUs that are too young come first: with them one more job would have fitted."""
     if free.settling:
-        return Code.SETTLING
+        return HarvestCode.SETTLING
     if free.claimed:
-        return Code.OTHER_USERS_PENDING
+        return HarvestCode.OTHER_USERS_PENDING
     if free.waiting:
-        return Code.OWN_PENDING
+        return HarvestCode.OWN_PENDING
     if free.headroom_gpus:
-        return Code.HEADROOM
+        return HarvestCode.HEADROOM
     if free.closed:
-        return Code.QUARANTINE
+        return HarvestCode.QUARANTINE
     if free.booked:
-        return Code.RESERVED
+        return HarvestCode.RESERVED
     if free.expected:
-        return Code.PLANNED
+        return HarvestCode.PLANNED
     if free.capped:
-        return Code.PER_PARTITION
+        return HarvestCode.PER_PARTITION
     if free.not_owners:
-        return Code.PER_OWNER_NODES
-    return Code.PER_NODE if free.full else Code.NO_CAPACITY
+        return HarvestCode.PER_OWNER_NODES
+    return HarvestCode.PER_NODE if free.full else HarvestCode.NO_CAPACITY

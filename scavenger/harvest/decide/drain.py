@@ -14,9 +14,9 @@ from scavenger.cluster.model import ClusterView
 from scavenger.harvest.decide.actions import (
     Cancel,
     CancelPending,
-    Code,
     DrainAllocated,
     DrainKind,
+    HarvestCode,
     Limits,
     OurJob,
 )
@@ -37,18 +37,20 @@ def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[D
             continue  # nothing to name to Slurm yet
         if job.drain_kind is DrainKind.NO:
             if job.waits and job.held:
-                actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", Code.HELD))
+                actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", HarvestCode.HELD))
         elif job.drain_kind is DrainKind.DRAINING and job.waits:
             actions.append(
-                CancelPending(job.intent_id, "it was given back and is in the queue again", Code.REQUEUED)
+                CancelPending(
+                    job.intent_id, "it was given back and is in the queue again", HarvestCode.REQUEUED
+                )
             )
         elif now >= must_end_by(job, limits):
             late = f"it was {job.drain_kind} and is still there after {now - job.asked_at:.0f} s"
-            actions.append(Cancel(job.intent_id, late, Code.OVERDUE))
+            actions.append(Cancel(job.intent_id, late, HarvestCode.OVERDUE))
         elif (
             job.drain_kind is DrainKind.DRAINING and limits.restrictions.stop and limits.restrictions.stop_now
         ):
-            actions.append(Cancel(job.intent_id, limits.restrictions.stop, Code.STOPPED))
+            actions.append(Cancel(job.intent_id, limits.restrictions.stop, HarvestCode.STOPPED))
     return actions
 
 
@@ -56,7 +58,7 @@ def must_end_by(job: OurJob, limits: Limits) -> float:
     """When a job that was asked to leave is cancelled (Unix s)."""
     wait_s = (
         min(limits.drain_notice_s, limits.yielding.same_tier_s)
-        if job.why_draining in (Code.SAME_TIER_JOB, Code.QOS)
+        if job.why_draining in (HarvestCode.SAME_TIER_JOB, HarvestCode.QOS)
         else limits.drain_notice_s
     )
     return job.asked_at + wait_s
@@ -103,7 +105,7 @@ def _ending(
                 _go(
                     job,
                     f"a reservation begins on {job.node} in {max(0.0, begins_at - now):.0f} s",
-                    Code.RESERVED,
+                    HarvestCode.RESERVED,
                 )
             )
         elif job.node in out:
@@ -111,21 +113,23 @@ def _ending(
                 _go(
                     job,
                     f"{job.node} is taken out of service: {', '.join(sorted(out[job.node]))}",
-                    Code.NODE_DRAINED,
+                    HarvestCode.NODE_DRAINED,
                 )
             )
         elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
-            found.append(_go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", Code.ENDING))
+            found.append(
+                _go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", HarvestCode.ENDING)
+            )
     return found
 
 
-def _go(job: OurJob, why: str, code: Code) -> Drain:
+def _go(job: OurJob, why: str, code: HarvestCode) -> Drain:
     if job.connected:
         return DrainAllocated(job.intent_id, f"{why}; it holds {job.leases} leases", code)
     return Cancel(job.intent_id, f"{why}; no engine of it is connected", code)
 
 
-def unseen(jobs: Sequence[OurJob], code: Code, why: str) -> list[DrainAllocated]:
+def unseen(jobs: Sequence[OurJob], code: HarvestCode, why: str) -> list[DrainAllocated]:
     """Nothing may be harvested and Slurm does not answer: engines that the router knows drain without it. The rest waits for a poll."""
     staying = [job for job in jobs if job.connected and job.drain_kind is DrainKind.NO]
     return [

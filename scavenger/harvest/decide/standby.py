@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from scavenger.cluster.model import ClusterView, Job, Node
-from scavenger.harvest.decide.actions import CancelPending, Code, Limits, OurJob, Submit
+from scavenger.harvest.decide.actions import CancelPending, HarvestCode, Limits, OurJob, Submit
 from scavenger.harvest.decide.free_capacity import FreeCapacity, StartBenefits, waits_for
 from scavenger.harvest.decide.other_users import QueueScan
 from scavenger.policy.fleet_size import Demand
@@ -45,7 +45,7 @@ EARLIER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class StandbyMove:
     """A waiting job that does not keep its place. `anyway`: it is cancelled whether a fresh one can start elsewhere or not."""
 
     job: OurJob
@@ -63,7 +63,7 @@ def not_beneficial_to(
     limits: Limits,
     now: float,
     start_benefits: StartBenefits,
-) -> list[Move]:
+) -> list[StandbyMove]:
     """Our waiting jobs that would start on GPUs that are not worth it. Each of those that stay has settled GPUs of its own."""
     waiting = [job for job in serving if job.waits and _movable(job)]
     part = view.partition(limits.partition)
@@ -80,7 +80,7 @@ def not_beneficial_to(
         why = _too_soon(by_run[job.run_id], job, where, begins_at, start_benefits, spoken)
         if why:
             found.append(
-                Move(
+                StandbyMove(
                     job,
                     f"it would start on {pinned or 'whichever node'} at the first moment, and {why}",
                     anyway=True,
@@ -112,10 +112,10 @@ def set_aside_or_move(
     free: FreeCapacity,
     serving: Sequence[OurJob],
     ours: Sequence[OurJob],
-    not_beneficial: Sequence[Move],
+    not_beneficial: Sequence[StandbyMove],
     limits: Limits,
     now: float,
-) -> list[Move]:
+) -> list[StandbyMove]:
     """Set aside what our waiting jobs will take; return those that will not start soon where they wait. `not_beneficial` ones take nothing.
 
     A job that is to begin later (a requeued one, Slurm's delay is 121 s by default), or whose node was taken, holds no idle GPU. It counts
@@ -131,11 +131,13 @@ def set_aside_or_move(
         movable = job.intent_id in free_to_move and _movable(job)
         if begins_s > limits.placement.fresh_after_s:
             if movable:
-                found.append(Move(job, f"it may begin in {begins_s:.0f} s"))
+                found.append(StandbyMove(job, f"it may begin in {begins_s:.0f} s"))
             continue
         if pinned and not free.fits(pinned, job.gpus):
             if movable and begins_s <= 0 and now - job.since >= limits.placement.fresh_after_s:
-                found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
+                found.append(
+                    StandbyMove(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True)
+                )
             continue
         if (
             movable
@@ -143,7 +145,7 @@ def set_aside_or_move(
             and now - job.since >= limits.placement.fresh_after_s
             and (late := _too_long(listed, pinned, free, now))
         ):
-            found.append(Move(job, late, standby_s=EARLIER * (now - job.since)))
+            found.append(StandbyMove(job, late, standby_s=EARLIER * (now - job.since)))
             continue
         free.keep(pinned, job.gpus)
         if (
@@ -152,7 +154,7 @@ def set_aside_or_move(
             and begins_s <= 0
             and now - job.since >= STUCK * limits.placement.fresh_after_s
         ):
-            found.append(Move(job, _stuck(job, listed, pinned, now)))
+            found.append(StandbyMove(job, _stuck(job, listed, pinned, now)))
             free.resources.pop(pinned, None)  # Slurm knows why; another node is taken, or none
     return found
 
@@ -206,7 +208,10 @@ def is_standby(job: Job, now: float) -> bool:
 
 
 def surplus(
-    standby_jobs: Sequence[OurJob], wanted: Sequence[Demand], closed: tuple[Code, str] | None, limits: Limits
+    standby_jobs: Sequence[OurJob],
+    wanted: Sequence[Demand],
+    closed: tuple[HarvestCode, str] | None,
+    limits: Limits,
 ) -> list[CancelPending]:
     """Standby jobs that are not needed, the youngest first: of runs that want no engine, or more than there shall be."""
     sizes = {want.run_id: want.gpus_per_engine for want in wanted}
@@ -216,14 +221,16 @@ def surplus(
             found.append(CancelPending(job.intent_id, closed[1], closed[0]))
         elif sizes.get(job.run_id) != job.gpus:
             found.append(
-                CancelPending(job.intent_id, f"its run wants no engine of {job.gpus} GPUs", Code.NO_DEMAND)
+                CancelPending(
+                    job.intent_id, f"its run wants no engine of {job.gpus} GPUs", HarvestCode.NO_DEMAND
+                )
             )
         elif kept >= limits.placement.standby_jobs or not limits.placement.pin:
             found.append(
                 CancelPending(
                     job.intent_id,
                     f"harvest.standby_jobs = {limits.placement.standby_jobs} are there without it",
-                    Code.STANDBY,
+                    HarvestCode.STANDBY,
                 )
             )
         else:
@@ -250,7 +257,7 @@ def more(
             limits.partition,
             want.gpus_per_engine,
             f"run {want.run}: to be released where other users leave a gap",
-            code=Code.STANDBY,
+            code=HarvestCode.STANDBY,
             engine=want.engine,
             cpus=share[0],
             memory_mb=share[1],

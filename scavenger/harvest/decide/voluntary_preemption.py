@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from scavenger.cluster.model import JobFlag
-from scavenger.harvest.decide.actions import Code, Limits, OurJob
+from scavenger.harvest.decide.actions import HarvestCode, Limits, OurJob
 from scavenger.harvest.decide.other_users import (
     NodeCapacity,
     NodeResources,
@@ -26,9 +26,9 @@ from scavenger.harvest.decide.other_users import (
 #: Jobs of which a decision tells that they could start.
 REMEMBERED = 200
 _WHY = {
-    Code.SAME_TIER_JOB: "cannot preempt us",
-    Code.QOS: "Slurm preempts by QOS, and has not preempted us for it so far",
-    Code.VOLUNTARY_PREEMPTION: "Slurm has not preempted us for it",
+    HarvestCode.SAME_TIER_JOB: "cannot preempt us",
+    HarvestCode.QOS: "Slurm preempts by QOS, and has not preempted us for it so far",
+    HarvestCode.VOLUNTARY_PREEMPTION: "Slurm has not preempted us for it",
 }
 
 
@@ -60,7 +60,7 @@ def drains_for_other_users(
     staying: Sequence[OurJob],
     limits: Limits,
     now: float,
-) -> list[tuple[OurJob, Code, str]]:
+) -> list[tuple[OurJob, HarvestCode, str]]:
     """The engines that drain so that waiting jobs can start, with the reason. `staying`: those of `jobs` that drain for nothing else.
 
     The fewest GPUs, and of these the engines with the least to lose. Another harvester's job gets what is idle; no engine drains for
@@ -71,7 +71,7 @@ def drains_for_other_users(
     tier = capacity.reach(limits.partition)[1]
     seen = dict(limits.yielding.could_start_since)
     failed: set[tuple[str, int, int, int]] = set()
-    found: list[tuple[OurJob, Code, str]] = []
+    found: list[tuple[OurJob, HarvestCode, str]] = []
     for wait in queue.waits:
         if not stands.engines:
             break
@@ -84,11 +84,11 @@ def drains_for_other_users(
             failed.add(shape)  # what is free only shrinks
             continue
         code = (
-            Code.VOLUNTARY_PREEMPTION
+            HarvestCode.VOLUNTARY_PREEMPTION
             if not same_tier
-            else Code.QOS
+            else HarvestCode.QOS
             if limits.yielding.by_qos
-            else Code.SAME_TIER_JOB
+            else HarvestCode.SAME_TIER_JOB
         )
         reason = _reason(wait, code, now)
         found += [(job, code, reason) for job in draining]
@@ -118,7 +118,7 @@ def _due(wait: Wait, same_tier: bool, seen: Mapping[int, float], limits: Limits,
     return same_tier or now - seen.get(wait.job_id, now) >= limits.yielding.after_s
 
 
-def _reason(wait: Wait, code: Code, now: float) -> str:
+def _reason(wait: Wait, code: HarvestCode, now: float) -> str:
     what = f"job {wait.job_id} of {wait.user} would start here on {wait.n_nodes} x {wait.gpus_per_node} GPUs"
     if wait.needs_at:
         return f"{what}, and is expected in {wait.needs_at - now:.0f} s"

@@ -45,10 +45,10 @@ from scavenger.harvest.decide.actions import (
     Action,
     Cancel,
     CancelPending,
-    Code,
-    Decision,
     DrainAllocated,
     DrainKind,
+    HarvestCode,
+    HarvestDecision,
     Release,
     Submit,
 )
@@ -59,7 +59,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import CondemnedNode, Identity, IntentRevoked, RouterEvent, WorkerLife
+from scavenger.router.core.events import CondemnedNode, IntentRevoked, PeerIdentity, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class RouterLink:
     post: Callable[[RouterEvent], None]
     demand: Callable[[], Sequence[Demand]]
     leases: Callable[[], Mapping[str, tuple[int, float]]]
-    register: Callable[[str, Identity], None]
+    register: Callable[[str, PeerIdentity], None]
     unregister: Callable[[str], None]
     lives: Callable[[], Sequence[WorkerLife]] = tuple
     condemned: Callable[[], Sequence[CondemnedNode]] = tuple
@@ -117,7 +117,7 @@ class WorkerKeys:
     def allow(self, pair: keys.KeyPair) -> None:
         """Let the pair's holder in, as the worker of its run and intent."""
         self._public[pair.intent] = pair.public
-        self._register(pair.public, Identity("worker", pair.public, pair.run, pair.intent))
+        self._register(pair.public, PeerIdentity("worker", pair.public, pair.run, pair.intent))
 
     def allow_again(self, intent_id: str) -> None:
         """Let in whom a previous daemon made a key for. Raises `AuthError` where its file is missing or cannot be used."""
@@ -240,7 +240,7 @@ class Performer:
 
     async def perform(
         self,
-        decision: Decision,
+        decision: HarvestDecision,
         demand: Sequence[Demand],
         backend: str,
         overtaken: Callable[[], Awaitable[bool]],
@@ -334,7 +334,7 @@ class Performer:
                     )
                 ]
             )
-            await self.cancel([CancelPending(action.intent_id, why, Code.STANDBY)], inputs)
+            await self.cancel([CancelPending(action.intent_id, why, HarvestCode.STANDBY)], inputs)
         else:
             self._tracker.released(action.intent_id, action.node, self._clock())
 

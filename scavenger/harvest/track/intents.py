@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from scavenger.cluster.model import Job
-from scavenger.harvest.decide.actions import Code, DrainKind
+from scavenger.harvest.decide.actions import DrainKind, HarvestCode
 from scavenger.harvest.track.allocation_bounds import Bounded
 from scavenger.harvest.track.observed_jobs import Stage
 from scavenger.harvest.track.set_up import FailedStart
@@ -47,7 +47,7 @@ class Tracked:
     drain_kind: DrainKind = DrainKind.NO
     asked_at: float = 0.0
     why_draining: str = ""
-    drain_code: Code | None = None
+    drain_code: HarvestCode | None = None
     #: The node that it was submitted for; of a restored job for which Slurm chose, the one where it ran.
     pinned: str = ""
     standby: bool = False  # it waits for us to say where it begins

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import msgspec
 
 from scavenger.cluster.model import ClusterView, Job, JobLife
-from scavenger.harvest.decide.actions import Code, DrainKind, OurJob
+from scavenger.harvest.decide.actions import DrainKind, HarvestCode, OurJob
 from scavenger.harvest.decide.standby import is_standby
 from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.allocation_bounds import (
@@ -48,7 +48,7 @@ _LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "u
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class TrackerRules:
     """`uid` identifies this ledger in the comments of its jobs; `user` owns them."""
 
     uid: str
@@ -72,7 +72,7 @@ class Output:
 class Tracker:
     """See the module. Not shared between threads."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: TrackerRules) -> None:
         self.rules = rules
         self.health = Health(rules.health)
         self.intents: dict[str, Tracked] = {}
@@ -130,13 +130,13 @@ class Tracker:
         return Output(records, ended=(intent_id,))
 
     def revoke(
-        self, intent_id: str, how: DrainKind, reason: str, now: float, code: Code | None = None
+        self, intent_id: str, how: DrainKind, reason: str, now: float, code: HarvestCode | None = None
     ) -> None:
         """We asked the job to leave (again)."""
         one = self.intents[intent_id]
         one.drain_kind, one.asked_at, one.why_draining, one.drain_code = how, now, reason, code
 
-    def restore(self, states: Sequence[rec.JobState], now: float) -> None:
+    def restore(self, states: Sequence[rec.OpenIntent], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
         for state in sorted(states, key=lambda s: s.intended.intent_id):
             # Where Slurm chose the node, a job that ran waits for the same one again: its capacity is kept.

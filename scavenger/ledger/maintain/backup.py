@@ -349,7 +349,7 @@ def _set_aside_damaged(ledger: Path) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class BackupSurvey:
     """`taken`: when the backup was, in words. `lost`: the runs of the present ledger that it does not have; None: not known.
 
     `keeps`: whether a copy of the ledger that it replaces is kept.
@@ -360,7 +360,7 @@ class Survey:
     keeps: bool = True
 
 
-def survey(url: str, source: Path) -> Survey:
+def survey(url: str, source: Path) -> BackupSurvey:
     """What the backup `source` holds, asked before it replaces the ledger. Raises `LedgerError` for one that this ledger cannot take."""
     parsed = store.parse(url)
     _prove_kind(parsed, source)
@@ -371,7 +371,7 @@ def survey(url: str, source: Path) -> Survey:
             "an unknown time",
         )
         copied = _run_postgres("pg_restore", None, "--data-only", "--table=runs", "--file=-", str(source))
-        return Survey(taken, _lost_runs(url, set(_copied_runs(copied))), keeps=False)
+        return BackupSurvey(taken, _lost_runs(url, set(_copied_runs(copied))), keeps=False)
     connection = _connect(source, "ro")
     try:
         (at,) = connection.execute("SELECT max(committed_at) FROM generations").fetchone()
@@ -385,12 +385,12 @@ def survey(url: str, source: Path) -> Survey:
     )
     ledger = Path(str(parsed.database))
     if not ledger.is_file():
-        return Survey(when, ())
+        return BackupSurvey(when, ())
     present = _connect(ledger, "ro")
     try:
-        return Survey(when, tuple(name for run, name in _runs(present) if (run, name) not in has))
+        return BackupSurvey(when, tuple(name for run, name in _runs(present) if (run, name) not in has))
     except sqlite3.Error:  # damaged, locked or empty: the restore itself says so
-        return Survey(when, None)
+        return BackupSurvey(when, None)
     finally:
         present.close()
 

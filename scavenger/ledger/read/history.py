@@ -12,7 +12,15 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.reader import reading
-from scavenger.policy.history import Completion, Flush, Life, Load, RunHistory, Span, Step
+from scavenger.policy.history import (
+    Completion,
+    EngineLifetime,
+    Flush,
+    LeaseInterval,
+    RunHistory,
+    Step,
+    WeightLoad,
+)
 
 #: The end reasons of an allocation whose GPUs other users' jobs wanted.
 TAKEN = ("preempted", "requeued", "node_fail")
@@ -36,7 +44,7 @@ def read(engine: sa.Engine, name: str, after_step: int = 0, most_chunks: int = 1
             engine=run["engine"],
             steps=steps,
             lives=_lives(connection, {"run_id": run["run_id"], "since": since}),
-            spans=tuple(Span(**row) for row in _ask(connection, "recorded_leases", **which)),
+            spans=tuple(LeaseInterval(**row) for row in _ask(connection, "recorded_leases", **which)),
             flushes=tuple(
                 Flush(row["sample_id"], row["worker_id"], row["start_len"], row["n_tokens"], row["at"])
                 for row in _ask(connection, "recorded_chunks", most=most_chunks, **which)
@@ -88,11 +96,11 @@ def _steps(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Step, .
     )
 
 
-def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Life, ...]:
+def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[EngineLifetime, ...]:
     workers = list(_ask(connection, "recorded_workers", **which))
     # An engine may be older than the steps: what it loaded first is no load of theirs.
     since = min((row["joined_at"] for row in workers), default=0.0)
-    loads: dict[int, list[Load]] = defaultdict(list)
+    loads: dict[int, list[WeightLoad]] = defaultdict(list)
     for row in _ask(connection, "recorded_loads", run_id=which["run_id"], since=since):
         detail = json.loads(row["detail"])
         worker_id, version = (
@@ -100,10 +108,10 @@ def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Life, .
             int(row["reason"].removeprefix("version ")),
         )
         loads[worker_id].append(
-            Load(row["at"], version, float(detail.get("pull_s", 0.0)), float(detail.get("load_s", 0.0)))
+            WeightLoad(row["at"], version, float(detail.get("pull_s", 0.0)), float(detail.get("load_s", 0.0)))
         )
     return tuple(
-        Life(
+        EngineLifetime(
             row["worker_id"],
             row["kind"],
             row["intent_id"],

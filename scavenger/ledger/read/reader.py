@@ -93,7 +93,7 @@ class RunRow(msgspec.Struct, frozen=True):
     ended_at: float | None
 
 
-class Table(msgspec.Struct, frozen=True):
+class QueryResult(msgspec.Struct, frozen=True):
     """The result of a query: column names, and rows in the order of the columns."""
 
     columns: tuple[str, ...]
@@ -176,18 +176,18 @@ def _tuples(connection: sa.Connection, query: str, /, **parameters: Any) -> Iter
     return connection.execute(sa.text(queries.load(query)), parameters).all()
 
 
-def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> Table:
+def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> QueryResult:
     """Run one statement (`:name` marks a parameter) and fetch all of its answer. Raises `LedgerError`."""
     with reading(engine) as connection:
         result = connection.execute(sa.text(sql), dict(params or {}))
-        return Table(tuple(result.keys()), tuple(tuple(row) for row in result))
+        return QueryResult(tuple(result.keys()), tuple(tuple(row) for row in result))
 
 
 def read_snapshot(engine: sa.Engine) -> r.Snapshot:
     """Everything a restarted daemon needs, in one consistent view: lengths, no tokens. Raises `LedgerError`."""
     with reading(engine) as connection:
         runs = _runs(connection)
-        groups: list[r.GroupState] = []
+        groups: list[r.OpenGroup] = []
         for run in runs:
             if run.ended:
                 continue  # nothing of it is in flight; a resume reads its groups by `replay_groups`
@@ -227,7 +227,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
         )
 
 
-def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.GroupState, ...]:
+def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.OpenGroup, ...]:
     """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
     with reading(engine) as connection:
         return tuple(_groups(connection, run_id, after_step))
@@ -340,7 +340,7 @@ def _runs(connection: sa.Connection) -> list[r.RunState]:
     ]
 
 
-def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.GroupState]:
+def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.OpenGroup]:
     # A hundred thousand samples are read here while a fleet waits: plain rows, in the order of the records' fields.
     wanted = {"run_id": run_id, "final_step": final}
     members: dict[int, list[r.SampleState]] = defaultdict(list)
@@ -382,7 +382,7 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Gr
             raise LedgerError(
                 f"group {created.group_id} has {len(samples)} samples instead of {created.n}", _RESTORE
             )
-        yield r.GroupState(created, version, tuple(samples))
+        yield r.OpenGroup(created, version, tuple(samples))
 
 
 def _payloads(
@@ -401,8 +401,8 @@ def _payloads(
     }
 
 
-def _job(row: Mapping[str, Any], lives: Sequence[r.EngineLife]) -> r.JobState:
-    return r.JobState(
+def _job(row: Mapping[str, Any], lives: Sequence[r.EngineLife]) -> r.OpenIntent:
+    return r.OpenIntent(
         intended=_struct(r.JobIntended, row, at="intended_at"),
         job_id=row["job_id"],
         last_state=row["last_state"],

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.read.reader import Table, rows
+from scavenger.ledger.read.reader import QueryResult, rows
 from scavenger.ledger.store import MAINTENANCE_S, contradiction, open_readonly
 
 Format = Literal["table", "csv", "json"]
@@ -163,7 +163,7 @@ def _shown(column: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not column.endswith(("id", "step")) else str(value)
 
 
-def _as_table(question: str, result: Table) -> str:
+def _as_table(question: str, result: QueryResult) -> str:
     table = rich.table.Table(title=question, box=rich.box.SIMPLE, title_justify="left")
     for column in result.columns:
         numeric = bool(result.rows) and all(
@@ -187,12 +187,12 @@ def _as_table(question: str, result: Table) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def _column(result: Table, column: str) -> Sequence[Any]:
+def _column(result: QueryResult, column: str) -> Sequence[Any]:
     at = result.columns.index(column)
     return [row[at] for row in result.rows]
 
 
-def _as_csv(question: str, result: Table) -> str:
+def _as_csv(question: str, result: QueryResult) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(result.columns)
@@ -200,7 +200,7 @@ def _as_csv(question: str, result: Table) -> str:
     return out.getvalue()
 
 
-def _as_json(question: str, result: Table) -> str:
+def _as_json(question: str, result: QueryResult) -> str:
     records = [{c: _plain(v) for c, v in zip(result.columns, row, strict=True)} for row in result.rows]
     return json.dumps({"question": question, "rows": records}, indent=2) + "\n"
 

@@ -78,7 +78,7 @@ _AS_TEXT = ("bigint", "double precision")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StatementShape:
     """An insert (`keys` empty) or an update of the row that `keys` name; `values` are expressions over parameters `p_…`."""
 
     table: sa.Table
@@ -92,7 +92,7 @@ class Shape:
 
 
 @functools.cache
-def _names(shape: Shape) -> tuple[str, ...]:
+def _names(shape: StatementShape) -> tuple[str, ...]:
     found = dict.fromkeys(f"p_{key}" for key in shape.keys)
     for _, value in shape.values:
         if isinstance(value, sa.ClauseElement):
@@ -126,7 +126,10 @@ def split_repeated_keys(keys: int, rows: Sequence[tuple[Any, ...]]) -> list[list
 
 
 def run(
-    connection: sa.Connection, shape: Shape, python_types: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
+    connection: sa.Connection,
+    shape: StatementShape,
+    python_types: tuple[type, ...],
+    rows: Sequence[tuple[Any, ...]],
 ) -> int:
     """Run `shape` with every row (values in the order of `shape.names`, with `python_types`); returns how many rows it changed."""
     return sum(
@@ -136,7 +139,10 @@ def run(
 
 
 def _run_distinct(
-    connection: sa.Connection, shape: Shape, python_types: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
+    connection: sa.Connection,
+    shape: StatementShape,
+    python_types: tuple[type, ...],
+    rows: Sequence[tuple[Any, ...]],
 ) -> int:
     if connection.dialect.name == "sqlite":
         width = len(shape.names)
@@ -151,12 +157,14 @@ def _run_distinct(
     return connection.exec_driver_sql(_postgres(shape, pg_types), arrays).rowcount
 
 
-def joint_names(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
+def joint_names(shapes: tuple[StatementShape, ...]) -> tuple[str, ...]:
     """Every parameter of any of the shapes, once."""
     return tuple(dict.fromkeys(name for shape in shapes for name in shape.names))
 
 
-def keys_distinct(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> bool:
+def keys_distinct(
+    shapes: tuple[StatementShape, ...], names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]
+) -> bool:
     """Whether no two rows name the same key of a shape: only then no shape depends on what another one made of an earlier row."""
     for keys in {shape.keys for shape in shapes if shape.keys}:
         of = itemgetter(*(names.index(f"p_{key}") for key in keys))
@@ -167,7 +175,7 @@ def keys_distinct(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Seque
 
 def run_jointly(
     connection: sa.Connection,
-    shapes: tuple[Shape, ...],
+    shapes: tuple[StatementShape, ...],
     python_types: tuple[type, ...],
     rows: Sequence[tuple[Any, ...]],
 ) -> list[int]:
@@ -217,7 +225,7 @@ def _array(kind: str, values: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def _sqlite(shape: Shape, rows: int) -> str:
+def _sqlite(shape: StatementShape, rows: int) -> str:
     names = shape.names
     row = "(" + ",".join("?" * len(names)) + ")"
     columns = ", ".join(f"column{n} AS {name}" for n, name in enumerate(names, 1))
@@ -229,7 +237,7 @@ def _sqlite(shape: Shape, rows: int) -> str:
 
 
 @functools.cache
-def _postgres(shape: Shape, pg_types: tuple[str, ...]) -> str:
+def _postgres(shape: StatementShape, pg_types: tuple[str, ...]) -> str:
     arrays = ", ".join(f"%s::{kind}[]" for kind in pg_types)
     return _statement_from(
         shape, _DIALECTS["postgresql"].dialect(), f"unnest({arrays}) AS v({', '.join(shape.names)})"
@@ -248,7 +256,7 @@ def _sqlite_stage(names: tuple[str, ...], rows: int) -> str:
 
 
 @functools.cache
-def _sqlite_joint(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
+def _sqlite_joint(shapes: tuple[StatementShape, ...]) -> tuple[str, ...]:
     return tuple(
         _statement_from(shape, _DIALECTS["sqlite"].dialect(), f"{_stage(joint_names(shapes))} AS v")
         for shape in shapes
@@ -257,7 +265,7 @@ def _sqlite_joint(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def _postgres_joint(
-    shapes: tuple[Shape, ...], pg_types: tuple[str, ...], single: tuple[bool, ...]
+    shapes: tuple[StatementShape, ...], pg_types: tuple[str, ...], single: tuple[bool, ...]
 ) -> tuple[str, int]:
     """One statement: `v`, each shape as a part of it, the last update at its end; and how many guards it has.
 
@@ -289,7 +297,7 @@ def _postgres_joint(
     return f"WITH {', '.join(parts)} {_statement_from(last, dialect, 'v')}{''.join(guards)}", len(guards)
 
 
-def _statement_from(shape: Shape, dialect: Any, v: str) -> str:
+def _statement_from(shape: StatementShape, dialect: Any, v: str) -> str:
     columns = [(name, _expression(shape.table.c[name], value, dialect)) for name, value in shape.values]
     if not shape.keys:
         named = ", ".join(f'"{name}"' for name, _ in columns)

@@ -35,7 +35,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
 from scavenger.ledger.records import Record
-from scavenger.ledger.write.batch_sql import Shape
+from scavenger.ledger.write.batch_sql import StatementShape
 
 Row = dict[str, Any]
 Rows = Callable[[Sequence[Any]], Iterable[Row]]
@@ -77,7 +77,7 @@ class Statement:
     sql: sa.Executable
     rows: Rows
     must_match: bool = False
-    shape: Shape | None = None
+    shape: StatementShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _insert(table: Table, rows: Rows = each, /, **columns: Any) -> Statement:
     """`columns` are constants, or names of fields where a string starts with ':'."""
     values = _values(table, columns)
     return Statement(
-        sa.insert(table).values(values).inline(), rows, shape=Shape(table, (), tuple(values.items()))
+        sa.insert(table).values(values).inline(), rows, shape=StatementShape(table, (), tuple(values.items()))
     )
 
 
@@ -126,7 +126,7 @@ def _update(
     """Update the row whose `keys` (columns with the names of fields) match. `columns` as in `_insert`."""
     where = [table.c[key] == _p(key) for key in keys.split()]
     values = _values(table, columns)
-    shape = Shape(table, tuple(keys.split()), tuple(values.items()))
+    shape = StatementShape(table, tuple(keys.split()), tuple(values.items()))
     return Statement(sa.update(table).where(*where).values(values), rows, must_match, shape)
 
 

@@ -60,7 +60,7 @@ def hazard(x: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupLengths:
     """What is known of one prompt's samples: lengths of the finished ones, present lengths of the others (0: not begun)."""
 
     finished: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Belief:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LengthTable:
     """The distribution at one moment. `scores[j]` is the score of length `edges[j]`; beyond the last edge lies the cap."""
 
     cap: int
@@ -107,7 +107,7 @@ class Table:
         part = (score - low) / (high - low)
         return math.exp(self.logs[at - 1] + part * (self.logs[at] - self.logs[at - 1]))
 
-    def belief(self, group: Group) -> Belief:
+    def belief(self, group: GroupLengths) -> Belief:
         """The mode of g and the curvature there, by Newton's method; the log posterior is concave.
 
         d/dg = -g + sqrt(rho / v) (sum of t over finished + sum of hazard(t) over censored), t = (z - sqrt(rho) g) / sqrt(v), v = 1 - rho.
@@ -231,7 +231,7 @@ class LengthForecast:
         """Of siblings' scores. Below 1, so that the noise of one sample never vanishes."""
         return min(0.97, max(0.0, self._pair_sum / self._pairs))
 
-    def table(self, running: Iterable[int] = ()) -> Table:
+    def table(self, running: Iterable[int] = ()) -> LengthTable:
         """The distribution, given the present lengths of all running samples (they are longer than that).
 
         A sample that stands inside a bin counts half in it (the actuarial estimate).
@@ -250,7 +250,7 @@ class LengthForecast:
             scores.append(-_quantile(min(1 - _EDGE, max(_EDGE, left))))
         for j in range(1, len(scores)):  # strictly growing, so that it can be inverted
             scores[j] = max(scores[j], scores[j - 1] + 1e-9)
-        return Table(self.cap, self.edges, self._logs, tuple(scores), self.correlation)
+        return LengthTable(self.cap, self.edges, self._logs, tuple(scores), self.correlation)
 
     def _prior_weights(self) -> list[float]:
         middle = math.log(self.cap * PRIOR_MEDIAN_SHARE)
@@ -308,9 +308,9 @@ def scattered(key: int, count: int) -> tuple[float, ...]:
 
 
 def impute(
-    table: Table, groups: Mapping[int, Group], beliefs: Mapping[int, Belief] | None = None
+    table: LengthTable, groups: Mapping[int, GroupLengths], beliefs: Mapping[int, Belief] | None = None
 ) -> dict[int, tuple[float, ...]]:
-    """One plausible final length of each running sample of each group, in the order of `Group.running`.
+    """One plausible final length of each running sample of each group, in the order of `GroupLengths.running`.
 
     Groups' means fill their distribution evenly; siblings' deviations are scattered (spread evenly inside a group, the longest of each
     would be too long). So the set has the spread, the likeness of siblings and about the maximum that the distribution expects, and equal

@@ -1,4 +1,4 @@
-"""`lengths.Table` for all samples of a step at once: the same numbers to the last bit, several times as fast. Pure.
+"""`lengths.LengthTable` for all samples of a step at once: the same numbers to the last bit, several times as fast. Pure.
 
 Boundary: a step's samples taken together in arrays; pure.
 
@@ -21,8 +21,8 @@ from scavenger.policy.forecast.lengths import (
     LEAST,
     SIXTHS,
     Belief,
-    Group,
-    Table,
+    GroupLengths,
+    LengthTable,
     corput,
     quantile,
     scattered,
@@ -35,7 +35,7 @@ _ROOT2 = math.sqrt(2.0)
 class _Many:
     """Samples of one table. `have`: tokens of each; `mean`, `sd`: of the score that its completion ends at."""
 
-    def __init__(self, table: Table, have: Sequence[int], mean: Floats, sd: Floats) -> None:
+    def __init__(self, table: LengthTable, have: Sequence[int], mean: Floats, sd: Floats) -> None:
         self._table, self._mean, self._sd = table, mean, sd
         self._edges, self._logs, self._scores = (
             np.array(table.edges),
@@ -82,8 +82,8 @@ class _Many:
         return found
 
 
-def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> Floats:
-    """`Table.expected` of each group's samples, given as (belief, present lengths), group after group."""
+def expected(table: LengthTable, groups: Sequence[tuple[Belief, Sequence[int]]]) -> Floats:
+    """`LengthTable.expected` of each group's samples, given as (belief, present lengths), group after group."""
     if not groups:
         return np.empty(0)
     root, correlation = math.sqrt(table.correlation), table.correlation
@@ -98,7 +98,7 @@ def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> Fl
     return np.minimum(float(table.cap), total / 3)
 
 
-def impute(table: Table, groups: Sequence[tuple[int, Belief, Group]]) -> Floats:
+def impute(table: LengthTable, groups: Sequence[tuple[int, Belief, GroupLengths]]) -> Floats:
     """`lengths.impute` of groups given as (key, belief, group), group after group."""
     if not groups:
         return np.empty(0)

@@ -28,7 +28,7 @@ _SCALE = (1.0, 1 / 64, 1 / 65_536)  # of the columns (1, batch, context)
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class SpeedCurve:
     """Seconds of a decode step: `base + per_sample * batch + per_token * context`, context over all sequences of the batch."""
 
     base: float
@@ -82,24 +82,26 @@ class CurveFit:
             self._right[i] = self.KEEP * self._right[i] + row[i]
             for j in range(3):
                 self._gram[i][j] = self.KEEP * self._gram[i][j] + row[i] * row[j]
-        self._scale_sum = self.KEEP * self._scale_sum + step_s / Curve(*PRIOR_STEP).step_s(batch, context)
+        self._scale_sum = self.KEEP * self._scale_sum + step_s / SpeedCurve(*PRIOR_STEP).step_s(
+            batch, context
+        )
         self._weight = self.KEEP * self._weight + 1.0
         self.seen += 1
 
-    def curve(self, prior: Curve | None = None) -> Curve:
+    def curve(self, prior: SpeedCurve | None = None) -> SpeedCurve:
         """The line that fits best. `prior`: of another kind of engine, for what was not measured on this one."""
         if not self.seen:
-            return prior or Curve(*PRIOR_STEP)
+            return prior or SpeedCurve(*PRIOR_STEP)
         if prior is None:
             factor = self._scale_sum / self._weight
-            prior = Curve(*(factor * value for value in PRIOR_STEP))
+            prior = SpeedCurve(*(factor * value for value in PRIOR_STEP))
         centre = [prior.base / _SCALE[0], prior.per_sample / _SCALE[1], prior.per_token / _SCALE[2]]
         typical = max(prior.step_s(64, 65_536), 1e-12)
         ridge = [self.PRIOR / max(value, 1e-3 * typical) ** 2 for value in centre]
         gram = [[self._gram[i][j] + (ridge[i] if i == j else 0.0) for j in range(3)] for i in range(3)]
         right = [self._right[i] + ridge[i] * centre[i] for i in range(3)]
         found = _least_squares(gram, right)
-        return Curve(max(found[0] * _SCALE[0], 1e-9), found[1] * _SCALE[1], found[2] * _SCALE[2])
+        return SpeedCurve(max(found[0] * _SCALE[0], 1e-9), found[1] * _SCALE[1], found[2] * _SCALE[2])
 
 
 def _least_squares(gram: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
@@ -147,7 +149,7 @@ class Curves:
     def __init__(self) -> None:
         self._all = CurveFit()
         self._kinds: dict[str, CurveFit] = {}
-        self._cached: dict[str, tuple[int, int, Curve]] = {}
+        self._cached: dict[str, tuple[int, int, SpeedCurve]] = {}
 
     def observe(self, kind: str, batch: float, context: float, step_s: float) -> None:
         self._all.observe(batch, context, step_s)
@@ -157,7 +159,7 @@ class Curves:
         fit = self._kinds.get(kind)
         return fit.seen if fit else 0
 
-    def curve(self, kind: str) -> Curve:
+    def curve(self, kind: str) -> SpeedCurve:
         own, everything = self.seen(kind), self._all.seen
         cached = self._cached.get(kind)
         if (

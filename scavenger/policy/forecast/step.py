@@ -36,7 +36,7 @@ from scavenger.policy.forecast.service import (
     served,
     thinned,
 )
-from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.speed import SpeedCurve
 
 NEVER = math.inf
 #: Of more samples than about this, every k-th group stands for k of them.
@@ -48,10 +48,10 @@ FEW = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class EnginePool:
     """Engines that are alike. `slots`: samples that one may hold; `cache`: tokens of context that it holds, where that is known."""
 
-    curve: Curve
+    curve: SpeedCurve
     engines: float
     slots: int
     cache: float = math.inf
@@ -87,8 +87,8 @@ class Situation:
     step's end. Before any of its samples is done they may still be woken: that interrupts nothing.
     """
 
-    reserved: Pool
-    harvested: Pool
+    reserved: EnginePool
+    harvested: EnginePool
     costs: Costs
     samples: Sequence[Outstanding] | Samples
     awake: bool = True
@@ -211,7 +211,7 @@ class _Fleet:
         return max(step, min(mine.base + k, theirs.base + j)) * n / running, share
 
 
-def _alone(pool: Pool, engines: float, n: float, mean: float) -> float:
+def _alone(pool: EnginePool, engines: float, n: float, mean: float) -> float:
     """Seconds in which each of n samples gains a token on engines of one kind: at least those of a sample that is alone."""
     curve, capacity = pool.curve, engines * pool.capacity(mean)
     running = capacity if capacity < n else n

@@ -32,7 +32,7 @@ _POINTS = tuple(10.0 * 2 ** (i / 4) for i in range(56))  # 10 s to 38 h
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ObservedLife:
     """Seconds that a GPU was ours, or idle. `lost`: another user's job took it; else censored. `entered_s`: its age when first seen."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class SurvivalCurve:
     """Survival at fixed points, exponential between them; beyond the last the hazard of the last piece goes on."""
 
     cumulative: tuple[float, ...]  # hazard up to each of `_POINTS`
@@ -82,11 +82,11 @@ class Curve:
         return total
 
 
-def prior() -> Curve:
-    return Curve(tuple(PRIOR_HAZARD_PER_S * point for point in _POINTS))
+def prior() -> SurvivalCurve:
+    return SurvivalCurve(tuple(PRIOR_HAZARD_PER_S * point for point in _POINTS))
 
 
-def estimate(lives: Sequence[Life], parent: Curve, trust: float = TRUST) -> Curve:
+def estimate(lives: Sequence[ObservedLife], parent: SurvivalCurve, trust: float = TRUST) -> SurvivalCurve:
     """The posterior mean curve of these lives, at the fixed points."""
     entries = sorted(life.entered_s for life in lives)
     exits = sorted(life.seconds for life in lives)
@@ -110,14 +110,14 @@ def estimate(lives: Sequence[Life], parent: Curve, trust: float = TRUST) -> Curv
             total += trust / (trust + risk) * (parent.hazard_to(point) - parent.hazard_to(before))
         cumulative.append(total)
         before = point
-    return Curve(tuple(cumulative), len(lives))
+    return SurvivalCurve(tuple(cumulative), len(lives))
 
 
 @dataclass(slots=True)
 class _Cell:
-    lives: deque[Life] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    lives: deque[ObservedLife] = field(default_factory=lambda: deque(maxlen=MEMORY))
     seen: int = 0
-    curve: Curve | None = None
+    curve: SurvivalCurve | None = None
     made_at: int = -1
     parent_at: int = -1
 
@@ -132,7 +132,7 @@ class Survival:
         self._prior = prior()
         self._cells: dict[tuple[str, int] | str, _Cell] = {"": _Cell()}
 
-    def observe(self, node_class: str, ended_at: float, life: Life) -> None:
+    def observe(self, node_class: str, ended_at: float, life: ObservedLife) -> None:
         """A life ended, or was last seen, at Unix second `ended_at`; it counts for the hour in which it was first seen."""
         hour = _hour(ended_at - (life.seconds - life.entered_s))
         for key in ("", f"class {node_class}", (node_class, hour)):
@@ -140,7 +140,7 @@ class Survival:
             cell.lives.append(life)
             cell.seen += 1
 
-    def curve(self, node_class: str, now: float) -> Curve:
+    def curve(self, node_class: str, now: float) -> SurvivalCurve:
         """What holds for a GPU of this class that is taken at this hour."""
         everything = self._of("", self._prior, 0)
         of_class = self._of(f"class {node_class}", everything, self._cells[""].made_at)
@@ -151,7 +151,7 @@ class Survival:
         cell = self._cells.get(f"class {node_class}" if node_class else "")
         return cell.seen if cell else 0
 
-    def _of(self, key: tuple[str, int] | str, parent: Curve, parent_at: int) -> Curve:
+    def _of(self, key: tuple[str, int] | str, parent: SurvivalCurve, parent_at: int) -> SurvivalCurve:
         cell = self._cells.get(key)
         if cell is None:
             return parent
@@ -178,7 +178,7 @@ MOST_STARTS, MOST_UNUSED = 20.0, 0.5
 NEARLY = 1.5
 
 
-def settle_s(curve: Curve, cold_start_s: float, share: float) -> float:
+def settle_s(curve: SurvivalCurve, cold_start_s: float, share: float) -> float:
     """The least age at which an idle GPU outlasts a cold start with this probability: until then it is better left idle.
 
     A GPU that has been idle for longer lasts longer (most idle slices are gaps between two jobs), so that waiting a little avoids most

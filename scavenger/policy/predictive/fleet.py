@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from scavenger.policy import fleet_size
 from scavenger.policy import seed_window as windows
-from scavenger.policy.forecast.step import Pool
+from scavenger.policy.forecast.step import EnginePool
 from scavenger.policy.interface import Inputs, RunView
 from scavenger.policy.predictive.learned import Forecast, node_class
 from scavenger.policy.predictive.view import LOADING, cache_of, whole_step
@@ -33,7 +33,7 @@ class FleetSizer:
     """One run's fleet. `least_saving`: what an engine must shorten a step by, at least, whatever its start costs; `price` as in `worth`."""
 
     least_saving: float
-    rules: fleet_size.Rules
+    rules: fleet_size.FleetSizeRules
     price: float = 1.0
     useful: int = 0
     reason: str = ""
@@ -116,8 +116,8 @@ class FleetSizer:
             forecast,
             step.samples,
             step.groups,
-            Pool(own, float(len(reserved)), view.max_batch, cache_of(reserved)),
-            Pool(curve, 0.0, view.max_batch, cache_of(harvested or reserved)),
+            EnginePool(own, float(len(reserved)), view.max_batch, cache_of(reserved)),
+            EnginePool(curve, 0.0, view.max_batch, cache_of(harvested or reserved)),
             forecast.costs(curve, gpus, run_gpus),
         )
         life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scavenger.policy.forecast.lengths import LengthForecast
-from scavenger.policy.forecast.speed import PREFILL_SHARE, Average, Curve, Curves, Ratio, RoundFit
+from scavenger.policy.forecast.speed import PREFILL_SHARE, Average, Curves, Ratio, RoundFit, SpeedCurve
 from scavenger.policy.forecast.step import Costs
-from scavenger.policy.forecast.survival import Life, Survival
+from scavenger.policy.forecast.survival import ObservedLife, Survival
 from scavenger.policy.interface import (
     EngineProgress,
     Fact,
@@ -44,7 +44,7 @@ LOSS_LEAST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class LiveEngine:
     """An engine that lives. `reported_s`: the age up to which its life is in the survival curves."""
 
     kind: str
@@ -100,7 +100,7 @@ class Forecast:
     transfer_s: float = PRIOR_TRANSFER_S
     lengths: LengthForecast | None = None
     last: StepSeen | None = None
-    engines: dict[int, Engine] = field(default_factory=dict)
+    engines: dict[int, LiveEngine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
     _training: TrainedGroups | None = None  # how far the step under way is, while no step was seen whole
     _step: StepSubmitted | None = None  # the newest, as it was asked for last
@@ -143,11 +143,13 @@ class Forecast:
                     )
                     self._paced[kind] = self._begun
             case WorkerJoined():
-                self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now)
+                self.engines[fact.worker_id] = LiveEngine(fact.kind, fact.node, fact.gpus, now)
             case WorkerReady():
                 self._worker_ready(fact, now)
                 if fact.worker_id not in self.engines:
-                    self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now - fact.start_s)
+                    self.engines[fact.worker_id] = LiveEngine(
+                        fact.kind, fact.node, fact.gpus, now - fact.start_s
+                    )
             case WorkerLost():
                 self._worker_lost(fact, now)
             case Toggled():
@@ -202,14 +204,14 @@ class Forecast:
         """
         return self._begun - self._paced.get(engine_class(kind, gpus), self._begun) < STALE_STEPS
 
-    def curve(self, kind: str, gpus: int) -> Curve:
+    def curve(self, kind: str, gpus: int) -> SpeedCurve:
         return self.curves.curve(engine_class(kind, gpus))
 
-    def prefill_s(self, curve: Curve) -> float:
+    def prefill_s(self, curve: SpeedCurve) -> float:
         """Seconds to prefill a token on such an engine."""
         return PREFILL_SHARE * curve.base
 
-    def train_s(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> float:
+    def train_s(self, curve: SpeedCurve, engine_gpus: int, trainer_gpus: int) -> float:
         """Seconds to train a token, with what its round costs shared among them all. In the first step: by what was trained of it."""
         prior = TRAIN_PREFILLS * self.prefill_s(curve) * engine_gpus / max(1, trainer_gpus)
         if self._training is not None and self._training.tokens > 0:
@@ -218,7 +220,7 @@ class Forecast:
             return known.value()
         return self.train.value(prior)
 
-    def costs(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> Costs:
+    def costs(self, curve: SpeedCurve, engine_gpus: int, trainer_gpus: int) -> Costs:
         """What the trainer and a change of the window cost; `curve` of the engines that prefill, `trainer_gpus` = the trainer's ranks."""
         round_s, train_s = self.rounds.costs() or (0.0, self.train_s(curve, engine_gpus, trainer_gpus))
         return Costs(
@@ -266,15 +268,21 @@ class Forecast:
         if fact.kind == "harvested":
             reported_s = engine.reported_s if engine else 0.0
             self.survival.observe(
-                node_class(fact.gpus), now, Life(max(fact.life_s, reported_s), fact.preempted, reported_s)
+                node_class(fact.gpus),
+                now,
+                ObservedLife(max(fact.life_s, reported_s), fact.preempted, reported_s),
             )
 
     def _report_lives(self, now: float) -> None:
         for worker_id, engine in sorted(self.engines.items()):
             age = now - engine.joined_at
             if engine.kind == "harvested" and age - engine.reported_s >= LIFE_PIECE_S:
-                self.survival.observe(node_class(engine.gpus), now, Life(age, False, engine.reported_s))
-                self.engines[worker_id] = Engine(engine.kind, engine.node, engine.gpus, engine.joined_at, age)
+                self.survival.observe(
+                    node_class(engine.gpus), now, ObservedLife(age, False, engine.reported_s)
+                )
+                self.engines[worker_id] = LiveEngine(
+                    engine.kind, engine.node, engine.gpus, engine.joined_at, age
+                )
 
     def _step_finished(self, fact: StepFinished) -> None:
         groups = self._groups.pop(fact.step, {})

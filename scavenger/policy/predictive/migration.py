@@ -18,15 +18,15 @@ from scavenger.policy import migration
 from scavenger.policy.forecast.step import StepModel
 from scavenger.policy.interface import (
     Fact,
-    Move,
     RunView,
+    SampleMove,
     StepSubmitted,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
 )
 from scavenger.policy.predictive.policy_forecast import PolicyForecast
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.policy.predictive.view import Picture, cache_of
 
 #: No sample is moved onto reserved engines that will sleep within this.
@@ -38,7 +38,7 @@ LONGER = 0.003
 class Mover:
     """One run's. `retired`: engines that were emptied in this step, gone or not, and are not to be filled again."""
 
-    def __init__(self, settings: Settings, policy_forecast: PolicyForecast) -> None:
+    def __init__(self, settings: PredictiveSettings, policy_forecast: PolicyForecast) -> None:
         self._settings, self._policy_forecast = settings, policy_forecast
         self.retired: set[int] = set()
         self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step
@@ -58,7 +58,7 @@ class Mover:
                 if isinstance(fact, WorkerLost) and fact.worker_id not in self.retired:
                     self.retired.clear()  # the load of those that are left is another
 
-    def moves(self, view: RunView, now: float) -> Sequence[Move]:
+    def moves(self, view: RunView, now: float) -> Sequence[SampleMove]:
         settings, policy_forecast = self._settings, self._policy_forecast
         if not (settings.rebalance or settings.tails) or now < self._at + policy_forecast.pause_s():
             return ()
@@ -89,11 +89,11 @@ class Mover:
         for shift in shifts:
             self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
         return [
-            Move(shift.sample_id, shift.source, shift.target, shift.reason, merges, shift.gain_s, whole)
+            SampleMove(shift.sample_id, shift.source, shift.target, shift.reason, merges, shift.gain_s, whole)
             for shift in shifts
         ]
 
-    def _loads(self, picture: Picture, now: float) -> list[migration.Load]:
+    def _loads(self, picture: Picture, now: float) -> list[migration.EngineLoad]:
         expected, plan = picture.expected, self._policy_forecast.plan
         closes = plan is not None and plan.awake and plan.close_after_s < OPEN_LEAST_S
         left, nowhere = self._left, frozenset[int]()
@@ -119,7 +119,7 @@ class Mover:
             takes = worker.id not in self.retired and not (closes and worker.kind == "reserved")
             most = min(worker.max_batch, worker.best_batch or worker.max_batch)
             loads.append(
-                migration.Load(
+                migration.EngineLoad(
                     worker.id,
                     worker.node,
                     picture.curve(worker),
@@ -132,7 +132,7 @@ class Mover:
         return loads
 
     def _merge(
-        self, picture: Picture, loads: Sequence[migration.Load], price: migration.Price
+        self, picture: Picture, loads: Sequence[migration.EngineLoad], price: migration.Price
     ) -> tuple[Sequence[migration.Shift], str]:
         """Free engines whose samples fit elsewhere, once reserved engines train: until then every engine is needed.
 

@@ -38,17 +38,17 @@ from scavenger.policy import seed_window as windows
 from scavenger.policy.forecast.lengths import Belief
 from scavenger.policy.interface import (
     Fact,
-    Placement,
     RunView,
+    SamplePlacement,
     StepSubmitted,
     WindowMoved,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
 )
-from scavenger.policy.placement import Job, QueuedSamples, Ranked
+from scavenger.policy.placement import QueuedSample, QueuedSamples, Ranked
 from scavenger.policy.predictive.policy_forecast import PolicyForecast
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.policy.predictive.view import Picture
 
 _NOWHERE: Set[str] = frozenset()
@@ -125,7 +125,7 @@ IN_TURN = 1
 class Service:
     """`by`: what was decided last; a new step begins with it. `changed`: the fleet, the window or the step is another."""
 
-    by: windows.Serving = field(default_factory=windows.Serving)
+    by: windows.ServingOrder = field(default_factory=windows.ServingOrder)
     changed: bool = True
     _at: float = -math.inf
     _begun: bool = False  # a step for which nothing was said yet
@@ -134,7 +134,12 @@ class Service:
         self.changed = self._begun = True
 
     def queue(
-        self, picture: Picture, longest: list[Ranked], jobs: Sequence[Job], trained: float, now: float
+        self,
+        picture: Picture,
+        longest: list[Ranked],
+        jobs: Sequence[QueuedSample],
+        trained: float,
+        now: float,
     ) -> list[Ranked]:
         """The order in which these go now. `longest`: the longest first; `trained`: tokens of whole groups that are trained."""
         expected = picture.expected
@@ -167,7 +172,7 @@ MANY_LOST = 256
 class Placer:
     """One run's. `service`: how many samples at a time an engine serves, and in which order."""
 
-    def __init__(self, settings: Settings, policy_forecast: PolicyForecast) -> None:
+    def __init__(self, settings: PredictiveSettings, policy_forecast: PolicyForecast) -> None:
         self._settings, self._policy_forecast = settings, policy_forecast
         self.service = Service()
         self.ranking = Ranking()
@@ -192,7 +197,7 @@ class Placer:
                     self._lost = fact.samples + (self._lost if self._lost_at == now else 0)
                     self._lost_at = now
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         # The limits were made for engines of which one is lost, or for some that did not come: samples would wait beside free slots.
         self._fewer |= self._kept_free and now >= self.ranking.at + RANKING_S
         anew = self._fewer and now >= self.ranking.at + self._policy_forecast.pause_s()
@@ -203,7 +208,7 @@ class Placer:
             why = f"engines were lost with {self._lost} samples at once: to the emptiest"
             moved = itertools.islice(view.waiting(), self._lost)  # what has tokens comes first
             return [
-                Placement(sample, worker, why)
+                SamplePlacement(sample, worker, why)
                 for sample, worker in placement.place(moved, self._within_limits(free))
             ]
         if anew or now >= self.ranking.at + RANKING_S:
@@ -225,19 +230,23 @@ class Placer:
     def _within_limits(self, free: Sequence[placement.Slots]) -> list[placement.Slots]:
         return [placement.Slots(s.worker_id, s.leases, self._limit(s), s.node) for s in free]
 
-    def _ranked(self, view: RunView, free: Sequence[placement.Slots], why: str) -> list[Placement]:
+    def _ranked(self, view: RunView, free: Sequence[placement.Slots], why: str) -> list[SamplePlacement]:
         """A slot or two came free: the next of the order, to the emptiest."""
         placed = placement.place(self.ranking.next(view), self._within_limits(free))
-        return [Placement(sample, worker, f"{why}, to the emptiest engine") for sample, worker in placed]
+        return [
+            SamplePlacement(sample, worker, f"{why}, to the emptiest engine") for sample, worker in placed
+        ]
 
     # ---------------------------------------------------------------- anew
 
-    def _anew(self, view: RunView, now: float) -> list[Placement]:
+    def _anew(self, view: RunView, now: float) -> list[SamplePlacement]:
         picture = self._policy_forecast.fresh_picture(view, now)
         self._policy_forecast.changed()
         expected, queued = picture.expected, view.queued
         jobs = [
-            placement.Job(s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid)
+            placement.QueuedSample(
+                s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid
+            )
             for s in queued
             if s.id in expected
         ]
@@ -248,9 +257,11 @@ class Placer:
         self._limits = {engine.worker_id: engine.limit for engine in engines}
         self._share = picture.fair_share
         self._kept_free = picture.keeps_free
-        return [Placement(sample, worker, why) for sample, worker, why in placement.assign(ranked, engines)]
+        return [
+            SamplePlacement(sample, worker, why) for sample, worker, why in placement.assign(ranked, engines)
+        ]
 
-    def _order(self, picture: Picture, jobs: Sequence[placement.Job], now: float) -> list[Ranked]:
+    def _order(self, picture: Picture, jobs: Sequence[placement.QueuedSample], now: float) -> list[Ranked]:
         longest = placement.order(jobs)
         return (
             self.service.queue(picture, longest, jobs, self._policy_forecast.trained, now)
@@ -258,7 +269,7 @@ class Placer:
             else longest
         )
 
-    def _engines_of(self, picture: Picture) -> list[placement.Engine]:
+    def _engines_of(self, picture: Picture) -> list[placement.OpenEngine]:
         expected, plan, forecast = (
             picture.expected,
             self._policy_forecast.plan,
@@ -279,7 +290,7 @@ class Placer:
             if not forecast.paced_lately(worker.kind, worker.gpus):
                 plateau = worker.max_batch
             engines.append(
-                placement.Engine(
+                placement.OpenEngine(
                     worker_id=worker.id,
                     node=worker.node,
                     leases=worker.leases,

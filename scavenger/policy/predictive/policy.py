@@ -8,7 +8,7 @@
                  '-- FleetSizer         how many harvested engines
 
 A run asks often: what is dear is done again only when the fleet or the step changed, or after a while. Every controller can be switched off
-(`Settings`) and is then `Standard`. Owns when the window is solved again. Every answer says what it was made of.
+(`PredictiveSettings`) and is then `Standard`. Owns when the window is solved again. Every answer says what it was made of.
 
 What leases and moves were reckoned with, in numbers for the ledger: expected tokens, engines' curves, the price of a move. Pure.
 
@@ -29,10 +29,10 @@ from scavenger.policy.interface import (
     EnginesAsked,
     Fact,
     Inputs,
-    Move,
-    Placement,
     RunView,
     SampleFinished,
+    SampleMove,
+    SamplePlacement,
     Standard,
     StepFinished,
     StepSubmitted,
@@ -47,14 +47,16 @@ from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.migration import Mover
 from scavenger.policy.predictive.placement import Placer
 from scavenger.policy.predictive.policy_forecast import PolicyForecast
-from scavenger.policy.predictive.settings import Settings
+from scavenger.policy.predictive.settings import PredictiveSettings
 from scavenger.policy.predictive.view import Picture
-from scavenger.policy.seed_window import Serving
+from scavenger.policy.seed_window import ServingOrder
 
 DECISION_KINDS = ("longest first", "group after group")  # as `predictive.placement` numbers them
 
 
-def of_placements(answers: Sequence[Placement], policy_forecast: PolicyForecast, service: Serving) -> Inputs:
+def of_placements(
+    answers: Sequence[SamplePlacement], policy_forecast: PolicyForecast, service: ServingOrder
+) -> Inputs:
     """`looked_at`: when the order was found. Of the first answer its expected tokens and its engine; of all what is expected together."""
     picture = policy_forecast.decided_by
     if picture is None:
@@ -69,7 +71,7 @@ def of_placements(answers: Sequence[Placement], policy_forecast: PolicyForecast,
     }
 
 
-def of_moves(moves: Sequence[Move], policy_forecast: PolicyForecast, margin: float) -> Inputs:
+def of_moves(moves: Sequence[SampleMove], policy_forecast: PolicyForecast, margin: float) -> Inputs:
     """What the moves cost their targets, and the first one's two engines. `margin`: what all moves off an engine must win of its time."""
     picture = policy_forecast.decided_by
     if picture is None:
@@ -135,9 +137,11 @@ AGAIN_SHARE, AGAIN_MIN_S, AGAIN_MAX_S = 0.5, 4.0, 60.0
 class Predictive:
     """A `RouterPolicy`. One for each run; what it has learned goes with it."""
 
-    def __init__(self, name: str, settings: Settings | None = None, forecast: Forecast | None = None) -> None:
+    def __init__(
+        self, name: str, settings: PredictiveSettings | None = None, forecast: Forecast | None = None
+    ) -> None:
         self.name = name
-        self.settings = settings or Settings()
+        self.settings = settings or PredictiveSettings()
         self.forecast = forecast or Forecast()
         self._standard = Standard()
         self._policy_forecast = PolicyForecast(self.forecast)
@@ -227,10 +231,10 @@ class Predictive:
 
     # ---------------------------------------------------------------- placement, moves, engines
 
-    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+    def place(self, view: RunView, now: float) -> Sequence[SamplePlacement]:
         return self._placer.place(view, now) if self.settings.placement else self._standard.place(view, now)
 
-    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+    def rebalance(self, view: RunView, now: float) -> Sequence[SampleMove]:
         return self._mover.moves(view, now)
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
@@ -261,14 +265,14 @@ class Predictive:
         self._asked = target, why
         return self._asked
 
-    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+    def placed_by(self, answers: Sequence[SamplePlacement]) -> Inputs:
         return (
             of_placements(answers, self._policy_forecast, self._placer.service.by)
             if self.settings.placement
             else {}
         )
 
-    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+    def moved_by(self, moves: Sequence[SampleMove]) -> Inputs:
         return of_moves(moves, self._policy_forecast, self.settings.margin)
 
     def sized_by(self) -> Inputs:

@@ -7,11 +7,11 @@ than one of them needs, and how often any of them may think again; decides nothi
 from __future__ import annotations
 
 from scavenger.policy.forecast.lengths import Belief
-from scavenger.policy.forecast.speed import Curve
+from scavenger.policy.forecast.speed import SpeedCurve
 from scavenger.policy.interface import Fact, RunView, StepSubmitted, TrainedGroups, WindowMoved
 from scavenger.policy.predictive.learned import Forecast
 from scavenger.policy.predictive.view import Picture
-from scavenger.policy.seed_window import Plan
+from scavenger.policy.seed_window import SeedWindowPlan
 
 #: Nothing is solved again sooner than this, whatever happened (but a new step); nor than this share of a step, where that is less.
 PAUSE_S, PAUSE_SHARE = 3.0, 1 / 40
@@ -27,7 +27,7 @@ class PolicyForecast:
 
     def __init__(self, forecast: Forecast) -> None:
         self.forecast = forecast
-        self.plan: Plan | None = None
+        self.plan: SeedWindowPlan | None = None
         self.step = -1
         self._beliefs: dict[int, tuple[object, Belief]] = {}
         self.decided_by: Picture | None = None
@@ -80,7 +80,7 @@ class PolicyForecast:
         """Leases are about to begin, end or move by what was decided: the next who asks looks again."""
         self.decided_by, self._picture = self._picture, None
 
-    def curve(self, picture: Picture) -> Curve:
+    def curve(self, picture: Picture) -> SpeedCurve:
         return self.forecast.curve("harvested", picture.harvested[0].gpus if picture.harvested else 1)
 
     def train_s(self, picture: Picture) -> float:

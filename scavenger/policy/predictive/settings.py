@@ -8,7 +8,7 @@ from scavenger.policy import fleet_size
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PredictiveSettings:
     """Which controllers act, and their free parameters. `limits`: fewer samples at a time than fit. `every_s`: between rebalancings.
 
     `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `migration.Price.margin`. `least_saving`: what
@@ -26,4 +26,4 @@ class Settings:
     margin: float = 0.1
     least_saving: float = 0.003
     price: float = 1.0
-    rules: fleet_size.Rules = field(default_factory=fleet_size.Rules)
+    rules: fleet_size.FleetSizeRules = field(default_factory=fleet_size.FleetSizeRules)

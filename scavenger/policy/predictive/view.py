@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scavenger.policy.forecast import lengths_of_step
-from scavenger.policy.forecast.lengths import Belief, Group, Table, impute
+from scavenger.policy.forecast.lengths import Belief, GroupLengths, LengthTable, impute
 from scavenger.policy.forecast.service import Outstanding, Samples
-from scavenger.policy.forecast.speed import Curve
-from scavenger.policy.forecast.step import NEVER, Costs, Pool, Situation
+from scavenger.policy.forecast.speed import SpeedCurve
+from scavenger.policy.forecast.step import NEVER, Costs, EnginePool, Situation
 from scavenger.policy.interface import RunView, SampleView, WorkerView
 from scavenger.policy.predictive.learned import Forecast
 
@@ -37,15 +37,15 @@ SAFE = 0.9
 
 
 @dataclass(slots=True)
-class GroupState:
+class GroupProgress:
     """One group's samples. `done_tokens`: of its finished ones, prompts included."""
 
     finished: list[int] = field(default_factory=list)
     running: list[SampleView] = field(default_factory=list)
     done_tokens: float = 0.0
 
-    def key(self) -> Group:
-        return Group(tuple(self.finished), tuple([sample.length for sample in self.running]))
+    def key(self) -> GroupLengths:
+        return GroupLengths(tuple(self.finished), tuple([sample.length for sample in self.running]))
 
 
 class Picture:
@@ -59,13 +59,13 @@ class Picture:
         self.workers: Sequence[WorkerView] = view.workers
         self._forecast = forecast
         self._known = beliefs
-        self.groups: dict[int, GroupState] = {}
+        self.groups: dict[int, GroupProgress] = {}
         self.held: dict[int, list[SampleView]] = {}
         groups, held, cap = self.groups, self.held, 1
         for sample in view.samples:
             group = groups.get(sample.group_id)
             if group is None:
-                group = groups[sample.group_id] = GroupState()
+                group = groups[sample.group_id] = GroupProgress()
             if sample.done:
                 group.finished.append(sample.length)
                 group.done_tokens += sample.length + sample.prompt_tokens
@@ -84,7 +84,7 @@ class Picture:
         self.harvested = [w for w in self.workers if w.kind != "reserved"]
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> LengthTable:
         lengths = self._forecast.capped(self._cap)
         return lengths.table(
             [sample.length for group in self.groups.values() for sample in group.running if sample.length]
@@ -114,7 +114,7 @@ class Picture:
         return views, np.array([sample.length for sample in views], np.float64)
 
     @cached_property
-    def _keys(self) -> dict[int, Group]:
+    def _keys(self) -> dict[int, GroupLengths]:
         return {group_id: self.groups[group_id].key() for group_id in self.beliefs}
 
     def longest(self, sample: SampleView) -> float:
@@ -130,7 +130,7 @@ class Picture:
             if group.running
         }
 
-    def _belief(self, group_id: int, group: GroupState) -> Belief:
+    def _belief(self, group_id: int, group: GroupProgress) -> Belief:
         """Solved again when a sibling finished, or one has grown by about a quarter."""
         if self._cap <= LONG:
             octaves = _octaves(self._cap.bit_length())
@@ -151,7 +151,7 @@ class Picture:
 
     # ---------------------------------------------------------------- engines
 
-    def curve(self, worker: WorkerView) -> Curve:
+    def curve(self, worker: WorkerView) -> SpeedCurve:
         return self._forecast.curve(worker.kind, worker.gpus)
 
     def ready_in_s(self, worker: WorkerView) -> float:
@@ -246,13 +246,13 @@ class Picture:
         )
         slots = max([w.max_batch for w in self.workers], default=1)
         return Situation(
-            reserved=Pool(
+            reserved=EnginePool(
                 self.curve(reserved[0]) if reserved else curve,
                 float(len(reserved)),
                 slots,
                 cache_of(reserved),
             ),
-            harvested=Pool(curve, float(len(serving)), slots, cache_of(harvested)),
+            harvested=EnginePool(curve, float(len(serving)), slots, cache_of(harvested)),
             costs=self._forecast.costs(curve, gpus, trainer_gpus),
             samples=self.in_order(queued),
             limit=limit,
@@ -294,11 +294,17 @@ def _octaves(bits: int) -> tuple[int, ...]:
 
 
 def whole_step(
-    table: Table, forecast: Forecast, samples: int, groups: int, reserved: Pool, harvested: Pool, costs: Costs
+    table: LengthTable,
+    forecast: Forecast,
+    samples: int,
+    groups: int,
+    reserved: EnginePool,
+    harvested: EnginePool,
+    costs: Costs,
 ) -> Situation:
     """A step that has not begun, of so many samples in so many groups, with lengths from the forecast."""
     each = max(1, samples // max(1, groups))
-    drawn = impute(table, {group: Group(running=(0,) * each) for group in range(max(1, groups))})
+    drawn = impute(table, {group: GroupLengths(running=(0,) * each) for group in range(max(1, groups))})
     prompt = forecast.prompt.value
     waiting = tuple(Outstanding(prompt, rest, group) for group in sorted(drawn) for rest in drawn[group])
     return Situation(reserved=reserved, harvested=harvested, costs=costs, samples=waiting)

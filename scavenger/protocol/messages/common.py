@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
     """Base of all messages: immutable, tagged by class name; unknown fields of a newer peer are ignored."""
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class MessagePart(msgspec.Struct, frozen=True, gc=False):
     """Base of what messages are made of."""
 
 
@@ -58,7 +58,7 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class Sampling(Part, frozen=True):
+class Sampling(MessagePart, frozen=True):
     """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off.
 
     Before `min_tokens` tokens of the sample no stop token is drawn and no stop text ends it. `stop`: texts of which the first to appear in
@@ -76,7 +76,7 @@ class Sampling(Part, frozen=True):
     ] = ()
 
 
-class EngineSpec(Part, frozen=True):
+class EngineSpec(MessagePart, frozen=True):
     """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
 
     name: RunName
@@ -91,7 +91,7 @@ class EngineSpec(Part, frozen=True):
     options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
 
 
-class WeightSource(Part, frozen=True):
+class WeightSource(MessagePart, frozen=True):
     """Where the bytes of a version lie. `token` opens exactly this version to a reader that proves to know it.
 
     `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both

@@ -15,8 +15,8 @@ from scavenger.protocol.messages.common import (
     EngineSpec,
     HelloAgain,
     Message,
+    MessagePart,
     Nbytes,
-    Part,
     Positive,
     Rate,
     Rejected,
@@ -76,7 +76,7 @@ class PublishVersion(Message, frozen=True):
     nbytes: int = 0  # of the weights, for the ledger
 
 
-class GroupSpec(Part, frozen=True):
+class GroupSpec(MessagePart, frozen=True):
     """A prompt to sample n times. `meta` is JSON that comes back with the group (the answer to verify against, …)."""
 
     prompt_index: int
@@ -117,7 +117,7 @@ class EndReserved(Message, frozen=True):
     reason: BoundedText
 
 
-class SampleOutcome(Part, frozen=True):
+class SampleOutcome(MessagePart, frozen=True):
     """What became of a delivered sample. `outcome`: "consumed" | "filtered" | "masked" | "evaluated"."""
 
     sample_id: int
@@ -128,7 +128,7 @@ class SampleOutcome(Part, frozen=True):
     reward_version: BoundedText = ""  # of the function that gave the reward
 
 
-class SpanSums(Part, frozen=True):
+class SpanSums(MessagePart, frozen=True):
     """How the trainer's logprobs and an engine's agree on the tokens of one sample that one worker generated: sums over these tokens.
 
     d is the trainer's logprob (proximal) less the engine's (behaviour), in nats. `signed`: of d; `absolute`: of |d|; `k3`: of
@@ -181,7 +181,7 @@ class CloseRun(Message, frozen=True):
     reason: BoundedText = ""
 
 
-class Trained(Part, frozen=True):
+class Trained(MessagePart, frozen=True):
     """A step's progress: whole groups that were trained, their tokens (prompts included), and the seconds that this took."""
 
     step: int
@@ -266,7 +266,7 @@ class Accepted(Message, frozen=True):
     group_ids: tuple[int, ...]
 
 
-class Suspect(Part, frozen=True):
+class Suspect(MessagePart, frozen=True):
     """A worker that was set aside, since its logprobs disagree with the trainer's more than its peers' do."""
 
     worker_id: int
@@ -288,7 +288,7 @@ class Reply(Message, frozen=True):
     body: ReplyBody
 
 
-class DoneSample(Part, frozen=True):
+class DoneSample(MessagePart, frozen=True):
     """A complete sample. `error` is set when it was poisoned and masked: it then has no usable tokens.
 
     `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the

@@ -10,8 +10,8 @@ from scavenger.protocol.messages.common import (
     HelloAgain,
     Memory,
     Message,
+    MessagePart,
     Nbytes,
-    Part,
     Rate,
     Rejected,
     Sampling,
@@ -21,7 +21,7 @@ from scavenger.protocol.messages.common import (
 # ---------------------------------------------------------------- parts
 
 
-class SampleKey(Part, frozen=True):
+class SampleKey(MessagePart, frozen=True):
     """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
 
     purpose: str
@@ -30,7 +30,7 @@ class SampleKey(Part, frozen=True):
     index: int
 
 
-class Lease(Part, frozen=True):
+class Lease(MessagePart, frozen=True):
     """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
 
     sample_id: int
@@ -43,7 +43,7 @@ class Lease(Part, frozen=True):
     key: SampleKey
 
 
-class Held(Part, frozen=True):
+class Held(MessagePart, frozen=True):
     """A lease that the worker holds. `length` counts every token that it has of the sample, accepted ones included."""
 
     sample_id: int
@@ -51,7 +51,7 @@ class Held(Part, frozen=True):
     length: Count
 
 
-class Chunk(Part, frozen=True):
+class Chunk(MessagePart, frozen=True):
     """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
 
     `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
@@ -235,7 +235,7 @@ class HeartbeatAck(Message, frozen=True):
     number: int = 0  # grows by one per worker; its next heartbeat says the last one that it heard
 
 
-class BaseWeights(Part, frozen=True):
+class BaseWeights(MessagePart, frozen=True):
     """The version whose weights adapters are merged with, and who holds it. `manifest` as in `UseWeights`; empty where `more` is.
 
     `root` names the weights: a trainer that restarted publishes equal ones under another number. Empty: an older daemon's.

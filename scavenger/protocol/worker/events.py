@@ -84,7 +84,7 @@ class WorkerPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """Who this worker is, for its hello.
 
     `jitter` in [0, 1) spreads reconnects of a fleet. `slot` names a reserved engine's place in its training job; "" for a harvested one.
@@ -131,46 +131,46 @@ class WorkerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class WorkerEvent:
     """Base of what happens to a session."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTick(Event):
+class WorkerTick(WorkerEvent):
     """Time passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connected(Event):
+class Connected(WorkerEvent):
     """There is a new socket, and no message was sent on it yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unreachable(Event):
+class Unreachable(WorkerEvent):
     """No socket could be made: no daemon has announced itself."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRefused(Event):
+class KeyRefused(WorkerEvent):
     """The daemon does not accept this worker's key."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Received(Event):
+class Received(WorkerEvent):
     message: messages.ToWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Generated(Event):
+class Generated(WorkerEvent):
     deltas: tuple[Delta, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AddRefused(Event):
+class AddRefused(WorkerEvent):
     """The engine can never serve this request."""
 
     handle: int
@@ -178,12 +178,12 @@ class AddRefused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineDied(Event):
+class EngineCrashed(WorkerEvent):
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Event):
+class Loaded(WorkerEvent):
     version: int
     root: bytes
     pull_s: float
@@ -193,7 +193,7 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Built(Event):
+class Built(WorkerEvent):
     """The engine was built, without weights. Fields as in `EngineInfo`."""
 
     cache_tokens: int
@@ -201,7 +201,7 @@ class Built(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFailed(Event):
+class LoadFailed(WorkerEvent):
     """`refused`: all bytes came, and the engine does not serve them. `differs`: because it holds other weights than were published."""
 
     version: int
@@ -211,14 +211,14 @@ class LoadFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Serves(Event):
+class Serves(WorkerEvent):
     """This worker began or ended to serve a version to others, or a part of one."""
 
     serving: messages.Serving
 
 
 @dataclass(frozen=True, slots=True)
-class Slept(Event):
+class Slept(WorkerEvent):
     """The engine gave its memory back, as `SleepEngine` of this order asked. `bytes_held`: what it still holds."""
 
     order: int
@@ -226,7 +226,7 @@ class Slept(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Woken(Event):
+class Woken(WorkerEvent):
     """The engine has its weights and its memory again, as `WakeEngine` of this order asked. `seconds`: what that took."""
 
     order: int
@@ -235,7 +235,7 @@ class Woken(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Terminate(Event):
+class Terminate(WorkerEvent):
     """SIGTERM."""
 
     reason: str
@@ -250,7 +250,7 @@ class WorkerAction:
 
 
 @dataclass(frozen=True, slots=True)
-class Send(WorkerAction):
+class SendMessage(WorkerAction):
     message: messages.WorkerMessage
 
 

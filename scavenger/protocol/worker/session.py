@@ -35,22 +35,22 @@ from scavenger.protocol.worker.events import (
     Connect,
     Connected,
     EndWorker,
-    EngineDied,
-    Event,
+    EngineCrashed,
     Generated,
-    Identity,
     KeyRefused,
     Loaded,
     LoadFailed,
     LogNote,
     Received,
-    Send,
+    SendMessage,
     Serves,
     Slept,
     Terminate,
     Unreachable,
     Woken,
     WorkerAction,
+    WorkerEvent,
+    WorkerIdentity,
     WorkerLimits,
     WorkerPhase,
     WorkerTick,
@@ -86,7 +86,7 @@ PHASE_TRANSITIONS: dict[WorkerPhase, frozenset[WorkerPhase]] = {
 }
 
 
-class IllegalTransition(ScavengerError):
+class IllegalWorkerPhase(ScavengerError):
     """A bug: the session was asked for a phase that cannot follow."""
 
 
@@ -97,7 +97,7 @@ class Session:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: WorkerIdentity,
         limits: WorkerLimits,
         now: float,
         new_buffer: Callable[[], TokenBuffer] = TokenBuffer,
@@ -123,7 +123,7 @@ class Session:
 
     # ------------------------------------------------------------ for the driver
 
-    def handle(self, event: Event, now: float) -> list[WorkerAction]:
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerAction]:
         """Take one event; returns what to do, in order. Does nothing once the session is GONE."""
         if self._is_gone():
             return []
@@ -155,7 +155,7 @@ class Session:
 
     def _enter(self, phase: WorkerPhase) -> None:
         if phase not in PHASE_TRANSITIONS[self.phase]:
-            raise IllegalTransition(f"the session cannot go from {self.phase.value} to {phase.value}")
+            raise IllegalWorkerPhase(f"the session cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
         self.work.hears = phase is WorkerPhase.JOINED
 
@@ -195,7 +195,7 @@ class Session:
             memory_order=self.work.memory_order,
             bytes_held=self.work.bytes_held,
         )
-        return [Send(hello)]
+        return [SendMessage(hello)]
 
     def _register_again(self, message: messages.HelloAgain, now: float) -> list[WorkerAction]:
         # The daemon answers each message so; one hello is enough for all.
@@ -333,7 +333,7 @@ class Session:
             notice=code == EXIT_PREEMPTED,
             failed=code == EXIT_ENGINE_FAILED,
         )
-        return [*self.work.flush(), Send(goodbye)]
+        return [*self.work.flush(), SendMessage(goodbye)]
 
     def _gone(self, end: EndWorker) -> list[WorkerAction]:
         self._enter(WorkerPhase.GONE)
@@ -351,14 +351,14 @@ _ORDERS = (
     messages.Wake,
 )
 
-_ON_EVENT: dict[type[Event], _Handler] = {
+_ON_EVENT: dict[type[WorkerEvent], _Handler] = {
     Received: Session._received,
     Connected: Session._connected,
     Unreachable: Session._unreachable,
     KeyRefused: Session._key_refused,
     Generated: lambda s, e, now: s.work.generated(e, now),
     AddRefused: lambda s, e, now: s.work.add_refused(e, now),
-    EngineDied: lambda s, e, now: s._begin_end(
+    EngineCrashed: lambda s, e, now: s._begin_end(
         EndWorker(EXIT_ENGINE_FAILED, e.reason), s._limits.drain_s, now
     ),
     Loaded: lambda s, e, now: s.work.loaded(e, now),

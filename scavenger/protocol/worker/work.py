@@ -32,7 +32,7 @@ from scavenger.protocol.worker.events import (
     LogNote,
     MoreHolders,
     Request,
-    Send,
+    SendMessage,
     Serves,
     SleepEngine,
     Slept,
@@ -361,7 +361,7 @@ class Work:
         if self.leases.ack_owed() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
-        return [*self.flush(), Send(self.heartbeat(progress, rate))]
+        return [*self.flush(), SendMessage(self.heartbeat(progress, rate))]
 
     def heartbeat(
         self, progress: int, rate: float, ahead: Mapping[int, int] = MappingProxyType({})
@@ -388,14 +388,14 @@ class Work:
             return []
         actions: list[WorkerAction] = []
         while chunks := self.leases.chunks(self._message_tokens):
-            actions.append(Send(messages.Chunks(tuple(chunks))))
+            actions.append(SendMessage(messages.Chunks(tuple(chunks))))
         back = self.leases.take_yields()
         if back:
-            actions.append(Send(messages.Yielded(tuple(held.held() for held in back))))
+            actions.append(SendMessage(messages.Yielded(tuple(held.held() for held in back))))
         return actions
 
     def _send(self, message: messages.WorkerMessage) -> list[WorkerAction]:
-        return [Send(message)] if self.hears else []
+        return [SendMessage(message)] if self.hears else []
 
     def _rewind(self, now: float) -> None:
         self._acked_at = now

@@ -8,11 +8,11 @@ set aside too, the run stops, because nobody else can use that GPU, and it may b
 
 from __future__ import annotations
 
-from scavenger.policy.agreement import MOST_WORKERS, Span, Verdict
+from scavenger.policy.agreement import MOST_WORKERS, AgreementSpan, SuspectWorker
 from scavenger.protocol.messages import ReportAgreement, Revoke, RunStopped, Suspect, Suspects, words
 from scavenger.router.core import decision_log, samples, worker_commands
 from scavenger.router.core.events import CondemnedNode
-from scavenger.router.core.state import Place, Run, Worker
+from scavenger.router.core.state import ActiveRun, Place, Worker
 from scavenger.router.core.tables import Core
 
 #: Engines in one reserved slot that are set aside before the run stops.
@@ -37,14 +37,14 @@ def joined(worker: Worker) -> None:
         places.popitem(last=False)
 
 
-def reported(core: Core, run: Run, body: ReportAgreement) -> Suspects:
+def reported(core: Core, run: ActiveRun, body: ReportAgreement) -> Suspects:
     """Take in a trainer's report, act upon what it shows, and name all whom the trainer is not to train on."""
     mode, known = core.limits.disagreement, run.agreement
     if mode != "off":
         known.window.add(
             body.step,
             [
-                Span(one.sample_id, one.worker_id, one.tokens, one.signed, one.absolute, one.k3)
+                AgreementSpan(one.sample_id, one.worker_id, one.tokens, one.signed, one.absolute, one.k3)
                 for one in body.spans
                 if one.worker_id not in known.suspects
             ],
@@ -59,7 +59,7 @@ def reported(core: Core, run: Run, body: ReportAgreement) -> Suspects:
     )
 
 
-def _act(core: Core, run: Run, verdict: Verdict, place: Place, *, report_only: bool) -> None:
+def _act(core: Core, run: ActiveRun, verdict: SuspectWorker, place: Place, *, report_only: bool) -> None:
     worker_id, reason = verdict.worker_id, verdict.reason
     subject = f"worker {worker_id}"
     where = {"node": place.node, "worker": place.kind, "job_id": place.job_id, "intent": place.intent_id}
@@ -96,7 +96,7 @@ def _set_aside(core: Core, worker: Worker, reason: str) -> None:
     worker_commands.drain(core, worker, reason)
 
 
-def _count_reserved(core: Core, run: Run, place: Place, reason: str) -> None:
+def _count_reserved(core: Core, run: ActiveRun, place: Place, reason: str) -> None:
     """The launcher starts another in its slot, on the same GPU: once."""
     so_far = run.reserved.set_aside[place.slot] = run.reserved.set_aside.get(place.slot, 0) + 1
     if so_far < MOST_IN_A_SLOT or run.stopped:

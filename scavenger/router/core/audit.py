@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scavenger.policy.interface import Standard
 from scavenger.router.core import policy_driver, policy_view, samples, worker_counts
-from scavenger.router.core.state import Run, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
 
@@ -75,7 +75,7 @@ def _check_worker(core: Core, worker: Worker) -> None:
     assert worker.run.workers.get(worker.id) is worker, f"worker {worker.id} is not among its run's"
 
 
-def _check_run(core: Core, run: Run) -> None:
+def _check_run(core: Core, run: ActiveRun) -> None:
     leased: dict[int, int] = {}
     for worker in run.workers.values():
         for sample in worker.leases.values():

@@ -21,9 +21,9 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Explains, Move, Placement
+from scavenger.policy.interface import Explains, SampleMove, SamplePlacement
 from scavenger.router.core.row_budget import EVERY_S, Budget
-from scavenger.router.core.state import Run
+from scavenger.router.core.state import ActiveRun
 from scavenger.router.core.tables import Core
 
 #: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.
@@ -33,7 +33,7 @@ KINDS = 8
 CHANGES, CHANGES_EVERY_S = ("window", "engines"), 1.0
 
 
-class Code(StrEnum):
+class PolicyCode(StrEnum):
     """A decision in a word. Ledgers hold these and reports rely on them: they are added to, never renamed."""
 
     PLACED = "placed"
@@ -47,7 +47,7 @@ class Code(StrEnum):
     DISAGREES = "disagrees"  # an engine's numbers are not its trainer's, while its peers' are
 
 
-def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
+def placed(core: Core, run: ActiveRun, answers: Sequence[SamplePlacement]) -> None:
     """Samples were leased. A policy without reasons (`Standard`) has nothing to tell."""
     explained = [answer for answer in answers if answer.reason]
     if explained:
@@ -57,21 +57,21 @@ def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
             run,
             "placement",
             "lease",
-            Code.PLACED,
+            PolicyCode.PLACED,
             subject,
             why,
             lambda: _placements_row(run, explained),
         )
 
 
-def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
+def moved(core: Core, run: ActiveRun, moves: Iterable[SampleMove]) -> None:
     all_of = list(moves)
     if all_of:
         first = all_of[0]
         subject, why = _of_many(
             first.sample_id, f"{first.whole}: {first.reason}" if first.whole else first.reason, len(all_of)
         )
-        code = Code.MERGED if first.merges else Code.MOVED
+        code = PolicyCode.MERGED if first.merges else PolicyCode.MOVED
         _write(core, run, "rebalance", "move", code, subject, why, lambda: _of_moves(run, all_of))
 
 
@@ -80,7 +80,7 @@ def _of_many(sample_id: int, why: str, samples: int) -> tuple[str, str]:
     return f"sample {sample_id}", why if samples == 1 else f"{why} (and {samples - 1} more samples)"
 
 
-def _placements_row(run: Run, placements: Sequence[Placement]) -> dict[str, Any]:
+def _placements_row(run: ActiveRun, placements: Sequence[SamplePlacement]) -> dict[str, Any]:
     """`reasons`: how often each was the reason, up to its first comma, where its figures begin."""
     kinds = Counter(answer.reason.partition(",")[0] for answer in placements)
     found: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _placements_row(run: Run, placements: Sequence[Placement]) -> dict[str, Any]
     )
 
 
-def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
+def _of_moves(run: ActiveRun, moves: Sequence[SampleMove]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "samples": len(moves),
         "moves": [[m.sample_id, m.from_worker, m.to_worker] for m in moves[:NAMED]],
@@ -105,11 +105,11 @@ def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
     )
 
 
-def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
+def window(core: Core, run: ActiveRun, all_done: bool, inputs: Mapping[str, float]) -> None:
     """The policy says another thing of the window than before: `run.window`, by these figures."""
     said = run.decisions.window
-    code = {"open": Code.OPENED, "close": Code.ALL_DONE if all_done else Code.CLOSED}.get(
-        said, Code.UNDECIDED
+    code = {"open": PolicyCode.OPENED, "close": PolicyCode.ALL_DONE if all_done else PolicyCode.CLOSED}.get(
+        said, PolicyCode.UNDECIDED
     )
     why = run.decisions.window_reason or "no policy decides"
     _write(
@@ -124,7 +124,7 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
     )
 
 
-def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
+def engines(core: Core, run: ActiveRun, number: int, reason: str, benefit: Benefit | None) -> None:
     """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
     before = run.decisions.engines
     if number != before and _write(
@@ -132,7 +132,7 @@ def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | N
         run,
         "engines",
         "want",
-        Code.FLEET,
+        PolicyCode.FLEET,
         run.name,
         reason,
         lambda: _of_engines(run, number, before, benefit),
@@ -140,7 +140,7 @@ def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | N
         run.decisions.engines = number  # what was left out is said as soon as there is room
 
 
-def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:
+def _of_engines(run: ActiveRun, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:
     found: dict[str, Any] = {"engines": number, "before": before, "by": benefit}
     return found | (
         {"sized": by} if isinstance(run.policy, Explains) and (by := run.policy.sized_by()) else {}
@@ -148,18 +148,18 @@ def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | No
 
 
 def set_aside(
-    core: Core, run: Run, action: str, subject: str, reason: str, numbers: Mapping[str, Any]
+    core: Core, run: ActiveRun, action: str, subject: str, reason: str, numbers: Mapping[str, Any]
 ) -> None:
     """An engine's logprobs disagree with the trainer's. `action`: "set-aside", or "report" where nothing is done about it."""
-    _write(core, run, "agreement", action, Code.DISAGREES, subject, reason, lambda: dict(numbers))
+    _write(core, run, "agreement", action, PolicyCode.DISAGREES, subject, reason, lambda: dict(numbers))
 
 
 def _write(
     core: Core,
-    run: Run,
+    run: ActiveRun,
     policy: str,
     action: str,
-    code: Code,
+    code: PolicyCode,
     subject: str,
     reason: str,
     inputs_of: Callable[[], dict[str, Any]],

@@ -1,7 +1,7 @@
 """What goes into the router's core and what comes out: frozen structs. Pure.
 
-A connection is an integer that the driver gives (`conn`); the core never sees a socket or a routing id. Authority is `Identity`, which the
-driver takes from the connection's CURVE key, never from what a message says.
+A connection is an integer that the driver gives (`conn`); the core never sees a socket or a routing id. Authority is `PeerIdentity`, which
+the driver takes from the connection's CURVE key, never from what a message says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from scavenger.ledger.records import GroupState, Record, Snapshot
+from scavenger.ledger.records import OpenGroup, Record, Snapshot
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import Fact
 from scavenger.protocol.messages import Assign, Call, GroupDone, Message, WorkerHello
@@ -45,7 +45,7 @@ class WorkerLife:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class PeerIdentity:
     """Who is at the other end. `owner`: an enrolled public key, may own runs. `worker`: a key minted for one job of one run."""
 
     role: str  # "owner" | "worker"
@@ -60,7 +60,7 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class HelloReceived:
     conn: int
-    identity: Identity
+    identity: PeerIdentity
     hello: WorkerHello
 
 
@@ -83,7 +83,7 @@ class Heard(msgspec.Struct, frozen=True, gc=False):
 
 class TrainerCalled(msgspec.Struct, frozen=True, gc=False):
     conn: int
-    identity: Identity
+    identity: PeerIdentity
     call: Call
 
 
@@ -99,7 +99,7 @@ class HistoryRead:
 
     run_id: int
     attempt: int
-    groups: tuple[GroupState, ...]
+    groups: tuple[OpenGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class IntentRevoked:
     reason: str
 
 
-class Tick(msgspec.Struct, frozen=True, gc=False):
+class CoreTick(msgspec.Struct, frozen=True, gc=False):
     """Time passed."""
 
 
@@ -166,7 +166,7 @@ RouterEvent = (
     | HistoryRead
     | JobGone
     | IntentRevoked
-    | Tick
+    | CoreTick
     | LedgerRead
     | PastRead
     | TopologyRead

@@ -48,6 +48,7 @@ from scavenger.router.core import (
 )
 from scavenger.router.core.events import (
     Committed,
+    CoreTick,
     DemandAsked,
     DemandStated,
     GarbageReceived,
@@ -60,18 +61,17 @@ from scavenger.router.core.events import (
     PastRead,
     RouterAction,
     RouterEvent,
-    Tick,
     TopologyRead,
     TrainerCalled,
     WorkerSent,
 )
-from scavenger.router.core.payloads import Payloads
-from scavenger.router.core.state import ReservedMemory, RouterLimits, Run, Worker
+from scavenger.router.core.payloads import PayloadPort
+from scavenger.router.core.state import ActiveRun, ReservedMemory, RouterLimits, Worker
 from scavenger.router.core.tables import Core
 
 #: The frequent events, whose few consequences mark the run themselves (`state.Due`). Any other event counts as if it had set `due.fleet` of
 #: every run.
-_QUIET = frozenset({Committed, Tick, Heard, TopologyRead, GarbageReceived})
+_QUIET = frozenset({Committed, CoreTick, Heard, TopologyRead, GarbageReceived})
 _QUIET_MESSAGES = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
 
 
@@ -82,7 +82,7 @@ class Router:
         self,
         limits: RouterLimits,
         generation: int,
-        payloads: Payloads,
+        payloads: PayloadPort,
         ledger: str = "",
         restored: bool = False,
         new_policy: NewPolicy | None = None,
@@ -113,7 +113,7 @@ class Router:
             case IntentRevoked():
                 for worker in self._of_intent(event.intent_id):
                     worker_commands.drain(core, worker, event.reason)
-            case Tick():
+            case CoreTick():
                 self._tick()
             case TopologyRead(switches=switches):
                 core.switches.update(switches)
@@ -169,7 +169,7 @@ class Router:
         events set `due` themselves where it matters, so that a chunk costs the same with one worker as with a thousand; `audit.check`
         fails where a run that was not visited had something due.
         """
-        timed = isinstance(event, Tick)
+        timed = isinstance(event, CoreTick)
         any_may_be_due = _may_change_anything(event)
         for run in self.core.runs.values():
             if run.ended or not (run.due.fleet or run.due.samples or timed or any_may_be_due):
@@ -187,7 +187,7 @@ class Router:
             run.due.fleet = run.due.samples = False  # what this itself changed is done
             self._notify_trainer(run, timed=timed)
 
-    def _steer_idle(self, run: Run, *, anyway: bool) -> None:
+    def _steer_idle(self, run: ActiveRun, *, anyway: bool) -> None:
         """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
         target = samples.target_version(run)
         everyone = anyway or target != run.cached.target
@@ -197,7 +197,7 @@ class Router:
             if not worker.leases and worker.id in run.workers:
                 worker_commands.steer(self.core, worker, target)
 
-    def _ask_policy(self, run: Run, *, fleet: bool, timed: bool) -> None:
+    def _ask_policy(self, run: ActiveRun, *, fleet: bool, timed: bool) -> None:
         """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
         sizes = (
             worker_counts.counted(run)
@@ -213,7 +213,7 @@ class Router:
             policy_driver.rebalance(self.core, run, timed=not fresh)
             policy_driver.window(self.core, run, timed=not fresh)
 
-    def _notify_trainer(self, run: Run, *, timed: bool) -> None:
+    def _notify_trainer(self, run: ActiveRun, *, timed: bool) -> None:
         if run.trainer.conn is None:
             return
         last = run.trainer.fleet

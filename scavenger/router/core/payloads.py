@@ -30,7 +30,7 @@ class ColdPayload(Exception):
     """A bug: the core was asked to compare tokens that nobody had loaded. Names the sample; nothing was changed."""
 
 
-class Payloads(Protocol):
+class PayloadPort(Protocol):
     """What the core asks of whoever keeps the tokens."""
 
     def append(self, sample_id: int, offset: int, chunk: Chunk) -> None:

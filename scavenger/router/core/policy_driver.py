@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from scavenger.policy.fleet_size import Benefit
-from scavenger.policy.interface import Fact, Move, Placement, Weighs
+from scavenger.policy.interface import Fact, SampleMove, SamplePlacement, Weighs
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
 from scavenger.router.core import decision_log, samples
 from scavenger.router.core.policy_view import LiveView
-from scavenger.router.core.state import RouterLimits, Run, SampleYield, Worker
+from scavenger.router.core.state import ActiveRun, RouterLimits, SampleYield, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -32,7 +32,7 @@ def learn(core: Core, facts: Mapping[int, Sequence[tuple[float, Fact]]]) -> None
                 run.policy.observe(fact, at)
 
 
-def placements(core: Core, run: Run) -> list[Placement]:
+def placements(core: Core, run: ActiveRun) -> list[SamplePlacement]:
     """The leases that the policy wants now and that are possible. Empty where no sample waits or no worker has a free slot."""
     if not run.queue or run.stopped or run.ended:
         return []
@@ -64,13 +64,13 @@ def placements(core: Core, run: Run) -> list[Placement]:
     return kept
 
 
-def place_queued(core: Core, run: Run) -> None:
+def place_queued(core: Core, run: ActiveRun) -> None:
     """Lease queued samples as the policy says. A lease is sent once it is durable."""
     answers = placements(core, run)
     if not answers:
         return
     run.queue.discard_all([core.samples[answer.sample_id] for answer in answers])
-    batches: dict[int, list[Placement]] = {}
+    batches: dict[int, list[SamplePlacement]] = {}
     for answer in answers:
         batches.setdefault(answer.worker_id, []).append(answer)
     for worker_id, batch in batches.items():
@@ -78,13 +78,13 @@ def place_queued(core: Core, run: Run) -> None:
     decision_log.placed(core, run, answers)
 
 
-def rebalance(core: Core, run: Run, *, timed: bool) -> None:
+def rebalance(core: Core, run: ActiveRun, *, timed: bool) -> None:
     """Ask for moves: after what changed the fleet or the queue, and every `every_s`."""
     if run.ended or run.stopped or (timed and core.now - run.decisions.rebalanced_at < run.policy.every_s):
         return
     run.decisions.rebalanced_at = core.now
     moves = run.policy.rebalance(LiveView(core, run), core.now)
-    leaving: dict[int, list[Move]] = {}
+    leaving: dict[int, list[SampleMove]] = {}
     able = [move for move in moves if _may_move(core, run, move)]
     for move in able:
         leaving.setdefault(move.from_worker, []).append(move)
@@ -95,7 +95,7 @@ def rebalance(core: Core, run: Run, *, timed: bool) -> None:
     decision_log.moved(core, run, able)
 
 
-def _may_move(core: Core, run: Run, move: Move) -> bool:
+def _may_move(core: Core, run: ActiveRun, move: SampleMove) -> bool:
     sample, worker = core.samples.get(move.sample_id), run.workers.get(move.from_worker)
     if (
         sample is None
@@ -111,7 +111,7 @@ def _may_move(core: Core, run: Run, move: Move) -> bool:
     return sample.status is SampleStatus.LEASED and sample.worker_id == worker.id and sample.group.run is run
 
 
-def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
+def _take(core: Core, worker: Worker, moves: Sequence[SampleMove]) -> None:
     """Ask a worker to give samples back."""
     held = [(move, core.samples[move.sample_id]) for move in moves]
     names = tuple((sample.id, sample.epoch) for _, sample in held)
@@ -166,7 +166,7 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
         samples.lease(core, worker, [sample])
 
 
-def window(core: Core, run: Run, *, timed: bool) -> None:
+def window(core: Core, run: ActiveRun, *, timed: bool) -> None:
     """Ask whether reserved engines go on generating. The answer travels in the next `Fleet`."""
     if run.ended or run.stopped or (timed and core.now < run.decisions.ask_window_at):
         return
@@ -181,14 +181,14 @@ def window(core: Core, run: Run, *, timed: bool) -> None:
         )
 
 
-def engines_for(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
+def engines_for(core: Core, run: ActiveRun, now: float, limits: RouterLimits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
     engines, reason = _wanted(core, run, now, limits)
     decision_log.engines(core, run, engines, reason, benefit(run))
     return engines, reason
 
 
-def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int, str]:
+def _wanted(core: Core, run: ActiveRun, now: float, limits: RouterLimits) -> tuple[int, str]:
     if run.ended or run.stopped:
         return 0, "the run is over"
     if not run.settings.harvest:
@@ -208,6 +208,6 @@ def _wanted(core: Core, run: Run, now: float, limits: RouterLimits) -> tuple[int
     return max(0, min(engines, run.settings.max_engines)), reason
 
 
-def benefit(run: Run) -> Benefit | None:
+def benefit(run: ActiveRun) -> Benefit | None:
     """What one more engine of the run is worth, as its policy computed it last; None for a policy that does not weigh benefits."""
     return run.policy.benefit() if isinstance(run.policy, Weighs) else None

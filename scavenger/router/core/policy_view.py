@@ -11,7 +11,7 @@ from functools import cached_property
 from scavenger.policy.interface import SampleView, StepView, WorkerView
 from scavenger.policy.placement import QueuedSamples, Slots
 from scavenger.router.core import samples
-from scavenger.router.core.state import Run, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
 
@@ -19,7 +19,7 @@ from scavenger.router.core.transitions import SampleStatus
 class LiveView:
     """A `policy.interface.RunView` of the present moment."""
 
-    def __init__(self, core: Core, run: Run) -> None:
+    def __init__(self, core: Core, run: ActiveRun) -> None:
         self._core, self._run = core, run
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.protocol.messages import RunStopped, words
-from scavenger.router.core.state import Run, Version, Worker
+from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
 
 #: Engines on fewer nodes than `poison_after`: a site of one node never reaches more.
@@ -21,7 +21,7 @@ REMEDY = (
 )
 
 
-def proved(run: Run, version: int) -> None:
+def proved(run: ActiveRun, version: int) -> None:
     """An engine holds the version as it was published."""
     known = run.weights.versions[version]
     known.proved = True
@@ -47,7 +47,7 @@ def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
     core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
 
 
-def _by_enough(run: Run, known: Version) -> bool:
+def _by_enough(run: ActiveRun, known: Version) -> bool:
     nodes = len(set(known.refusers.values()))
     if nodes >= run.settings.poison_after or len(known.refusers) >= LIVES_A_NODE * run.settings.poison_after:
         return True

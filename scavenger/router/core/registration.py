@@ -11,13 +11,13 @@ from scavenger.policy.interface import WorkerJoined
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import PROTOCOL, Ack, Drain, Held, Rejected, Revoke, Welcome, WorkerHello
 from scavenger.router.core import agreement, refusals, samples, worker_commands, workers
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.row_budget import OWNER_BURST
-from scavenger.router.core.state import Run, Worker, WorkerProcess
+from scavenger.router.core.state import ActiveRun, Worker, WorkerProcess
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import (
     MEMORY_FOUND,
-    Memory,
+    GpuMemoryState,
     SampleStatus,
     SampleStep,
     WorkerStatus,
@@ -29,7 +29,7 @@ MAX_EVICTED = 1024
 _INT_LIMIT = 2**31
 
 
-def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
+def hello(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello) -> None:
     """Register a worker, new or returning, or reject it with the reason and the remedy."""
     refusal = _hello_fault(core, identity, hello)
     if refusal is not None:
@@ -82,7 +82,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     worker_commands.steer(core, worker)
 
 
-def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> bool:
+def _may_join(core: Core, identity: PeerIdentity, hello: WorkerHello, run: ActiveRun) -> bool:
     """Charge a new session, which is two rows, to the job whose key it is; all reserved engines have their owner's: to the run and slot."""
     if hello.kind != "reserved":
         return core.charge_row(f"registers {identity.public_key}")
@@ -92,13 +92,13 @@ def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> b
     )
 
 
-def advanced(core: Core, run: Run) -> None:
+def advanced(core: Core, run: ActiveRun) -> None:
     """The run committed a step: its reserved engines work, however often they were started."""
     for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.reserved.sessions, ""})):
         core.advanced(f"registers {peer}")
 
 
-def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
+def _refuse(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, refusal: Rejected) -> None:
     if not refusal.retry:
         if core.count_refusal(identity.public_key):
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
@@ -112,7 +112,7 @@ def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refus
     core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
 
 
-def _proved_version(run: Run, hello: WorkerHello) -> int:
+def _proved_version(run: ActiveRun, hello: WorkerHello) -> int:
     """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
     return (
         -1
@@ -121,7 +121,7 @@ def _proved_version(run: Run, hello: WorkerHello) -> int:
     )
 
 
-def _disowned(run: Run, hello: WorkerHello) -> int:
+def _disowned(run: ActiveRun, hello: WorkerHello) -> int:
     """The version that the worker holds as other weights than were published, by what it says itself; -1: it says no such thing (as those
     of older releases, or of a version whose digest was stated after it was loaded, say nothing)."""
     known = run.weights.versions.get(hello.loaded_version)
@@ -133,14 +133,14 @@ def _disowned(run: Run, hello: WorkerHello) -> int:
     return known.version if other else -1
 
 
-def _siblings(run: Run, identity: Identity) -> list[Worker]:
+def _siblings(run: ActiveRun, identity: PeerIdentity) -> list[Worker]:
     """Earlier processes of the same harvested job."""
     return [
         w for w in run.workers.values() if identity.intent_id and w.process.intent_id == identity.intent_id
     ]
 
 
-def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
+def _slot_taken(core: Core, run: ActiveRun, hello: WorkerHello) -> None:
     """Another process registers as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
 
     Where the trainer is another by now, the whole job died, and the engine with it.
@@ -161,7 +161,7 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
             samples.poison(core, sample, "its reserved engine was started again")
 
 
-def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
+def _evict_from_slot(run: ActiveRun, hello: WorkerHello) -> None:
     """Who had the slot before never gets it back: two live engines would evict each other for ever, and each time charge the samples."""
     before = run.reserved.sessions.get(hello.slot, hello.session)
     run.reserved.sessions[hello.slot] = hello.session
@@ -169,19 +169,19 @@ def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
         evict(run, before)
 
 
-def evict(run: Run, session: str) -> None:
+def evict(run: ActiveRun, session: str) -> None:
     """Reject this session from now on."""
     run.reserved.evicted[session] = None
     while len(run.reserved.evicted) > MAX_EVICTED:
         run.reserved.evicted.popitem(last=False)
 
 
-def _fault_of_options(core: Core, run: Run) -> tuple[str, str] | None:
+def _fault_of_options(core: Core, run: ActiveRun) -> tuple[str, str] | None:
     """What a harvested engine must not be given of this run's options, which another attempt of its trainer may have changed."""
     return engine_options.fault_of_text(run.engine.options, harvested=True, allowed=core.limits.vllm_options)
 
 
-def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
+def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Rejected | None:
     if hello.protocol != PROTOCOL:
         why = f"protocol {hello.protocol}: this daemon speaks {PROTOCOL}"
         return Rejected(why, "run workers and daemon of one release")
@@ -230,7 +230,7 @@ def _back(core: Core, conn: int, worker: Worker) -> Worker:
     return worker
 
 
-def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
+def _join(core: Core, conn: int, identity: PeerIdentity, hello: WorkerHello, run: ActiveRun) -> Worker:
     for other in _siblings(run, identity):
         workers.gone(core, other, "a later incarnation registered", crashed=False)
     _slot_taken(core, run, hello)
@@ -291,14 +291,14 @@ def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: boo
         elif hello.memory_order == worker.memory.order and hello.memory == "awake":
             worker_commands.awake(core, worker, hello.memory_order, hello.bytes_held)
         return
-    found = MEMORY_FOUND.get(Memory(hello.memory))
+    found = MEMORY_FOUND.get(GpuMemoryState(hello.memory))
     if found is not None:
         worker.transition_memory(found)
     worker.memory.order, worker.memory.bytes_held = hello.memory_order, hello.bytes_held
-    if worker.memory.state is Memory.FALLING_ASLEEP:
+    if worker.memory.state is GpuMemoryState.FALLING_ASLEEP:
         worker.transition(WorkerStep.FOUND_FALLING_ASLEEP)
         worker.memory.sleep_ordered_at = core.now
-    elif worker.memory.state is Memory.ASLEEP:
+    elif worker.memory.state is GpuMemoryState.ASLEEP:
         worker.transition(WorkerStep.FOUND_ASLEEP)
 
 

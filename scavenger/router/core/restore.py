@@ -11,13 +11,13 @@ from __future__ import annotations
 import msgspec
 
 from scavenger.ledger import records as rec
-from scavenger.policy.agreement import Window
+from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
 from scavenger.router.core import agreement, samples
 from scavenger.router.core.state import (
+    ActiveRun,
     Agreement,
     Group,
-    Run,
     RunSettings,
     Sample,
     Version,
@@ -27,14 +27,14 @@ from scavenger.router.core.state import (
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStep, WorkerStep
 from scavenger.weights import manifest as manifests
-from scavenger.weights.directory import Directory
+from scavenger.weights.directory import WeightDirectory
 
 
 def restore(core: Core, snapshot: rec.Snapshot) -> None:
     """Rebuild everything that a restarted daemon needs; open leases stay with their holders, who have not come back yet."""
     core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
     core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
-    by_id: dict[int, Run] = {}
+    by_id: dict[int, ActiveRun] = {}
     for state in snapshot.runs:
         run = _restore_run(core, state)
         core.runs[run.name] = by_id[run.id] = run
@@ -63,7 +63,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         run.progress.submitted_at = run.reserved.awake_since = core.now
 
 
-def _unsettled(run: Run, state: rec.GroupState) -> bool:
+def _unsettled(run: ActiveRun, state: rec.OpenGroup) -> bool:
     """Whether somebody may still ask for the group: it is in flight, or no step that stands has taken it.
 
     `last_step` was set back when the present attempt began, so a later train step was taken by an older attempt: the present one is
@@ -78,7 +78,7 @@ def _unsettled(run: Run, state: rec.GroupState) -> bool:
     )
 
 
-def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> tuple[tuple[str, int], int]:
+def _newest_step(groups: tuple[rec.OpenGroup, ...], run_id: int) -> tuple[tuple[str, int], int]:
     """The run's newest step and its samples: what its fleet is sized for, or its engines would be given back until the next one."""
     mine = [g for g in _newest_retries(groups) if g.created.run_id == run_id]
     newest = max(mine, key=lambda g: g.created.group_id, default=None)
@@ -88,16 +88,16 @@ def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> tuple[tuple
     return step, sum(len(g.samples) for g in mine if (g.created.purpose, g.created.step) == step)
 
 
-def _newest_retries(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
+def _newest_retries(groups: tuple[rec.OpenGroup, ...]) -> list[rec.OpenGroup]:
     """One group for each prompt of a step: the newest."""
-    newest: dict[tuple[int, str, int, int], rec.GroupState] = {}
+    newest: dict[tuple[int, str, int, int], rec.OpenGroup] = {}
     for state in sorted(groups, key=lambda g: g.created.group_id):
         made = state.created
         newest[(made.run_id, made.purpose, made.step, made.prompt_index)] = state
     return sorted(newest.values(), key=lambda g: g.created.group_id)
 
 
-def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
+def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.OpenGroup, ...]) -> None:
     """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
     run = next((r for r in core.runs.values() if r.id == run_id), None)
     if run is None or run.attempt != attempt or run.trainer.opening is None:
@@ -132,7 +132,7 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupS
     )
 
 
-def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
+def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup) -> Group:
     """Rebuild a group from the ledger, orphaned. Open leases become *unconfirmed* under their old epoch."""
     made = state.created
     root = run.weights.versions[state.version].root if state.version in run.weights.versions else b""
@@ -174,7 +174,7 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
     return group
 
 
-def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
+def _restore_status(core: Core, run: ActiveRun, sample: Sample, row: rec.SampleState) -> None:
     if row.state == "complete":
         sample.transition(SampleStep.RESTORE_COMPLETE)
     elif row.state != "open":
@@ -204,13 +204,13 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
         run.queue.add(sample)
 
 
-def _restore_run(core: Core, state: rec.RunState) -> Run:
+def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:
     made = state.created
     engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
-    policy, directory = core.new_policy(made.name), Directory(core.switches)
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy)
+    policy, directory = core.new_policy(made.name), WeightDirectory(core.switches)
+    run = ActiveRun(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy)
     run.weights.directory = directory
-    run.agreement = Agreement(Window(core.limits.agreement))
+    run.agreement = Agreement(SpanWindow(core.limits.agreement))
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
     run.reserved.awake_stated = False  # its trainer may be at work on the GPUs where they sleep
@@ -237,7 +237,7 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     return run
 
 
-def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
+def _restore_worker(core: Core, run: ActiveRun, joined: rec.WorkerJoined) -> None:
     process = WorkerProcess(joined.intent_id, joined.session, joined.incarnation, joined.job_id)
     worker = Worker(
         joined.worker_id,

@@ -11,7 +11,7 @@ import msgspec
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.ledger import records as rec
-from scavenger.policy.agreement import Window
+from scavenger.policy.agreement import SpanWindow
 from scavenger.policy.interface import WindowMoved
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
@@ -46,13 +46,13 @@ from scavenger.router.core import (
     worker_counts,
     workers,
 )
-from scavenger.router.core.events import Identity
+from scavenger.router.core.events import PeerIdentity
 from scavenger.router.core.row_budget import PEER_BURST, PEER_EVERY_S
-from scavenger.router.core.state import Agreement, Run, RunSettings, TrainerLink, Version
+from scavenger.router.core.state import ActiveRun, Agreement, RunSettings, TrainerLink, Version
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
-from scavenger.weights.directory import Directory
+from scavenger.weights.directory import WeightDirectory
 
 #: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources: each engine is sent both in one message.
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
@@ -68,7 +68,7 @@ _TOO_MANY = (
 )
 
 
-def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
+def called(core: Core, conn: int, identity: PeerIdentity, call: Call) -> None:
     """Answer one call. Replies wait for the commit of what they promise."""
     run = core.runs.get(call.run)
     denied = _may_call(core, conn, identity, call, run)
@@ -96,7 +96,9 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
     core.send_durable(conn, Reply(call.id, reply))
 
 
-def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | None) -> Denied | None:
+def _may_call(
+    core: Core, conn: int, identity: PeerIdentity, call: Call, run: ActiveRun | None
+) -> Denied | None:
     if identity.role != "owner":
         return Denied("not-owner", "a worker's key cannot act as a trainer", "use the owner's key")
     if isinstance(call.body, OpenRun | Attach) and call.body.run != call.run:
@@ -128,7 +130,7 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
     return None
 
 
-def _fault_of_charging(core: Core, run: Run) -> Denied | None:
+def _fault_of_charging(core: Core, run: ActiveRun) -> Denied | None:
     """Charge a row that nothing else bounds: a trainer may ask for it as often as it likes. Work that is committed makes room."""
     if core.charge_row(f"calls {run.id}"):
         return None
@@ -136,7 +138,7 @@ def _fault_of_charging(core: Core, run: Run) -> Denied | None:
     return Denied("invalid", *_TOO_OFTEN)
 
 
-def _checkpoint(core: Core, run: Run, body: RecordCheckpoint) -> ReplyBody:
+def _checkpoint(core: Core, run: ActiveRun, body: RecordCheckpoint) -> ReplyBody:
     if body.kept is not None and body.step not in body.kept:
         return Denied(
             "invalid",
@@ -150,7 +152,7 @@ def _checkpoint(core: Core, run: Run, body: RecordCheckpoint) -> ReplyBody:
     return Ok()
 
 
-def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
+def _answer(core: Core, run: ActiveRun, body: CallBody) -> ReplyBody:
     match body:
         case SubmitGroups():
             return steps.submit(core, run, body)
@@ -178,7 +180,9 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
 # ---------------------------------------------------------------- opening
 
 
-def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
+def _open(
+    core: Core, conn: int, identity: PeerIdentity, call: Call, body: OpenRun, run: ActiveRun | None
+) -> None:
     if run is not None and run.trainer.opening is not None and run.trainer.opening[2] == body:
         # A repeat: its trainer connected again while the ledger is being read.
         run.trainer.opening = (conn, call.id, body)
@@ -192,7 +196,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         core.send(conn, Reply(call.id, Denied("invalid", *_TOO_MANY)))
         return
     if run is None:
-        run = Run(
+        run = ActiveRun(
             core.next_run_id,
             call.run,
             identity.public_key,
@@ -200,8 +204,8 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             body.engine,
             policy=core.new_policy(call.run),
         )
-        run.weights.directory = Directory(core.switches)  # which may be learnt later
-        run.agreement = Agreement(Window(core.limits.agreement))
+        run.weights.directory = WeightDirectory(core.switches)  # which may be learnt later
+        run.agreement = Agreement(SpanWindow(core.limits.agreement))
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(
@@ -267,7 +271,7 @@ def _fault_of_options(core: Core, body: OpenRun) -> Denied | None:
     return Denied("invalid", *found) if found else None
 
 
-def _supersede_opening(core: Core, run: Run) -> None:
+def _supersede_opening(core: Core, run: ActiveRun) -> None:
     """A trainer that still waits for its opening is told that a newer one came: unanswered, it would ask again and fence that one."""
     if run.trainer.opening is not None:
         conn, call_id, _ = run.trainer.opening
@@ -278,7 +282,7 @@ def _supersede_opening(core: Core, run: Run) -> None:
         )
 
 
-def _open_fault(run: Run, body: OpenRun) -> Denied | None:
+def _open_fault(run: ActiveRun, body: OpenRun) -> Denied | None:
     if run.seed != body.seed:
         why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
         return Denied("invalid", why, "choose another run.name")
@@ -289,7 +293,7 @@ def _open_fault(run: Run, body: OpenRun) -> Denied | None:
     return None
 
 
-def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
+def _attach(core: Core, conn: int, run: ActiveRun, body: Attach) -> ReplyBody:
     if run.trainer.opening is not None:
         return Denied("detached", "the run is being opened", "try again")
     run.trainer.conn = conn
@@ -307,7 +311,7 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
 # ---------------------------------------------------------------- steps
 
 
-def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
+def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
     if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
         why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
         return Denied(
@@ -359,7 +363,7 @@ def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: by
     return Ok()
 
 
-def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
+def _set_reserved(core: Core, run: ActiveRun, body: SetReserved) -> ReplyBody:
     if 0 < body.order < run.reserved.order:
         return Ok()  # said late: a newer word came before
     run.reserved.awake_stated, run.reserved.memory_changed = True, True
@@ -380,7 +384,7 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
     return Ok()
 
 
-def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
+def _end_reserved(core: Core, run: ActiveRun, body: EndReserved) -> ReplyBody:
     """Its trainer owns their processes: they are gone, whatever was heard of them last. One that was not is let in no more."""
     run.reserved.memory_changed = run.due.fleet = True
     for name in body.engines:
@@ -402,7 +406,7 @@ def _end_reserved(core: Core, run: Run, body: EndReserved) -> ReplyBody:
     return Ok()
 
 
-def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
+def _close(core: Core, run: ActiveRun, body: CloseRun) -> ReplyBody:
     if run.ended:
         return Ok()
     if body.state not in ENDS:

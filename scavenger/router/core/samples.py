@@ -23,7 +23,7 @@ from scavenger.protocol.messages import (
     Revoke,
     RunStopped,
 )
-from scavenger.router.core.state import Group, Run, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
 
@@ -90,7 +90,7 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
 
 
-def target_version(run: Run) -> int:
+def target_version(run: ActiveRun) -> int:
     """The version that the run's idle workers shall load: the oldest queued one, else the oldest leased one, else the newest.
 
     With steps in advance, who has nothing left to do for one step begins with the next.

@@ -1,7 +1,7 @@
 """The rows of the router's tables: runs, groups, samples, workers. Pure.
 
-    Run -> Group -> Sample      what a trainer asked for; `Run.queue` holds the samples that wait for a worker
-    Run -> Worker -> Sample     who generates: `Worker.leases`
+    ActiveRun -> Group -> Sample      what a trainer asked for; `ActiveRun.queue` holds the samples that wait for a worker
+    ActiveRun -> Worker -> Sample     who generates: `Worker.leases`
 
 Owns the rows; `tables.Core` holds them, and `transitions` says what may become of them. Decides nothing.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from scavenger.errors import ONE_RELEASE
 from scavenger.policy import placement
-from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, Window
+from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
@@ -26,15 +26,15 @@ from scavenger.router.core.transitions import (
     SAMPLE_TRANSITIONS,
     UNFINISHED,
     WORKER_TRANSITIONS,
+    GpuMemoryState,
     IllegalTransition,
-    Memory,
     MemoryStep,
     SampleStatus,
     SampleStep,
     WorkerStatus,
     WorkerStep,
 )
-from scavenger.weights.directory import Directory
+from scavenger.weights.directory import WeightDirectory
 
 if TYPE_CHECKING:
     from scavenger.config import DaemonConfig
@@ -219,7 +219,7 @@ class Group:
     """
 
     id: int
-    run: Run
+    run: ActiveRun
     purpose: str
     step: int
     prompt_index: int
@@ -301,7 +301,7 @@ class PublishedWeights:
     """The versions that the run's trainer published, and which of them can be had from whom."""
 
     versions: dict[int, Version] = field(default_factory=dict)
-    directory: Directory = field(default_factory=Directory)  # engines that serve versions on
+    directory: WeightDirectory = field(default_factory=WeightDirectory)  # engines that serve versions on
     next_version: int = 1
 
     def unproved(self, version: int, root: bytes, merged: bytes) -> str:
@@ -422,7 +422,7 @@ class Place:
 class Agreement:
     """How the run's engines agree with its trainer. Both tables keep the newest workers."""
 
-    window: Window
+    window: SpanWindow
     places: OrderedDict[int, Place] = field(default_factory=OrderedDict)  # by worker id
     suspects: OrderedDict[int, tuple[str, str]] = field(
         default_factory=OrderedDict
@@ -464,7 +464,7 @@ class FleetCache:
 
 
 @dataclass(slots=True)
-class Run:
+class ActiveRun:
     """A run of a trainer over all its attempts, with everything in flight for it."""
 
     id: int
@@ -487,7 +487,7 @@ class Run:
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved: ReservedEngines = field(default_factory=ReservedEngines)
     decisions: PolicyDecisions = field(default_factory=PolicyDecisions)
-    agreement: Agreement = field(default_factory=lambda: Agreement(Window(DEFAULT_RULES)))
+    agreement: Agreement = field(default_factory=lambda: Agreement(SpanWindow(DEFAULT_RULES)))
     due: Due = field(default_factory=Due)
     cached: FleetCache = field(default_factory=FleetCache)
     stopped: str = ""  # why it cannot go on; empty: it can
@@ -526,7 +526,7 @@ class WorkerWeights:
 class WorkerMemory:
     """What a worker does with its GPUs' memory: the orders it was sent, and what it acknowledged."""
 
-    state: Memory = Memory.AWAKE  # changed by `Worker.transition_memory` only
+    state: GpuMemoryState = GpuMemoryState.AWAKE  # changed by `Worker.transition_memory` only
     order: int = 0  # number of the last order to sleep or wake
     sleep_ordered_at: float = 0.0  # Unix seconds
     bytes_held: int = 0  # as it last said
@@ -576,7 +576,7 @@ class Worker:
     """A process with an engine in it, as the router knows it. Times: Unix seconds."""
 
     id: int
-    run: Run
+    run: ActiveRun
     kind: str  # "harvested" | "reserved"
     node: str
     gpus: int

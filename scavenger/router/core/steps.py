@@ -31,7 +31,7 @@ from scavenger.protocol.messages import (
     Trained,
 )
 from scavenger.router.core import samples
-from scavenger.router.core.state import Group, Run, Sample
+from scavenger.router.core.state import ActiveRun, Group, Sample
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep
 
@@ -49,7 +49,7 @@ def _seconds_are_times(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _spec_fault(run: Run, spec: GroupSpec) -> str:
+def _spec_fault(run: ActiveRun, spec: GroupSpec) -> str:
     length = len(spec.prompt) // 4
     if len(spec.prompt) % 4 or not length:
         return f"prompt {spec.prompt_index} has no tokens"
@@ -83,7 +83,7 @@ def _size_fault(body: SubmitGroups) -> Denied | None:
     return None
 
 
-def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
+def submit(core: Core, run: ActiveRun, body: SubmitGroups) -> ReplyBody:
     if body.version not in run.weights.versions:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
     if body.purpose not in OUTCOMES:
@@ -132,7 +132,7 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     return Accepted(tuple(g.id for g in groups))
 
 
-def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Group:
+def _group_for(core: Core, run: ActiveRun, body: SubmitGroups, spec: GroupSpec) -> Group:
     """The group of this prompt: an equal one that exists goes on (I3), anything else is superseded and made anew."""
     root = run.weights.versions[body.version].root
     old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
@@ -152,7 +152,7 @@ def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Gro
     return _make_group(core, run, body, spec, root)
 
 
-def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
+def _adopt(core: Core, run: ActiveRun, group: Group, version: int) -> None:
     if not group.orphaned and group.version == version:
         return
     queued = [s for s in group.samples if s.id in run.queue]
@@ -168,7 +168,7 @@ def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
             core.record(rec.SampleReopened(sample.id, run.attempt, core.now))
 
 
-def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root: bytes) -> Group:
+def _make_group(core: Core, run: ActiveRun, body: SubmitGroups, spec: GroupSpec, root: bytes) -> Group:
     retry = run.retries.get((body.purpose, body.step, spec.prompt_index), 0)
     group = Group(
         core.next_group_id,
@@ -213,7 +213,7 @@ def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root:
     return group
 
 
-def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
+def commit(core: Core, run: ActiveRun, body: CommitStep) -> ReplyBody:
     groups = [
         g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned
     ]
@@ -277,7 +277,7 @@ def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
     )
 
 
-def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: SampleOutcome) -> None:
+def _end(core: Core, run: ActiveRun, body: CommitStep, sample: Sample, outcome: SampleOutcome) -> None:
     sample.transition(SampleStep.END)
     core.record(
         rec.SampleEnded(
@@ -294,14 +294,14 @@ def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: Sample
     )
 
 
-def trained(core: Core, run: Run, body: Trained) -> None:
+def trained(core: Core, run: ActiveRun, body: Trained) -> None:
     """How far the trainer is; pings repeat it."""
     if run.progress.newest == ("train", body.step) and body != run.progress.trained:
         run.progress.trained = body
         run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
 
 
-def retire_versions(run: Run, keep: int = 4) -> None:
+def retire_versions(run: ActiveRun, keep: int = 4) -> None:
     """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
     used = {g.version for g in run.by_key.values()}
     bases = {

@@ -1,7 +1,7 @@
 """What the router holds, and the effects of the event under way: records to write, messages to send now or once they are durable.
 
 Pure. Owns the queue of effects that wait for a commit. Holds lengths and stop flags; tokens pass through it unseen, from a chunk to
-`Payloads` and to the ledger. Decides nothing.
+`PayloadPort` and to the ledger. Decides nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from scavenger.router.core.events import (
     WorkerLife,
     Write,
 )
-from scavenger.router.core.payloads import Payloads
+from scavenger.router.core.payloads import PayloadPort
 from scavenger.router.core.row_budget import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_LOGGED, Budget
-from scavenger.router.core.state import Group, RouterLimits, Run, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Group, RouterLimits, Sample, Worker
 
 #: Engines that are gone and still told of: more than a fleet loses between two looks at Slurm.
 MAX_LIVED = 4096
@@ -44,7 +44,7 @@ class Core:
         self,
         limits: RouterLimits,
         generation: int,
-        payloads: Payloads,
+        payloads: PayloadPort,
         ledger: str = "",
         restored: bool = False,
     ) -> None:
@@ -55,7 +55,7 @@ class Core:
         self.restored = (
             restored  # it began with a backup: a peer that names no history may be of the other one
         )
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, ActiveRun] = {}
         self.groups: dict[int, Group] = {}
         self.samples: dict[int, Sample] = {}
         self.workers: dict[int, Worker] = {}
@@ -141,7 +141,7 @@ class Core:
         if conn is not None:
             self._event_actions.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
-    def read_history(self, run: Run) -> None:
+    def read_history(self, run: ActiveRun) -> None:
         self._event_actions.append(ReadHistory(run.id, run.attempt, run.progress.resumed_after))
 
     def length_accepted(self, sample: Sample) -> None:

@@ -141,7 +141,7 @@ WORKER_TRANSITIONS: dict[WorkerStatus, dict[WorkerStep, WorkerStatus]] = {
 }
 
 
-class Memory(StrEnum):
+class GpuMemoryState(StrEnum):
     """What a worker does with its GPU's memory. Beside its status: one that is asked to leave, or is silent, holds it as before."""
 
     AWAKE = "awake"
@@ -164,29 +164,32 @@ class MemoryStep(StrEnum):
 
 #: What may happen to a worker's memory: state -> step -> state. Anything else is a bug. Only one that is asleep is woken, so that an order
 #: to wake never overtakes the acknowledgement of the order before.
-MEMORY_TRANSITIONS: dict[Memory, dict[MemoryStep, Memory]] = {
-    Memory.AWAKE: {
-        MemoryStep.SLEEP: Memory.FALLING_ASLEEP,
-        MemoryStep.FOUND_FALLING_ASLEEP: Memory.FALLING_ASLEEP,
-        MemoryStep.FOUND_ASLEEP: Memory.ASLEEP,
-        MemoryStep.FOUND_WAKING: Memory.WAKING,
+MEMORY_TRANSITIONS: dict[GpuMemoryState, dict[MemoryStep, GpuMemoryState]] = {
+    GpuMemoryState.AWAKE: {
+        MemoryStep.SLEEP: GpuMemoryState.FALLING_ASLEEP,
+        MemoryStep.FOUND_FALLING_ASLEEP: GpuMemoryState.FALLING_ASLEEP,
+        MemoryStep.FOUND_ASLEEP: GpuMemoryState.ASLEEP,
+        MemoryStep.FOUND_WAKING: GpuMemoryState.WAKING,
     },
-    Memory.WAKING: {MemoryStep.SLEEP: Memory.FALLING_ASLEEP, MemoryStep.WOKEN: Memory.AWAKE},
-    Memory.FALLING_ASLEEP: {MemoryStep.SLEPT: Memory.ASLEEP},
-    Memory.ASLEEP: {MemoryStep.WAKE: Memory.WAKING},
+    GpuMemoryState.WAKING: {
+        MemoryStep.SLEEP: GpuMemoryState.FALLING_ASLEEP,
+        MemoryStep.WOKEN: GpuMemoryState.AWAKE,
+    },
+    GpuMemoryState.FALLING_ASLEEP: {MemoryStep.SLEPT: GpuMemoryState.ASLEEP},
+    GpuMemoryState.ASLEEP: {MemoryStep.WAKE: GpuMemoryState.WAKING},
 }
 #: What a worker's memory may be in each status. What is asked to leave, or has not come back, keeps its memory as it was.
-MEMORY_ALLOWED: dict[WorkerStatus, frozenset[Memory]] = {
-    WorkerStatus.LOADING: frozenset({Memory.AWAKE, Memory.WAKING}),
-    WorkerStatus.READY: frozenset({Memory.AWAKE, Memory.WAKING}),
-    WorkerStatus.FALLING_ASLEEP: frozenset({Memory.FALLING_ASLEEP}),
-    WorkerStatus.ASLEEP: frozenset({Memory.ASLEEP}),
-    WorkerStatus.DRAINING: frozenset(Memory),
-    WorkerStatus.AWAY: frozenset(Memory),
+MEMORY_ALLOWED: dict[WorkerStatus, frozenset[GpuMemoryState]] = {
+    WorkerStatus.LOADING: frozenset({GpuMemoryState.AWAKE, GpuMemoryState.WAKING}),
+    WorkerStatus.READY: frozenset({GpuMemoryState.AWAKE, GpuMemoryState.WAKING}),
+    WorkerStatus.FALLING_ASLEEP: frozenset({GpuMemoryState.FALLING_ASLEEP}),
+    WorkerStatus.ASLEEP: frozenset({GpuMemoryState.ASLEEP}),
+    WorkerStatus.DRAINING: frozenset(GpuMemoryState),
+    WorkerStatus.AWAY: frozenset(GpuMemoryState),
 }
 #: What a registration says, where this daemon has ordered nothing yet, and the step that it is; one that is awake is as it began.
-MEMORY_FOUND: dict[Memory, MemoryStep] = {
-    Memory.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
-    Memory.ASLEEP: MemoryStep.FOUND_ASLEEP,
-    Memory.WAKING: MemoryStep.FOUND_WAKING,
+MEMORY_FOUND: dict[GpuMemoryState, MemoryStep] = {
+    GpuMemoryState.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
+    GpuMemoryState.ASLEEP: MemoryStep.FOUND_ASLEEP,
+    GpuMemoryState.WAKING: MemoryStep.FOUND_WAKING,
 }

@@ -19,9 +19,9 @@ from scavenger.protocol.messages import (
     WeightsLoaded,
 )
 from scavenger.router.core import refusals, samples
-from scavenger.router.core.state import Run, Version, Worker
+from scavenger.router.core.state import ActiveRun, Version, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import Memory, MemoryStep, WorkerStatus, WorkerStep
+from scavenger.router.core.transitions import GpuMemoryState, MemoryStep, WorkerStatus, WorkerStep
 from scavenger.weights.directory import refused
 
 MAX_LOAD_FAILURES = 5
@@ -37,7 +37,7 @@ def repeat(core: Core, worker: Worker, heard: int) -> None:
     if worker.status is WorkerStatus.DRAINING:
         core.send_durable(worker.conn, Drain(worker.departure.reason))
     elif heard != worker.memory.order:
-        sleeps = worker.memory.state in (Memory.FALLING_ASLEEP, Memory.ASLEEP)
+        sleeps = worker.memory.state in (GpuMemoryState.FALLING_ASLEEP, GpuMemoryState.ASLEEP)
         core.send_durable(worker.conn, Sleep(worker.memory.order) if sleeps else Wake(worker.memory.order))
 
 
@@ -58,9 +58,9 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
         worker.weights.asked = worker.weights.loaded
     # Its memory state answers the newest order: the acknowledgement may have been lost.
     if beat.memory_order == worker.memory.order:
-        if beat.memory == "asleep" and worker.memory.state is Memory.FALLING_ASLEEP:
+        if beat.memory == "asleep" and worker.memory.state is GpuMemoryState.FALLING_ASLEEP:
             asleep(core, worker, beat.memory_order, beat.bytes_held)
-        elif beat.memory == "awake" and worker.memory.state is Memory.WAKING:
+        elif beat.memory == "awake" and worker.memory.state is GpuMemoryState.WAKING:
             awake(core, worker, beat.memory_order, beat.bytes_held)
     repeat(core, worker, beat.memory_order)
 
@@ -151,7 +151,7 @@ def asleep(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
 
     The acknowledgement of an older order is none of the newest: between the two it was woken, or is about to be.
     """
-    if order != worker.memory.order or worker.memory.state is not Memory.FALLING_ASLEEP:
+    if order != worker.memory.order or worker.memory.state is not GpuMemoryState.FALLING_ASLEEP:
         return
     worker.memory.bytes_held = bytes_held
     worker.transition_memory(MemoryStep.SLEPT)
@@ -169,7 +169,7 @@ def asleep(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
 
 def awake(core: Core, worker: Worker, order: int, bytes_held: int) -> None:
     """It has its memory again. Leases were sent behind the order to wake: it takes them in turn."""
-    if order == worker.memory.order and worker.memory.state is Memory.WAKING:
+    if order == worker.memory.order and worker.memory.state is GpuMemoryState.WAKING:
         worker.memory.bytes_held = bytes_held
         worker.transition_memory(MemoryStep.WOKEN)
 
@@ -251,7 +251,7 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
     return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
 
 
-def _revision(run: Run, version: Version) -> tuple[int, ...]:
+def _revision(run: ActiveRun, version: Version) -> tuple[int, ...]:
     """Changes whenever a holder of the version or of its base comes or goes, and when its base is published again."""
     base = run.weights.base_of(version)
     return (

@@ -6,11 +6,11 @@ The counts are kept and corrected as workers change, because every event needs t
 from __future__ import annotations
 
 from scavenger.protocol.messages import MAX_SLOTS, Fleet, reserved_name, words
-from scavenger.router.core.state import ReservedMemory, Run, Worker
-from scavenger.router.core.transitions import Memory, WorkerStatus
+from scavenger.router.core.state import ActiveRun, ReservedMemory, Worker
+from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus
 
 
-def fleet_sizes(run: Run) -> tuple[int, int, int]:
+def fleet_sizes(run: ActiveRun) -> tuple[int, int, int]:
     """Harvested workers that can generate, reserved ones awake, reserved ones asleep or going to sleep.
 
     A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
@@ -24,7 +24,7 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def counted(run: Run) -> tuple[int, int, int]:
+def counted(run: ActiveRun) -> tuple[int, int, int]:
     """The sizes, counted from scratch."""
     run.due.changed_workers.clear()
     for worker in run.workers.values():
@@ -32,7 +32,7 @@ def counted(run: Run) -> tuple[int, int, int]:
     return fleet_sizes(run)
 
 
-def counted_again(run: Run) -> tuple[int, int, int]:
+def counted_again(run: ActiveRun) -> tuple[int, int, int]:
     """The sizes as counted last, corrected for the workers that changed since then: a fleet loads its weights one by one."""
     sizes = list(run.cached.sizes)
     for worker in run.due.changed_workers:
@@ -45,12 +45,12 @@ def counted_again(run: Run) -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def memory_of(run: Run) -> ReservedMemory:
+def memory_of(run: ActiveRun) -> ReservedMemory:
     """Which reserved engines acknowledged that their memory is free, and all others: one that is silent or leaving counts as holding it."""
     reserved = [worker for worker in run.workers.values() if worker.kind == "reserved"]
-    asleep = [worker for worker in reserved if worker.memory.state is Memory.ASLEEP]
+    asleep = [worker for worker in reserved if worker.memory.state is GpuMemoryState.ASLEEP]
     holding = {
-        name_of(worker) for worker in reserved if worker.memory.state is not Memory.ASLEEP
+        name_of(worker) for worker in reserved if worker.memory.state is not GpuMemoryState.ASLEEP
     } | run.reserved.unaccounted.keys()
     names = sorted(name_of(worker) for worker in asleep)
     held = sum(worker.memory.bytes_held for worker in asleep)
@@ -64,7 +64,7 @@ def name_of(worker: Worker) -> str:
     return reserved_name(worker.slot, worker.process.session) if worker.slot else f"worker {worker.id}"
 
 
-def memory_counted(run: Run) -> ReservedMemory:
+def memory_counted(run: ActiveRun) -> ReservedMemory:
     """`memory_of`, computed again only after a worker came, went or changed."""
     if run.reserved.memory_changed:
         run.reserved.counted_memory, run.reserved.memory_changed = memory_of(run), False
@@ -80,7 +80,7 @@ def _role(worker: Worker) -> int:
     return 1 if status is WorkerStatus.READY or status is WorkerStatus.LOADING else 2
 
 
-def fleet_of(run: Run) -> Fleet:
+def fleet_of(run: ActiveRun) -> Fleet:
     """The run's workers as its trainer sees them."""
     open_samples = sum([g.unfinished for g in run.by_key.values() if not g.orphaned])
     held = sum([len(w.leases) for w in run.workers.values() if w.kind == "reserved" and _role(w) >= 0])

@@ -24,7 +24,7 @@ from scavenger.router.core import samples, worker_commands, worker_counts
 from scavenger.router.core.events import WorkerLife
 from scavenger.router.core.state import GivenUp, Sample, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import Memory, WorkerStatus, WorkerStep
+from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus, WorkerStep
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
@@ -224,7 +224,11 @@ def gone(
     worker.run.weights.directory.gone(worker.id)
     if worker.kind == "reserved":
         worker.run.reserved.memory_changed = True
-        if silent and worker.memory.state is not Memory.ASLEEP and worker.attempt in (0, worker.run.attempt):
+        if (
+            silent
+            and worker.memory.state is not GpuMemoryState.ASLEEP
+            and worker.attempt in (0, worker.run.attempt)
+        ):
             worker.run.reserved.unaccounted[worker_counts.name_of(worker)] = (
                 worker.slot,
                 worker.process.session,

@@ -4,8 +4,8 @@ those of one owner.
 A connection is *unproven* from its accept until its first message, which only a key that the daemon knows can send.
 Each one is left alone for `GRACE_S`. Beyond that it lasts until it is in the way: one more of the same address than
 `per_address`, or than `in_all`, ends the oldest; where none is older than `GRACE_S` the new one is ended. A peer of
-ours that is ended so connects again by itself. libzmq ends a handshake that is not finished in 5 s (`Server.bind`). Of those that proved a
-key an owner (or a worker) may have `per_owner`; one more is ended.
+ours that is ended so connects again by itself. libzmq ends a handshake that is not finished in 5 s (`RouterServer.bind`). Of those
+that proved a key an owner (or a worker) may have `per_owner`; one more is ended.
 
 `Handshakes` decides, and is pure. `HandshakeGuard` runs it in a thread of its own over libzmq's monitor of the
 socket, because accepts are libzmq's thread's and wait for no event loop. It ends a connection by shutting down its

@@ -42,7 +42,7 @@ from scavenger.protocol.messages import (
 from scavenger.router.core.events import (
     Fill,
     HelloReceived,
-    Identity,
+    PeerIdentity,
     RouterEvent,
     Send,
     TrainerCalled,
@@ -90,10 +90,10 @@ class PayloadPipeline:
         self.deliveries = Deliveries()
         self._post, self._send, self._connected = post, send, connected
         self._fetcher = Fetcher(read, lambda sample_id, payload: take_back(core, store, sample_id, payload))
-        self._in: Lines[RouterEvent] = Lines(
+        self._in: ConnectionLines[RouterEvent] = ConnectionLines(
             lambda event: lacking(core, store, event), self._take, self._fetcher, failed
         )
-        self._out: Lines[Send | Fill] = Lines(
+        self._out: ConnectionLines[Send | Fill] = ConnectionLines(
             self._lacks, self._give, self._fetcher, failed, self._has_headroom
         )
 
@@ -172,7 +172,7 @@ _LEAST_LOGPROB = np.finfo(np.float32).min
 _INT64 = 2**63
 
 
-def event_of(conn: int, identity: Identity, frame: memoryview, limit: int) -> RouterEvent:
+def event_of(conn: int, identity: PeerIdentity, frame: memoryview, limit: int) -> RouterEvent:
     """What a peer's frame of at most `limit` bytes means to the core. Raises `WireError` for one that is no message."""
     message = decode_to_daemon(frame, limit)
     if not fits(message):
@@ -295,7 +295,7 @@ def take_back(core: Core, store: PayloadStore, sample_id: int, payload: Payload)
 CAPACITY_PAUSE_S = 0.02
 
 
-class Lines(Generic[T]):
+class ConnectionLines(Generic[T]):
     """See the module. `wanted(item)`: the tokens that an item lacks now, {} for none; `handle(item)`: called for each, in order.
 
     `ready(item)`: whether an item may be handled now. `handle` is called once for an item, and again later where it gave False: not now.

@@ -21,11 +21,12 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from scavenger.errors import AuthError, Fenced, WireError
 from scavenger.host import descriptors, listening
-from scavenger.ledger.records import Event, GroupState, Record
+from scavenger.ledger.records import Event, OpenGroup, Record
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.router.core.events import (
     Committed,
+    CoreTick,
     Fill,
     GarbageReceived,
     Heard,
@@ -34,7 +35,6 @@ from scavenger.router.core.events import (
     RouterAction,
     RouterEvent,
     Send,
-    Tick,
     Write,
 )
 from scavenger.router.core.machine import Router
@@ -44,7 +44,7 @@ from scavenger.router.edge.handshakes import HandshakeGuard, limits_for
 from scavenger.router.edge.keyring import KeyRing
 from scavenger.router.edge.pipeline import PayloadPipeline, ReadPayloads, event_of, patiently
 
-__all__ = ["KeyRing", "LedgerWriter", "Server"]
+__all__ = ["KeyRing", "LedgerWriter", "RouterServer"]
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class LedgerWriter(Protocol):
     def go(self) -> None: ...
 
 
-class Server:
+class RouterServer:
     """Serves workers and trainers until it is stopped. `clock()` gives Unix seconds that never run backwards."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Server:
         keyring: KeyRing,
         keys: KeyPair,
         clock: Callable[[], float],
-        read_history: Callable[[int, int], Awaitable[tuple[GroupState, ...]]],
+        read_history: Callable[[int, int], Awaitable[tuple[OpenGroup, ...]]],
         store: PayloadStore,
         read_payloads: ReadPayloads,
     ) -> None:
@@ -329,7 +329,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_S)
             if not self._full:  # else nobody is listened to, and silence means nothing
-                self.post(Tick())
+                self.post(CoreTick())
                 self._sweep(self._clock())
             self.turns += 1
 

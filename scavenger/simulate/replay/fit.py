@@ -25,7 +25,7 @@ from scavenger.policy.history import RunHistory, Step
 from scavenger.policy.warm_start import Rate, rates
 from scavenger.protocol.messages import EngineSpec as WireSpec
 from scavenger.simulate import calibrate, presets
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import SimulatedEngine
 from scavenger.simulate.plan import parse_model
 
 #: Points that are fitted: more make the fit slow and not better.
@@ -35,7 +35,7 @@ TRAINED = "consumed"
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSpec(EngineSpec):
+class MeasuredSpec(SimulatedEngine):
     """An engine whose curve was measured with its prefills in it."""
 
     def prefill_many_s(self, parts: Sequence[tuple[int, int]]) -> float:
@@ -46,7 +46,7 @@ class MeasuredSpec(EngineSpec):
 class Machines:
     """What a replay is told of a run's machines. `load_s` by kind. `ranks` that train; `points` behind the curves and their error."""
 
-    engines: Mapping[str, EngineSpec]
+    engines: Mapping[str, SimulatedEngine]
     load_s: Mapping[str, float]
     train_token_s: float
     score_group_s: float
@@ -109,7 +109,7 @@ def _total(steps: Sequence[Step], metric: str) -> float:
     return sum(step.metrics[metric] for step in steps)
 
 
-def _engine(run_history: RunHistory, measured: Sequence[Rate]) -> tuple[EngineSpec, float]:
+def _engine(run_history: RunHistory, measured: Sequence[Rate]) -> tuple[SimulatedEngine, float]:
     if len(measured) < 3:
         why = f"{len(measured)} stretches of work of the recorded engines cannot give a curve"
         raise ConfigError(
@@ -120,7 +120,8 @@ def _engine(run_history: RunHistory, measured: Sequence[Rate]) -> tuple[EngineSp
     spec = MeasuredSpec(model, presets.H100, presets.UNCALIBRATED, max_sequences=wire_spec.max_batch)
     every = -(-len(measured) // POINTS)
     points = [
-        calibrate.Measured(max(1, round(rate.batch)), _each(rate), _speed(rate)) for rate in measured[::every]
+        calibrate.MeasuredPoint(max(1, round(rate.batch)), _each(rate), _speed(rate))
+        for rate in measured[::every]
     ]
     found = calibrate.fit(spec, points)
     return replace(spec, efficiency=found.efficiency), found.rms_error

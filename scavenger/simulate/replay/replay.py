@@ -32,11 +32,11 @@ from statistics import median
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, SimulationError
 from scavenger.policy import registry
-from scavenger.policy.history import Life, RunHistory, Step
+from scavenger.policy.history import EngineLifetime, RunHistory, Step
 from scavenger.protocol.messages import Goodbye, SampleKey
-from scavenger.router.core.events import Identity, WorkerSent
+from scavenger.router.core.events import PeerIdentity, WorkerSent
 from scavenger.simulate.clock import Simulation, Streams
-from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.outcome import StepOutcome
 from scavenger.simulate.policies import SimulatedPolicy
 from scavenger.simulate.replay.fit import Machines, config_of, fit, trained_groups
@@ -253,7 +253,7 @@ def _scenario(
     steps: Sequence[Step],
     machines: Machines,
     lengths: HistoryLengths,
-    lives: Sequence[Life],
+    lives: Sequence[EngineLifetime],
 ) -> Scenario:
     first = steps[0].completions
     groups = len({completion.group_id for completion in first})
@@ -265,7 +265,7 @@ def _scenario(
         harvested=machines.engines["harvested"],
         trainer=trainer,
         lengths=lengths,
-        fleet=Fleet("recorded", math.inf, {"recorded": 1}, {"recorded": 0}, ()),
+        fleet=FleetTrace("recorded", math.inf, {"recorded": 1}, {"recorded": 0}, ()),
         prompts=groups,
         samples=len(first) // groups,
         prompt_tokens=max(1, round(sum(completion.prompt_tokens for completion in first) / len(first))),
@@ -285,7 +285,7 @@ def _scenario(
 class _ReplayedEngine:
     """A recorded engine. `waiting`: what to call when it is ready, should it have been asked to load before."""
 
-    life: Life
+    life: EngineLifetime
     sim: SimEngine | None = None
     ready: bool = False
     waiting: Callable[[], None] | None = None
@@ -464,7 +464,7 @@ class _ReplayedSite:
         life = engine.life
         reserved = life.kind == "reserved"
         key = life.intent_id or f"worker-{life.worker_id}"
-        identity = OWNER if reserved else Identity("worker", f"key-{key}", RUN, key)
+        identity = OWNER if reserved else PeerIdentity("worker", f"key-{key}", RUN, key)
         return SimEngine(
             self._sim,
             self._daemon,

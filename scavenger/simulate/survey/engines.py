@@ -18,7 +18,7 @@ from datetime import datetime, timedelta, tzinfo
 import numpy as np
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.fleet import Fleet, FleetChange
+from scavenger.simulate.fleet import FleetChange, FleetTrace
 from scavenger.simulate.fleet_stats import HOUR_S, weighted_quantile
 
 
@@ -48,7 +48,7 @@ class Hour:
 class _Nodes:
     """Idle GPUs and engines by node, while time goes on."""
 
-    def __init__(self, fleet: Fleet, gpus: int) -> None:
+    def __init__(self, fleet: FleetTrace, gpus: int) -> None:
         self.gpus = gpus
         self.idle = dict(fleet.initial)
         self.starts: dict[str, list[float]] = {node: [] for node in fleet.initial}
@@ -83,7 +83,7 @@ class _Nodes:
             self.update(node)
 
 
-def replay(fleet: Fleet, gpus: int, most: int | None = None) -> tuple[SurveyedEngine, ...]:
+def replay(fleet: FleetTrace, gpus: int, most: int | None = None) -> tuple[SurveyedEngine, ...]:
     """Every engine that `fleet` carries when there may be `most` at once (None: any number), in order of their end."""
     if gpus < 1 or (most is not None and most < 1):
         raise ConfigError(

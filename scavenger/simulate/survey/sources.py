@@ -18,7 +18,7 @@ from scavenger.errors import ClusterError, ConfigError
 from scavenger.simulate import sacct, traces
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.csvfile import read_csv, rows
-from scavenger.simulate.fleet import MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
+from scavenger.simulate.fleet import MOST_NODE_GPUS, FleetTrace, Occupation, from_occupations, most_used
 from scavenger.simulate.sacct import Dump, SacctJob
 from scavenger.simulate.survey.survey import Observed
 
@@ -143,7 +143,7 @@ def _nodes(path: Path) -> tuple[Node, ...]:
     return nodes
 
 
-def without_gone(dump: Dump, nodes: Sequence[Node]) -> tuple[Fleet, list[str]]:
+def without_gone(dump: Dump, nodes: Sequence[Node]) -> tuple[FleetTrace, list[str]]:
     """The fleet without the idle time of nodes that cannot be used now, from the end of their last job on; and those nodes.
 
     A node on which a job still runs is left as it is: how much of it is lost to others is not known.

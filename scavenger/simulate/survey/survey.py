@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.decode import EngineSpec
-from scavenger.simulate.fleet import Fleet, Occupation
+from scavenger.simulate.decode import SimulatedEngine
+from scavenger.simulate.fleet import FleetTrace, Occupation
 from scavenger.simulate.fleet_stats import HOUR_S, idle_time_outlasting, measure
 from scavenger.simulate.survey.engines import Hour, SurveyedEngine, by_hour, replay, working_s
 from scavenger.simulate.survey.waits import Delayed, Timing, delayed
@@ -26,7 +26,7 @@ class Observed:
     `jobs` are others'; `waits_s` what those that started waited. Both empty where the source has no jobs.
     """
 
-    fleet: Fleet
+    fleet: FleetTrace
     since: float | None = None
     jobs: tuple[Occupation, ...] = ()
     waits_s: tuple[float, ...] = ()
@@ -37,7 +37,7 @@ class Observed:
 class Question:
     """What to ask of a fleet. `most`: engines at once (None: as many as fit). `notice_s`: until the daemon has seen an idle GPU."""
 
-    spec: EngineSpec
+    spec: SimulatedEngine
     cold_start_s: float
     notice_s: float = 60.0
     most: int | None = None
@@ -67,7 +67,7 @@ class SpeedUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TraceSurvey:
     """The answers. GPU-hours are over the whole period; `*_per_h` are rates over it.
 
     `outlasting`: share of idle GPU time in idle slices longer than `ready_s`. `usable_gpu_h`: what engines would have had to generate with,
@@ -99,7 +99,7 @@ class Survey:
         return self.usable_gpu_h / self.question.spec.gpus / self.hours
 
 
-def survey(observed: Observed, question: Question) -> Survey:
+def survey(observed: Observed, question: Question) -> TraceSurvey:
     """Every answer that the idle GPUs give."""
     fleet = observed.fleet
     if max(fleet.capacity.values()) < question.spec.gpus:
@@ -112,7 +112,7 @@ def survey(observed: Observed, question: Question) -> Survey:
     ended = sorted(engine.length_s - question.ready_s for engine in preempted)
     hours = fleet.end_s / HOUR_S
     statistics = measure(fleet)
-    return Survey(
+    return TraceSurvey(
         observed=observed,
         question=question,
         hours=hours,

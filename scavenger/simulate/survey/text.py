@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from scavenger.simulate.fleet_stats import HOUR_S
-from scavenger.simulate.report import HourOfDay, Report, Series
+from scavenger.simulate.report import HourOfDay, Series, SimulationReport
 from scavenger.simulate.survey.engines import Hour
-from scavenger.simulate.survey.survey import Observed, Question, SpeedUp, Survey
+from scavenger.simulate.survey.survey import Observed, Question, SpeedUp, TraceSurvey
 from scavenger.simulate.survey.waits import JOB_END_S, Timing
 
 
-def of_survey(found: Survey, speed_up: SpeedUp | str) -> Report:
+def of_survey(found: TraceSurvey, speed_up: SpeedUp | str) -> SimulationReport:
     """The page of one survey."""
     facts = tuple((row.name.strip(), row.value, row.meaning) for row in rows(found, speed_up))
-    return Report(
+    return SimulationReport(
         title="what idle GPUs could give",
         subtitle=title(found.observed, found.question),
         facts=facts,
@@ -29,7 +29,7 @@ def of_survey(found: Survey, speed_up: SpeedUp | str) -> Report:
     )
 
 
-def by_owner(found: Survey) -> Series:
+def by_owner(found: TraceSurvey) -> Series:
     """Others' GPUs, engines at work, engines starting, and what stays idle; one value for each instant at which any of them changes."""
     fleet, ask = found.observed.fleet, found.question
     gpus = ask.spec.gpus
@@ -105,7 +105,7 @@ def period(observed: Observed, question: Question) -> str:
     return f"{length} from {start:%Y-%m-%d %H:%M} to {start + timedelta(seconds=length_s):%Y-%m-%d %H:%M} {start:%Z}"
 
 
-def notes(found: Survey, speed_up: SpeedUp | str) -> tuple[str, ...]:
+def notes(found: TraceSurvey, speed_up: SpeedUp | str) -> tuple[str, ...]:
     """What to know before the table is believed."""
     length_s = found.observed.fleet.end_s
     short = f"it covers {duration(length_s)} only: rates and hours of the day mean little below a day; take two weeks"
@@ -113,7 +113,7 @@ def notes(found: Survey, speed_up: SpeedUp | str) -> tuple[str, ...]:
     return (*((short,) if length_s < SHORT_S else ()), *found.observed.notes, *assumptions)
 
 
-def rows(found: Survey, speed_up: SpeedUp | str) -> tuple[TableRow, ...]:
+def rows(found: TraceSurvey, speed_up: SpeedUp | str) -> tuple[TableRow, ...]:
     """The whole table. `speed_up` is a text where there is none: why."""
     return (
         *_idle(found),
@@ -124,7 +124,7 @@ def rows(found: Survey, speed_up: SpeedUp | str) -> tuple[TableRow, ...]:
     )
 
 
-def _idle(found: Survey) -> tuple[TableRow, ...]:
+def _idle(found: TraceSurvey) -> tuple[TableRow, ...]:
     ask = found.question
     share = found.idle_mean / found.gpus
     engine = f"{ask.spec.model.name} on {ask.spec.gpus} x {ask.spec.gpu.name}"
@@ -143,7 +143,7 @@ def _idle(found: Survey) -> tuple[TableRow, ...]:
     )
 
 
-def _engines(found: Survey) -> tuple[TableRow, ...]:
+def _engines(found: TraceSurvey) -> tuple[TableRow, ...]:
     ask = found.question
     left = found.usable_gpu_h / found.idle_gpu_h if found.idle_gpu_h else 0.0
     limit = "as many as fit" if ask.most is None else f"at most {ask.most}"
@@ -186,7 +186,7 @@ def waits(timing: Timing) -> tuple[TableRow, ...]:
     )
 
 
-def _delayed(found: Survey) -> tuple[TableRow, ...]:
+def _delayed(found: TraceSurvey) -> tuple[TableRow, ...]:
     some = found.delayed
     if some is None:
         return (TableRow("  jobs concerned", "not known", "the source has no jobs, only idle GPUs"),)

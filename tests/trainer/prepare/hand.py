@@ -10,13 +10,13 @@ from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from trainer.prepare import __main__ as program
 from trainer.prepare import check, model, weights
-from trainer.prepare.check import Gpus
-from trainer.prepare.memory import Shape, TrainJob
+from trainer.prepare.check import RequestedGpus
+from trainer.prepare.memory import ModelShape, TrainJob
 
 ROOT = Path(__file__).resolve().parents[3]
-NO_GPU = Gpus(1, 0, 0.0)
+NO_GPU = RequestedGpus(1, 0, 0.0)
 RAISES = 'def f(prompt, completion, meta):\n    return float(meta["no such column"])\n'
-BIG = Shape(8_000_000_000, 36, 4096, 12288, 151936)
+BIG = ModelShape(8_000_000_000, 36, 4096, 12288, 151936)
 FITS = TrainJob(16, 80.0, 8192, True, BIG.parameters, False, False, 0.9, 1)
 
 
@@ -36,7 +36,7 @@ def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
 
 
-def refused(run: Path, gpus: Gpus = NO_GPU) -> dict[str, str]:
+def refused(run: Path, gpus: RequestedGpus = NO_GPU) -> dict[str, str]:
     return {finding.what: finding.problem for finding in check.check(run, gpus) if finding.problem}
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from tests.trainer.prepare.hand import NO_GPU, RAISES, ROOT, change, edit, refused
 from trainer.prepare import check
-from trainer.prepare.check import Gpus
+from trainer.prepare.check import RequestedGpus
 
 
 def test_a_wrong_model_path_is_refused_and_what_needs_it_is_skipped(run: Path, own_model: Path) -> None:
     change(run, f'path = "{own_model}"', 'path = "/nowhere/qwen"')
-    findings = {finding.what: finding for finding in check.check(run, Gpus(1, 1, 80.0))}
+    findings = {finding.what: finding for finding in check.check(run, RequestedGpus(1, 1, 80.0))}
     assert "there is no folder /nowhere/qwen" in findings["model"].problem
     assert "remedy: give the folder of a Hugging Face model" in findings["model"].problem
     assert {what for what, finding in findings.items() if finding.skipped} == {

@@ -14,7 +14,7 @@ from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
 from trainer.prepare import check, model, rows
-from trainer.prepare.check import Gpus
+from trainer.prepare.check import RequestedGpus
 
 
 def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_model: Path, data: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert "#stop_token_ids = [1]" in run.read_text()
     script = run.with_name("train.sbatch")
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    assert check.gpus_of(script.read_text()) == Gpus(2, 2, 80.0)
+    assert check.gpus_of(script.read_text()) == RequestedGpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
     assert [finding.problem for finding in findings] == [""] * 13
     assert not any(finding.skipped for finding in findings)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from scavenger.config import read_run
-from scavenger.errors import Finding
+from scavenger.errors import StartFinding
 from tests.trainer.prepare.hand import BIG, FITS, NO_GPU, change, refused, weights_told
 from trainer.prepare import check, memory, model, rows, weights
-from trainer.prepare.check import Gpus
+from trainer.prepare.check import RequestedGpus
 from trainer.prepare.memory import PublishedSize
 
 STAYS = {"reserved": True, "offload": "never"}
@@ -81,7 +81,7 @@ def test_states_that_leave_the_gpu_take_host_memory_and_no_room_of_a_reserved_en
 
 def test_a_check_takes_trainer_offload_as_the_run_says_it_and_tells_the_host_memory(run: Path) -> None:
     change(run, 'name = "reference"', 'name = "vllm"')
-    tight = Gpus(2, 2, 3.0)
+    tight = RequestedGpus(2, 2, 3.0)
     (told,) = [one.note for one in check.check(run, tight) if one.what == "memory of the GPUs"]
     assert "wait in pinned host memory" not in told, "both fit"
     change(run, "[trainer]\n", '[trainer]\noffload = "always"\n')
@@ -98,7 +98,7 @@ def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Pa
         "gpus_per_engine = 1                 # of each, on",
         "gpus_per_engine = 4                 # of each, on",
     )
-    found = refused(run, Gpus(2, 2, 80.0))["memory of the GPUs"]
+    found = refused(run, RequestedGpus(2, 2, 80.0))["memory of the GPUs"]
     assert "reserved.gpus_per_engine = 4, and train.sbatch asks for 2 GPUs a node" in found
 
 
@@ -136,8 +136,8 @@ def test_what_keeps_a_reserved_engine_from_fitting_is_never_mended_by_leaving_it
 
 
 def test_a_model_too_big_for_the_job_s_gpus_is_refused(run: Path) -> None:
-    assert "memory of the GPUs" not in refused(run, Gpus(2, 2, 80.0))
-    assert "remedy: " in refused(run, Gpus(2, 2, 0.0001))["memory of the GPUs"]
+    assert "memory of the GPUs" not in refused(run, RequestedGpus(2, 2, 80.0))
+    assert "remedy: " in refused(run, RequestedGpus(2, 2, 0.0001))["memory of the GPUs"]
 
 
 def test_what_a_draft_chooses_for_a_large_model_fits(own_model: Path, data: Path, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_wrong_key_in_the_file_ends_the_check(run: Path) -> None:
     (finding,) = check.check(run, NO_GPU)
     assert "unknown key 'optimizer.speed'" in finding.problem
     assert check.report(run, [finding])[1] is False
-    assert check.report(run, [Finding("x")])[1] is True
+    assert check.report(run, [StartFinding("x")])[1] is True
 
 
 def test_an_out_dir_that_cannot_be_written_or_is_too_small_is_refused(

@@ -16,19 +16,19 @@ from tests.trainer.prepare.hand import BIG, ROOT, change, edit, refused
 from trainer.prepare import __main__ as program
 from trainer.prepare import check, kv_cache, memory, model, rows, sizes
 from trainer.prepare import draft as drafts
-from trainer.prepare.check import Gpus
-from trainer.prepare.memory import PublishedSize, Shape, TrainJob
-from trainer.prepare.sizes import Asked
+from trainer.prepare.check import RequestedGpus
+from trainer.prepare.memory import ModelShape, PublishedSize, TrainJob
+from trainer.prepare.sizes import SizingRequest
 
 # huggingface.co/Qwen: Qwen3-0.6B, Qwen3-8B and Qwen3-32B, and meta-llama/Llama-3.1-70B: config.json
-SMALL = Shape(596_000_000, 28, 1024, 3072, 151936, 16, 8, 128)
+SMALL = ModelShape(596_000_000, 28, 1024, 3072, 151936, 16, 8, 128)
 EIGHT = replace(BIG, heads=32, kv_heads=8, head_dim=128)
-LARGE = Shape(32_800_000_000, 64, 5120, 25600, 151936, 64, 8, 128)
-HUGE = Shape(70_600_000_000, 80, 8192, 28672, 128256, 64, 8, 128)
+LARGE = ModelShape(32_800_000_000, 64, 5120, 25600, 151936, 64, 8, 128)
+HUGE = ModelShape(70_600_000_000, 80, 8192, 28672, 128256, 64, 8, 128)
 
 
-def asked(shape: Shape, gpus: int = 8, nodes: int = 2, gb: float = 80.0, **more: Any) -> Asked:
-    return replace(Asked(shape, "vllm", gpus, nodes, gb, 512, 8192, 8704, 512), **more)
+def asked(shape: ModelShape, gpus: int = 8, nodes: int = 2, gb: float = 80.0, **more: Any) -> SizingRequest:
+    return replace(SizingRequest(shape, "vllm", gpus, nodes, gb, 512, 8192, 8704, 512), **more)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_batch_is_what_fits_into_the_cache_of_its_expected_length() -> None:
     ],
 )
 def test_what_is_chosen_fits_and_reserved_engines_are_never_left_out(
-    shape: Shape, gpus: int, nodes: int, gb: float, each: int, reserved: int
+    shape: ModelShape, gpus: int, nodes: int, gb: float, each: int, reserved: int
 ) -> None:
     chosen = sizes.choose(asked(shape, gpus, nodes, gb))
     assert (chosen.engine_gpus, chosen.reserved) == (each, reserved)
@@ -162,7 +162,9 @@ def test_what_vllm_has_for_its_cache_on_a_cpu_is_what_is_counted() -> None:
 # ---------------------------------------------------------------- the drafted files
 
 
-def drafted(own_model: Path, data: Path, tmp_path: Path, shape: Shape, context: int, **wish: Any) -> Path:
+def drafted(
+    own_model: Path, data: Path, tmp_path: Path, shape: ModelShape, context: int, **wish: Any
+) -> Path:
     """The run.toml of a large model that is not there: its facts are."""
     found = replace(
         model.read_facts(own_model),
@@ -297,7 +299,7 @@ def test_the_examples_engines_are_vllm_and_hold_their_batch_beside_the_trainer(
 # ---------------------------------------------------------------- the check
 
 
-def memory_told(run: Path, gpus: Gpus) -> str:
+def memory_told(run: Path, gpus: RequestedGpus) -> str:
     (found,) = [finding for finding in check.check(run, gpus) if finding.what == "memory of the GPUs"]
     assert not found.problem, found.problem
     return found.note
@@ -312,10 +314,10 @@ def lengthen(run: Path, completion: int) -> None:
 def test_a_check_counts_the_longest_sample_that_can_come(run: Path, own_model: Path) -> None:
     edit(own_model / "config.json", max_position_embeddings=1 << 20)
     lengthen(run, 1024)
-    short = memory_told(run, Gpus(2, 2, 80.0))
+    short = memory_told(run, RequestedGpus(2, 2, 80.0))
     assert "for a micro-batch of 16,384 tokens" in short
     lengthen(run, 32768)
-    long = memory_told(run, Gpus(2, 2, 80.0))
+    long = memory_told(run, RequestedGpus(2, 2, 80.0))
     assert "for a micro-batch of 32,773 tokens" in long, "the longest prompt has 5 tokens"
     found = memory.problem(
         EIGHT, TrainJob(16, 80.0, 16384, False, EIGHT.parameters, False, False, 0.9, 1, longest=131072)
@@ -329,7 +331,7 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
 ) -> None:
     edit(own_model / "config.json", max_position_embeddings=1 << 20)
     change(run, 'name = "reference"', 'name = "vllm"')
-    told = memory_told(run, Gpus(2, 2, 80.0))
+    told = memory_told(run, RequestedGpus(2, 2, 80.0))
     shape = drafts.shape_of(model.read_facts(own_model))
     cache = kv_cache.of_gpus(shape, 1, 80.0, 0.9)
     assert (
@@ -341,8 +343,8 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
     few = (
         kv_cache.work_nbytes(shape, 1) + 2 * shape.parameters + 4096 * cache.token
     ) / 0.9e9  # of 64 samples of a thousand tokens
-    assert "LOOK, engine.max_batch = 64 is more than fits" in memory_told(run, Gpus(2, 2, few))
-    found = refused(run, Gpus(2, 2, 0.9 * few))["memory of the GPUs"]
+    assert "LOOK, engine.max_batch = 64 is more than fits" in memory_told(run, RequestedGpus(2, 2, few))
+    found = refused(run, RequestedGpus(2, 2, 0.9 * few))["memory of the GPUs"]
     assert (
         "an engine (run.gpus_per_engine = 1) has 0.0 GB for its KV cache, and one sample of model.context_length = 2112 tokens"
         in found
