@@ -18,6 +18,7 @@ from scavenger.cluster.model import ClusterView, JobFlag, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
+from tests import slurm_faults
 
 SHARED = ("node1", "node2", "node3")
 
@@ -73,7 +74,7 @@ def slurm_sandbox(_one_slurm: SlurmSandbox) -> Iterator[SlurmSandbox]:
     cluster = SlurmCluster(_one_slurm.env)
     for node in cluster.view().nodes:
         if not node.usable:
-            _one_slurm.resume_node(node.name)
+            slurm_faults.resume_node(_one_slurm, node.name)
     empty(cluster)
 
 

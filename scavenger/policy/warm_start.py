@@ -42,13 +42,6 @@ class Rate:
     seconds: float
 
 
-def teach(policy: RouterPolicy, history: RunHistory) -> int:
-    """Have a policy observe all that it would have observed; returns the number of facts."""
-    known = facts(history)
-    observe_all(policy, known)
-    return len(known)
-
-
 def observe_all(policy: RouterPolicy, known: Sequence[tuple[float, Fact]]) -> None:
     """Have a policy observe facts, each at the time at which it became known."""
     for at, fact in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from scavenger.cluster.pyslurm.client import PyslurmCluster
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError
+from tests import slurm_faults
 from tests.clusters import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +70,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     try:
         yield Backend(
             cluster,
-            sandbox.lose_node,
-            sandbox.resume_node,
+            functools.partial(slurm_faults.lose_node, sandbox),
+            functools.partial(slurm_faults.resume_node, sandbox),
             "$SLURM_JOB_ID",
             "${SLURM_RESTART_COUNT:-0}",
             "srun",

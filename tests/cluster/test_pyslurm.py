@@ -30,6 +30,7 @@ from scavenger.cluster.slurm import text as slurm_text
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection
 from scavenger.errors import ClusterUnavailable, ConfigError
+from tests import slurm_faults
 from tests.cluster.test_slurm_cluster import no_descriptors
 from tests.clusters import wait_for
 
@@ -426,13 +427,13 @@ def test_the_real_one_is_unavailable_while_the_controller_hangs_and_recovers_by_
     try:
         cluster.view()
         pid = cluster.pid
-        slurm_sandbox.freeze_controller()
+        slurm_faults.freeze_controller(slurm_sandbox)
         try:
             with pytest.raises(ClusterUnavailable) as caught:
                 cluster.jobs()
             assert caught.value.error_kind == ErrorKind.NO_REPLY
         finally:
-            slurm_sandbox.thaw_controller()
+            slurm_faults.thaw_controller(slurm_sandbox)
 
         def answers() -> bool:
             try:

@@ -23,6 +23,7 @@ from scavenger.cluster.sandbox.conf import SandboxLocation, cred_expire_s, gres_
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from tests import slurm_faults
 from tests.clusters import unfinished, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +78,9 @@ def test_killing_a_jobs_steps_leaves_none_of_its_processes_and_slurm_puts_it_bac
         JobSpec(name="s", comment="", partition="scavenge", script=SLEEPER, nodelist=("node3",))
     )
     wait_for("the job's processes run", lambda: len(sleepers(slurm_sandbox.ready.pid)) >= 2)
-    assert len(slurm_sandbox.kill_steps(job_id)) >= 4
+    assert len(slurm_faults.kill_steps(slurm_sandbox, job_id)) >= 4
     wait_for("they are gone", lambda: not sleepers(slurm_sandbox.ready.pid), 2)
-    slurm_sandbox.down_node("node3")
+    slurm_faults.down_node(slurm_sandbox, "node3")
 
     def back() -> bool:
         (job,) = (job for job in cluster.view().jobs if job.job_id == job_id)
@@ -93,14 +94,14 @@ def test_a_controller_that_hangs_is_unavailable_and_a_submission_to_it_is_unknow
     slurm_sandbox: SlurmSandbox,
 ) -> None:
     patient, hasty = SlurmCluster(slurm_sandbox.env), SlurmCluster(slurm_sandbox.env, timeout_s=0.5)
-    slurm_sandbox.freeze_controller()
+    slurm_faults.freeze_controller(slurm_sandbox)
     try:
         with pytest.raises(ClusterUnavailable):
             hasty.view()
         with pytest.raises(SubmitUnknown):
             hasty.submit(JobSpec(name="s", comment="intent 77", partition="scavenge", script=SLEEPER))
     finally:
-        slurm_sandbox.thaw_controller()
+        slurm_faults.thaw_controller(slurm_sandbox)
     # the request was on its way: this is why a caller looks for its intent before it submits again
     wait_for("the job turns up", lambda: any(job.comment == "intent 77" for job in patient.view().jobs))
 

@@ -9,6 +9,7 @@ import pytest
 from scavenger.cluster.sandbox import sandbox
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.errors import ClusterError, ClusterUnavailable
+from tests import slurm_faults
 
 
 def shown(name: str, state: str, more: str = "") -> str:
@@ -55,11 +56,11 @@ def test_the_error_ends_with_the_log_of_the_nodes_slurmd(tmp_path: Path) -> None
 @pytest.mark.slurm
 def test_a_sandbox_names_the_node_that_is_out(slurm_sandbox: SlurmSandbox) -> None:
     slurm_sandbox.check_nodes()
-    slurm_sandbox.down_node("node2")
+    slurm_faults.down_node(slurm_sandbox, "node2")
     with pytest.raises(
         ClusterError,
         match=r"1 of 4 nodes are out:\nnode2: down, sandbox\nthe end of node2's slurmd log:\n  \S+",
     ):
         slurm_sandbox.check_nodes()
-    slurm_sandbox.resume_node("node2")
+    slurm_faults.resume_node(slurm_sandbox, "node2")
     slurm_sandbox.check_nodes()

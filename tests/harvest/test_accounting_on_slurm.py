@@ -24,6 +24,7 @@ from scavenger.ledger import records as rec
 from scavenger.ledger import store
 from scavenger.ledger.read import reader, reports
 from scavenger.router.core.events import WorkerLife
+from tests import slurm_faults
 from tests.harvest.world import World, layout, running, spec, until
 from tests.ledger.examples import written
 
@@ -191,13 +192,13 @@ class Site:
     async def frozen(self) -> None:
         """slurmctld hangs for longer than a poll; an engine ends meanwhile."""
         one = sorted(self.jobs())[0]
-        self.sandbox.freeze_controller()
+        slurm_faults.freeze_controller(self.sandbox)
         try:
             (self.folder / f"end-{one}").touch()
             failed = len(self.world.events("cluster_unavailable"))
             await until("a look failed", lambda: len(self.world.events("cluster_unavailable")) > failed, 60.0)
         finally:
-            self.sandbox.thaw_controller()
+            slurm_faults.thaw_controller(self.sandbox)
         key = (self.jobs()[one], 2)
         await until("Slurm knows that it ended", lambda: key in self.account.ends, 60.0)
 

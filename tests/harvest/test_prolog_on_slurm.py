@@ -16,6 +16,7 @@ from scavenger.cluster.model import JobState
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
+from tests import slurm_faults
 from tests.clusters import empty
 from tests.harvest.world import World, layout, running, until
 
@@ -69,7 +70,7 @@ def world(site: Site, tmp_path: Path) -> Iterator[World]:
         path.unlink(missing_ok=True)
     empty(cluster)
     for node in ("node1", "node2"):
-        site.sandbox.resume_node(node)
+        slurm_faults.resume_node(site.sandbox, node)
 
 
 def test_a_slow_prolog_delays_an_engine_and_the_epilog_runs_after_it(site: Site, world: World) -> None:

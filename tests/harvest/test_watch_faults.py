@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shlex
 import signal
@@ -23,6 +24,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked, JobGone
+from tests import slurm_faults
 from tests.clusters import empty
 from tests.harvest.world import World, layout, running, spec, until
 
@@ -102,7 +104,12 @@ async def saved(sandbox: SlurmSandbox, job_id: int) -> None:
 
 @pytest.mark.parametrize("world", KINDS, indirect=True)
 def test_a_controller_that_hangs(world: World, sandbox: SlurmSandbox) -> None:
-    survives(world, sandbox.freeze_controller, sandbox.thaw_controller, {ErrorKind.NO_REPLY})
+    survives(
+        world,
+        functools.partial(slurm_faults.freeze_controller, sandbox),
+        functools.partial(slurm_faults.thaw_controller, sandbox),
+        {ErrorKind.NO_REPLY},
+    )
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ from scavenger.policy.interface import (
     WorkerReady,
 )
 from scavenger.policy.predictive.policy import Predictive
-from scavenger.policy.warm_start import LEAST_S, facts, rates, teach
+from scavenger.policy.warm_start import LEAST_S, facts, observe_all, rates
 from tests.plain_view import PlainView
 from tests.router.test_predictive import worker
 
@@ -133,7 +133,7 @@ def test_facts_come_in_the_order_in_which_they_became_known() -> None:
 def test_a_policy_that_is_taught_has_learned_lengths_speed_trainer_starts_and_lives() -> None:
     policy, fresh = Predictive("r"), Predictive("r")
     history = played()
-    assert teach(policy, history) == len(facts(history))
+    observe_all(policy, facts(history))
     forecast = policy.forecast
     assert forecast.curve("harvested", 1).step_s(2, 40) == pytest.approx(STEP_S, rel=0.1)
     assert forecast.lengths is not None
@@ -170,9 +170,9 @@ def test_a_restarted_daemon_asks_for_as_many_engines_as_the_one_before() -> None
         max_engines=8,
     )
     anew, again = Predictive("r"), Predictive("r")
-    teach(anew, played())
+    observe_all(anew, facts(played()))
     assert anew.engines(here, 111.0)[0] < 4
-    teach(again, history)
+    observe_all(again, facts(history))
     engines, why = again.engines(here, 111.0)
     assert engines == 4
     assert "asked for before the daemon's restart" in why

@@ -18,6 +18,7 @@ from scavenger.cluster.model import JobState
 from scavenger.demo.site import DemoSite, SiteOptions
 from scavenger.harvest import limits as harvest_limits
 from scavenger.ledger import queries
+from tests import slurm_faults
 from tests.system import play
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
@@ -102,9 +103,9 @@ def _lose_engines(site: DemoSite, arm: Arm) -> None:
         for node, engines in by_node.items():
             if arm.name == "no notice":
                 for _, job in engines:
-                    site.sandbox.kill_steps(job)
-                site.sandbox.lose_node(node)
-                site.sandbox.resume_node(node)
+                    slurm_faults.kill_steps(site.sandbox, job)
+                slurm_faults.lose_node(site.sandbox, node)
+                slurm_faults.resume_node(site.sandbox, node)
             else:
                 arm.others.append(site.submit_other(0.5, 4, node))
             arm.lost |= {worker for worker, _ in engines}

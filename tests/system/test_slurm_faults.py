@@ -7,6 +7,7 @@ in `docs/slurm-states.md`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import pwd
 import re
@@ -35,6 +36,7 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.daemon.process import UnixClock
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import IntentRevoked, JobGone
+from tests import slurm_faults
 from tests.clusters import empty, wait_for
 from tests.conftest import faketime
 from tests.harvest.test_watch_faults import KINDS, error_kinds, saved, survives
@@ -122,7 +124,7 @@ def test_the_controller_fails_over_to_its_backup_and_back(
             async with running(world.harvester()):
                 await until("an engine runs and is observed", lambda: world.of(rec.AllocationStarted))
                 await saved(sandbox, world.of(rec.JobSubmitted)[0].job_id)
-                controllers.kill_and_hold(sandbox.dir, sandbox.controller_pid)
+                slurm_faults.kill_and_hold(sandbox)
                 try:
                     await until("the fault is named", lambda: ErrorKind.FAILING_OVER in error_kinds(world))
                     await until("the backup answers", lambda: world.events("cluster_back"))
@@ -133,7 +135,7 @@ def test_the_controller_fails_over_to_its_backup_and_back(
                         lambda: len(world.of(rec.AllocationStarted)) == 2,
                     )
                 finally:
-                    controllers.let_start(sandbox.dir)
+                    slurm_faults.let_start(sandbox)
                 await until("the first one is back", lambda: answering(sandbox) == ["UP", "UP"])
                 await looks(world, 5)
 
@@ -157,10 +159,15 @@ def test_a_first_controller_that_hangs_hides_the_backup_that_took_over(
         wait_for(
             "the backup takes over", lambda: log.read_text().count("Running as primary controller") > before
         )
-        two_controllers.thaw_controller()
+        slurm_faults.thaw_controller(two_controllers)
 
     with site(two_controllers.env, tmp_path) as world:
-        survives(world, two_controllers.freeze_controller, after_the_takeover, {ErrorKind.NO_REPLY})
+        survives(
+            world,
+            functools.partial(slurm_faults.freeze_controller, two_controllers),
+            after_the_takeover,
+            {ErrorKind.NO_REPLY},
+        )
 
 
 # ---------------------------------------------------------------- clocks

@@ -7,6 +7,7 @@ import pytest
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
+from tests.trainer.step_prompts import of_step
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.tasks import sort
 
@@ -29,10 +30,10 @@ def test_a_step_s_problems_depend_on_seed_and_step_alone(model_folder: Path) -> 
         PromptSource(make_config(model_folder), tokenizer),
         PromptSource(make_config(model_folder), tokenizer),
     )
-    expected = [one.of_step(step) for step in (1, 2, 3)]
-    assert [other.of_step(step) for step in (3, 2, 1)] == expected[::-1]
+    expected = [of_step(one, step) for step in (1, 2, 3)]
+    assert [of_step(other, step) for step in (3, 2, 1)] == expected[::-1]
     assert [prompt_task.index for step in expected for prompt_task in step] == list(range(12))
-    assert PromptSource(make_config(model_folder, seed=1), tokenizer).of_step(1) != expected[0]
+    assert of_step(PromptSource(make_config(model_folder, seed=1), tokenizer), 1) != expected[0]
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
@@ -70,14 +71,14 @@ def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(
     )
     held_out = {prompt_task.meta["row"] for prompt_task in problems.held_out()}
     epochs = [
-        [prompt_task.meta["row"] for step in steps for prompt_task in problems.of_step(step)]
+        [prompt_task.meta["row"] for step in steps for prompt_task in of_step(problems, step)]
         for steps in ((1, 2), (3, 4))
     ]
     for rows in epochs:
         assert sorted({*rows, *held_out}) == list(range(11))
         assert len(rows) == 8
     assert epochs[0] != epochs[1]
-    assert problems.of_step(1)[0].meta.keys() == {"answer", "level", "row"}
+    assert of_step(problems, 1)[0].meta.keys() == {"answer", "level", "row"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path)
     config = make_config(model_folder)
     tight = config.model_copy(update={"model": config.model.model_copy(update={"context_length": 12})})
     with pytest.raises(ConfigError, match=r"prompt 0 has 7 prompt tokens, .* room for 1 to 4"):
-        PromptSource(tight, open_tokenizer(model_folder)).of_step(1)
+        of_step(PromptSource(tight, open_tokenizer(model_folder)), 1)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from tests.trainer import published
 from tests.trainer.published import Kept
+from tests.trainer.step_prompts import of_step
 from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scoring
 from trainer.data.prompts import PromptSource, open_tokenizer
@@ -193,7 +194,7 @@ def play(
 ) -> tuple[StepResult, str]:
     global WORTHLESS
     tokenizer = open_tokenizer(config.model.path)
-    prompts = PromptSource(config, tokenizer).of_step(1)
+    prompts = of_step(PromptSource(config, tokenizer), 1)
     WORTHLESS = prompts[2].meta["answer"]
     learner = Learner(
         config.model.path,

@@ -19,6 +19,7 @@ from torch import Tensor
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
+from tests.trainer.step_prompts import of_step
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
 from tests.trainer.toy import ToyRanks, table
 from trainer.algorithms.rows import ROWS, resolve
@@ -90,7 +91,7 @@ def play(
         trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
     )
     tokenizer = open_tokenizer(folder)
-    prompts = PromptSource(config, tokenizer).of_step(1)
+    prompts = of_step(PromptSource(config, tokenizer), 1)
     scoring = Scoring(
         Reward(prompts[2].text), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS
     )
@@ -332,11 +333,11 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
             Ahead(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3]),
         )
         stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
-        stepper.ask(1, 1, prompts.of_step(1))
-        stepper.ask(2, 1, prompts.of_step(2), staleness=1)
-        first = stepper.step(1, 1, prompts.of_step(1))
+        stepper.ask(1, 1, of_step(prompts, 1))
+        stepper.ask(2, 1, of_step(prompts, 2), staleness=1)
+        first = stepper.step(1, 1, of_step(prompts, 1))
         weights = ranks.weights
-        second = stepper.step(2, 1, prompts.of_step(2))
+        second = stepper.step(2, 1, of_step(prompts, 2))
         assert (first.metrics["staleness_max"], second.metrics["staleness_mean"]) == (0.0, 1.0)
         assert first.metrics["mismatch_max"] < 1e-5
         assert (

@@ -190,7 +190,6 @@ class PromptSource:
         self._tokenizer = tokenizer
         self._say = say
         self._max_prompt_tokens = config.model.context_length - config.sampling.max_tokens
-        self._per_step = config.data.prompts_per_step
         self._eval_count = config.eval.prompts
         #: Tokens of the longest prompt in the files; 0 where prompts are made.
         self.longest = 0
@@ -237,10 +236,6 @@ class PromptSource:
         left_out = set(wrong)
         kept = [offset for offset in range(len(rows)) if offset not in left_out]
         return [items[offset] for offset in kept], [rows[offset] for offset in kept]
-
-    def of_step(self, step: int) -> list[PromptTask]:
-        """The prompts of step `step` (counted from 1), where none is replaced."""
-        return self.take((step - 1) * self._per_step, self._per_step)
 
     def take(self, position: int, count: int) -> list[PromptTask]:
         """`count` prompts of the training stream from `position` on."""

@@ -70,26 +70,16 @@ def revive(daemons: ControllersHost) -> set[str]:
     killed = {
         name
         for name in names
-        if daemons.children[name].poll() == -signal.SIGKILL and not _hold(daemons.dir).exists()
+        if daemons.children[name].poll() == -signal.SIGKILL and not hold_path(daemons.dir).exists()
     }
     for name in killed:
         _spawn(daemons, name)
     return killed
 
 
-def _hold(base: Path) -> Path:
+def hold_path(base: Path) -> Path:
+    """While this file exists `revive` starts no controller: it stays down, as on a host that lost its power."""
     return base / "run/hold"
-
-
-def kill_and_hold(base: Path, pid: int) -> None:
-    """SIGKILL a controller, which stays down until `let_start`: as on a host that lost its power."""
-    _hold(base).touch()
-    processes.send([pid], signal.SIGKILL)
-
-
-def let_start(base: Path) -> None:
-    """Controllers that were held down start again. No-op when none is."""
-    _hold(base).unlink(missing_ok=True)
 
 
 def pid_of(sandbox: int, conf: str) -> int:

@@ -282,60 +282,10 @@ class SlurmSandbox:
         """Raises `ClusterError`, naming the nodes that are out and what their slurmds say, unless a job could start on every one."""
         check(self.env, self.layout.nodes, self.dir / "log")
 
-    def down_node(self, name: str) -> None:
-        """Slurm takes the node for lost and requeues its jobs. Its slurmd lives: processes there get TERM, then KILL."""
-        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
-
-    def _node_states(self, name: str) -> set[str]:
-        """From scontrol: sinfo goes on showing the old state for a moment."""
-        found = re.search(r"State=(\S+)", self.run("scontrol", "show", "node", name))
-        return {word.strip("*").lower() for word in found[1].split("+")} if found else set()
-
-    def lose_node(self, name: str) -> None:
-        """The node as if its power were cut: its jobs' processes are gone with no notice, then Slurm is told."""
-        for job_id in self.run(
-            "squeue", "-h", "-a", "-w", name, "-t", "RUNNING,COMPLETING", "-o", "%A"
-        ).split():
-            self.kill_steps(int(job_id))
-        self.down_node(name)
-
-    def resume_node(self, name: str) -> None:
-        """Give a lost node back and wait until its slurmd has answered, about a second; no-op for one that is up."""
-        deadline = time.monotonic() + 20
-        while True:
-            states = self._node_states(name)
-            if {"down", "drain", "drained"} & states:
-                self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
-            elif (
-                states and not {"not_responding", "completing"} & states
-            ):  # a lost job's end may set the node down once more
-                return
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"node {name} did not come back: {' '.join(sorted(states)) or 'no such node'}"
-                )
-            time.sleep(0.05)
-
-    def kill_steps(self, job_id: int) -> tuple[int, ...]:
-        """SIGKILL a job's processes and its slurmstepds; return their pids. Slurm notices later: `down_node` loses the node, too."""
-        mine = re.compile(rf"slurmstepd: \[{job_id}\.")
-        table = processes.snapshot()
-        steps = [
-            pid for pid in processes.descendants(self.ready.pid, table) if mine.match(processes.title(pid))
-        ]
-        return processes.kill_trees(steps)
-
     @property
     def controller_pid(self) -> int:
         """That of the slurmctld which runs now; 0 while one that was killed has not been started again."""
         return controllers.pid_of(self.ready.pid, self.ready.conf)
-
-    def freeze_controller(self) -> None:
-        """SIGSTOP slurmctld: commands time out, as with a controller that hangs."""
-        processes.send([self.controller_pid], signal.SIGSTOP)
-
-    def thaw_controller(self) -> None:
-        processes.send([self.controller_pid], signal.SIGCONT)
 
 
 def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes:
