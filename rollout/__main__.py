@@ -107,7 +107,7 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> W
         code_version=__version__,
         pid=os.getpid(),
         jitter=secrets.randbelow(1 << 20) / (1 << 20),
-        # Harvested jobs may inherit the variable from whoever submitted them: only a reserved engine has a slot.
+        # Harvested jobs may inherit the variable from the submitting process: only a reserved engine has a slot.
         slot=slot if reserved else "",
     )
 
@@ -177,7 +177,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    # The engine's thread may be in a forward pass that nobody waits for: no interpreter shutdown, no join.
+    # The engine's thread may be in a forward pass whose result is not needed: no interpreter shutdown, no join.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

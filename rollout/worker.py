@@ -81,7 +81,7 @@ _ZAP_REFUSED = 400  # https://rfc.zeromq.org/spec/27: 300 = try again later, 400
 
 
 def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]) -> asyncio.Task[None]:
-    """Start a task that nobody awaits. If it raises, whatever it raises, `on_error` gets the reason; not if it is cancelled.
+    """Start a task that is not awaited. If it raises, whatever it raises, `on_error` gets the reason; not if it is cancelled.
 
     The reason goes to the ledger, so it holds nothing that an engine quoted; the log has that.
     """

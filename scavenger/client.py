@@ -511,7 +511,7 @@ class Run:
         now = time.monotonic()
         if now - self._pinged_at < PING_S:
             return
-        # What was heard last may be old when nobody has polled for a while: only what stays so while we listen counts.
+        # The last message may be old when the trainer has not polled for a while: only what stays so while we listen counts.
         listening = now - self._pinged_at < 3 * PING_S
         self._pinged_at = now
         if not (listening and self._submitted and self.fleet.outstanding == 0):

@@ -18,7 +18,7 @@ ONE_RELEASE = f"run engines and trainer of one release; {SUSPECT_MEMORY}"
 class ScavengerError(Exception):
     """Something a user or an admin can act on. `str()` is the cause followed by the remedy.
 
-    Cause and remedy may go to the ledger: they name types, ids and settings. What somebody else's code said goes into `quoted`,
+    Cause and remedy may go to the ledger: they name types, ids and settings. The text of foreign code's errors goes into `quoted`,
     because it may hold a prompt or a completion: `str()` has it, for the process's own log, and nothing that is sent does.
     """
 

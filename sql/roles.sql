@@ -7,7 +7,7 @@
 --   scavenger_contents  sees the tables and decoded tokens (v_sample_tokens) as well
 --   the daemon's role   owns the tables and views, and alone writes
 --
--- Rights are given on views and not on columns of the tables, so that SELECT * works for everybody, a column that a later release
+-- Rights are given on views and not on columns of the tables, so that SELECT * works for every user, a column that a later release
 -- adds stays hidden until a view shows it, and the reports of sql/reports run unchanged: they read the views, which SQLite has too.
 
 \set ON_ERROR_STOP on
@@ -44,7 +44,7 @@ DECLARE
         'v_other_users_waits', 'v_training_jobs', 'v_engine_deaths', 'v_node_quarantines'];
     relation record;
 BEGIN
-    -- Nobody makes objects beside the ledger's but the daemon (older servers let everybody).
+    -- Only the daemon's role makes objects beside the ledger's (older servers let every role).
     EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM PUBLIC, scavenger_read, scavenger_contents', schema_name);
     EXECUTE format('GRANT USAGE, CREATE ON SCHEMA %I TO %I', schema_name, pg_get_userbyid(daemon));
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO scavenger_read, scavenger_contents', schema_name);

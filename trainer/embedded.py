@@ -43,7 +43,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_address(config: RunConfig) -> None:
-    """Raises `ConfigError` where the configuration announces one host's name: which node the job starts on nobody knows before."""
+    """Raises `ConfigError` where the configuration announces one host's name: the node that the job starts on is not known before."""
     path = config.daemon.config
     assert path is not None
     theirs = configs.read_daemon(path)

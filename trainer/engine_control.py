@@ -103,7 +103,7 @@ class Engines:
 
 
 def of_job(environ: Mapping[str, str]) -> Engines | None:
-    """Rank 0's end, where a launcher on this node started it; None: somebody else starts the engines, and only they can end them."""
+    """Rank 0's end, where a launcher on this node started it; None: another program starts the engines, and only it can end them."""
     folder = environ.get(VARIABLE)
     return Engines(Path(folder)) if folder and Path(folder).is_dir() else None
 

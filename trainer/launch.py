@@ -310,7 +310,7 @@ def run(made: LaunchPlan, environ: Mapping[str, str]) -> int:
     """Start everything, wait for the ranks, end the engines. Returns the ranks' status; the last line says why it is not 0.
 
     Raises `Refused` when no reserved engine gets in, `ConfigError` when the ranks cannot reach one another. However it
-    ends, the run is not closed here: whoever starts the job again goes on.
+    ends, the run is not closed here: the next start of the job goes on.
     """
     error_text: list[str] = []
     code = _run(made, environ, error_text)
@@ -413,7 +413,7 @@ def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _check(engines: Sequence[ReservedEngine]) -> None:
-    """Raises `Refused` when every engine was refused too often: nobody would wake when harvested engines go."""
+    """Raises `Refused` when every engine was refused too often: none would wake when harvested engines go."""
     if engines and all(engine.given_up for engine in engines):
         often, error_text = reserved.MOST_REFUSALS, engines[0].history.error_text
         raise Refused(

@@ -186,7 +186,7 @@ class LocalRun:
         """It ends with this process."""
 
     def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
-        """Nobody plans by it here."""
+        """Not used here: no daemon plans by it."""
 
     def report_agreement(self, step: int, spans: Sequence[messages.SpanSums]) -> tuple[messages.Suspect, ...]:
         """There is one engine, and nothing to compare it with."""

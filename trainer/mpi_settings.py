@@ -20,7 +20,7 @@ _MAKES = (
 )
 #: More ranks than cores, bound to none. Since Open MPI 5 the launcher is PRRTE, which reads the last two
 #: and not the
-#: first two; whoever does not know one of them ignores it.
+#: first two; a launcher that does not know one of them ignores it.
 OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",

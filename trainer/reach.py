@@ -69,7 +69,7 @@ def check_mpi(mpi: Any, world: Any, limit_s: float) -> None:
 
 
 def connects(host: str, port: int, limit_s: float = CONNECT_S) -> str:
-    """Why nobody can be reached at `host`:`port` from here, "" where a connection was made."""
+    """Why no process can be reached at `host`:`port` from here, "" where a connection was made."""
     try:
         with socket.create_connection((host, port), limit_s):
             return ""
@@ -102,7 +102,7 @@ def check_tcp(comm: Any, limit_s: float = CONNECT_S) -> None:
 
 
 def _gathered(comm: Any, mine: tuple[str, int]) -> tuple[tuple[str, int], ...]:
-    """All ranks: everybody's pair, in rank order."""
+    """All ranks: every rank's pair, in rank order."""
     decoder = msgspec.msgpack.Decoder(tuple[tuple[str, int], ...])
     if comm.rank:
         comm.reply(msgspec.msgpack.encode(mine))

@@ -75,7 +75,7 @@ class Account(Protocol):
         ...
 
     def alone(self) -> None:
-        """Say that nobody else has come to this GPU yet: what is held of it beyond `own` is no other's. The first call alone counts."""
+        """Say that no other process has come to this GPU yet: what it holds beyond `own` is no other's. The first call alone counts."""
         ...
 
     def own(self) -> int:
@@ -127,7 +127,7 @@ class Cuda(Uncounted):
 
     def __init__(self, gpu: int, who: str) -> None:
         self._gpu, self._who = gpu, who
-        self._before: int | None = None  # held outside of torch's allocator, when nobody else was there
+        self._before: int | None = None  # held outside of torch's allocator, when no other process was there
 
     @property
     def capacity(self) -> int:  # type: ignore[override]  # read once more each time: MIG slices may differ
@@ -320,7 +320,7 @@ def described(rows: list[Row]) -> str:
 
 
 def create(path: Path, capacity: int) -> Path:
-    """Make a file that stands for GPUs of so many bytes each. Whoever plays a job without GPUs names it in `VARIABLE`."""
+    """Make a file that stands for GPUs of so many bytes each. A test that runs a job without GPUs names it in `VARIABLE`."""
     path.write_bytes(_HEADER.pack(_MAGIC, capacity).ljust(_NBYTES, b"\0"))
     return path
 

@@ -58,7 +58,7 @@ class Merged:
 
 
 def tensor(view: Weight) -> Tensor:
-    """A view's tensor over the same memory; nobody writes it."""
+    """A view's tensor over the same memory; it is not written to."""
     if not view.nbytes:
         return torch.empty(view.shape, dtype=STORED[view.dtype])
     return torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)

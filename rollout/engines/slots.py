@@ -78,7 +78,7 @@ class SlotCache:
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, row: int) -> None:
-        """Zero a row that may hold NaN: a masked NaN still poisons attention (0 * NaN), whoever gets the slot next."""
+        """Zero a row that may hold NaN: a masked NaN still poisons attention (0 * NaN) of the slot's next sample."""
         for store in (*self._keys, *self._values):
             store[row] = 0
 

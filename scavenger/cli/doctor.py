@@ -149,7 +149,7 @@ def _slurm(
     from scavenger.doctor.rules import limits, run
 
     facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
-    if submit and not facts.answers["config"].error:  # else there is nobody to submit to
+    if submit and not facts.answers["config"].error:  # else there is no Slurm to submit to
         changed = {
             "partition": wanted.partition,
             "qos": wanted.qos,

@@ -28,7 +28,7 @@ def list_keys(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
 
 @app.command("rotate-server")
 def rotate_server(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """Give the daemon a new key pair; it is in use from the daemon's next start, and whoever reconnects finds it."""
+    """Give the daemon a new key pair; it is in use from the daemon's next start, and peers that reconnect find it."""
     print(
         f"wrote {keys.rotate_server(config.read_daemon(config_path).daemon.state_dir)}; next: restart the daemon"
     )

@@ -183,7 +183,7 @@ def restore_command(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Put a backup in the ledger's place, and begin another history: everybody who knows the replaced one is fenced."""
+    """Put a backup in the ledger's place, and begin another history: every daemon and trainer of the replaced one is fenced."""
     from scavenger.daemon import ownership
     from scavenger.ledger.maintain import backup
 

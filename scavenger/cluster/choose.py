@@ -83,7 +83,7 @@ def is_local(config: DaemonConfig) -> bool:
 
 
 def local(config: DaemonConfig) -> Cluster:
-    """Raises `ConfigError` where no directory is named. Whether somebody serves there shows at the first question."""
+    """Raises `ConfigError` where no directory is named. Whether a server runs there shows at the first request."""
     section = config.cluster
     if section.local_dir is None:
         remedy = "name the directory of a running `python -m scavenger.cluster.local.client serve`"

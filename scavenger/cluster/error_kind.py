@@ -13,7 +13,7 @@ class ErrorKind(StrEnum):
     """Added to, never renamed: ledgers hold them."""
 
     NO_REPLY = "no_answer"  # the controller hangs, or is slower than the command's deadline
-    DOWN = "down"  # nobody listens where the controller should be: stopped, restarting
+    DOWN = "down"  # no process listens where the controller should be: stopped, restarting
     FAILING_OVER = "failing_over"  # a backup controller answers that has not taken over yet
     AUTH = "auth"  # munge is down, or the clocks differ too far for its credentials
     RATE_LIMITED = "rate_limited"  # Slurm itself asks for fewer RPCs (SlurmctldParameters=rl_enable)

@@ -229,7 +229,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Nodes set aside for somebody, for maintenance or a course, from `start` to `end` (Unix s)."""
+    """Nodes that a reservation sets aside, for maintenance or a course, from `start` to `end` (Unix s)."""
 
     name: str
     nodes: frozenset[str]

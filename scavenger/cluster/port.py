@@ -31,7 +31,7 @@ UPDATE: Mapping[str, int] = {"update_job": 1}
 
 
 class RpcCounter:
-    """Written by the cluster's thread, read by anybody. Only grows."""
+    """Written by the cluster's thread, read by any thread. Only grows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -104,7 +104,7 @@ def kill_trees(roots: Iterable[int]) -> tuple[int, ...]:
 
 
 def reap(keep: set[int]) -> None:
-    """Collect ended processes that we adopted, leaving the statuses of `keep` to whoever started those."""
+    """Collect ended processes that we adopted, leaving the statuses of `keep` to their parents' code."""
     while True:
         try:
             info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -133,9 +133,9 @@ def as_daemon(hostname: str = "") -> None:
 
 
 def take_hostname(name: str) -> None:
-    """A hostname of this process's own, which nobody else on the machine sees. For use between fork and exec, with one thread.
+    """A hostname of this process's own, which no other process on the machine sees. For use between fork and exec, with one thread.
 
-    Whoever is not root has it through a user namespace in which he is who he was. Raises `OSError` where the kernel allows neither.
+    Without root it needs a user namespace, in which the user id stays the same. Raises `OSError` where the kernel allows neither.
     """
     uid, gid = os.getuid(), os.getgid()
     if _LIBC.unshare(_CLONE_NEWUTS | (_CLONE_NEWUSER if uid else 0)) != 0:

@@ -110,7 +110,7 @@ class OwnersSection(Section):
 
     share_of: dict[str, Positive] = {}
     """Shares of owners, by name, where runs want more engines than `harvest.max_engines` and `harvest.max_gpus` give:
-    `{ ada = 3 }` has three engines for each of an owner with share 1, which is everybody's who is not named."""
+    `{ ada = 3 }` has three engines for each of an owner with share 1, which is every unnamed owner's."""
     gpu_types_of: Annotated[dict[str, tuple[str, ...]], Allowed("lists of GRES types by owner")] = {}
     """GRES types that engines of single owners' runs may use, by name: `{ ada = ["a100"] }`. Who is not named may use
     all. It bounds what starts."""

@@ -5,7 +5,7 @@
     every `CHECK_S`: the keys of each user that joined are in force while the user is admitted
 
 `admission` and `refusal` are the rules, pure. `KeyRequests` carries them out: each user by itself, so that one broken file, or a user whom
-the site's directory does not know just now, is nobody else's affair. What is in force `enrolment` reads from the key files, as ever.
+the site's directory does not know just now, holds up no other user. What is in force `enrolment` reads from the key files, as ever.
 
 Boundary: files that other users write, and the site's directory of users, which may take its time: a thread's work, IO.
 """

@@ -84,8 +84,8 @@ def take_up(config: DaemonConfig) -> HandoffChoice:
 def put_down(config: DaemonConfig, granted: int) -> None:
     """After a daemon ended well, of generation `granted`: leave a whole copy. Raises `LedgerError`; an earlier copy stays then.
 
-    The ledger is nobody's by now. A copy in which another daemon has begun is no end of anything: that one writes on, and leaves its own.
-    """
+    No daemon writes the ledger by now. A copy in which another daemon has begun is no end of anything: that one writes on, and leaves its
+    own."""
     if store.sqlite_file(config.ledger_url) is None:
         return
     carried = path_in(config.daemon.state_dir)
@@ -127,7 +127,7 @@ def _replace(carried: Path, ledger: Path) -> None:
     ledger.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = ledger.with_name(f".{ledger.name}.partial")
     partial.unlink(missing_ok=True)
-    # Never readable by others, not even while it is written, and never through somebody's link.
+    # Never readable by others, not even while it is written, and never through a symbolic link.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as target, carried.open("rb") as source:
         shutil.copyfileobj(source, target)

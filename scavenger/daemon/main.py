@@ -88,7 +88,7 @@ class Daemon:
         self.service_manager = service_manager or ServiceManager(config)
         self.manner = manner
         self.new_ledger = False  # take the ledger that is named, whatever the state directory's was
-        self.cancel_at_end = False  # of a daemon that ends with its one run: nobody would adopt its jobs
+        self.cancel_at_end = False  # of a daemon that ends with its one run: no daemon would adopt its jobs
         self.cluster = cluster
         self.state_dir: Path = config.daemon.state_dir
         self.clock = UnixClock()
@@ -239,7 +239,7 @@ class Daemon:
         return verdict
 
     def _take_ledger(self) -> Writer:
-        """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
+        """Upgrade the ledger and become its writer. The daemon that was its writer until now is fenced."""
         try:
             # Nothing is written before it is known that this daemon can serve.
             if not self._predecessor_may_hold_ports:
@@ -303,7 +303,9 @@ class Daemon:
         if self.harvester is not None:
             self.harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
             self._training_gpus.restore(snapshot.training_jobs)
-        elif snapshot.waits or snapshot.training_jobs:  # nobody polls: they would grow with every commit
+        elif (
+            snapshot.waits or snapshot.training_jobs
+        ):  # no harvester polls: they would grow with every commit
             now = self.clock()
             server.write(
                 [*waits.unseen(snapshot.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)]
@@ -520,9 +522,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
 
         def committed(ticket: int) -> None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed: the last commits have nobody to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the last commits have no listener
                 loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
 
         def changed(state: WriterState, reason: str) -> None:

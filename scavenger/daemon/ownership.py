@@ -81,7 +81,7 @@ def process_state(pid: int) -> str:
 
 
 def process_there(host: str, pid: int) -> bool | None:
-    """Whether a process is there; None on another host than its own, where nobody can tell."""
+    """Whether a process is there; None on another host than its own, where it cannot be checked."""
     return process_state(pid) not in ("", "Z") if host == socket.gethostname() else None
 
 
@@ -104,7 +104,7 @@ def _utc(at: float) -> str:
 
 
 class Ownership:
-    """This process's claim to a state directory. `holder` is who had it when we came; None = nobody."""
+    """This process's claim to a state directory. `holder` is the process that had it before; None = none."""
 
     def __init__(self, state_dir: Path, me: LedgerHolder) -> None:
         self._path = state_dir / "daemon.lock"
@@ -114,13 +114,13 @@ class Ownership:
         self.holder = None if self.claim() else _read(self._path)
 
     def claim(self) -> bool:
-        """Take the lock if it is free; again and again, because whoever was taken over may take a while to die, and as a sign of life."""
+        """Take the lock if it is free; again and again, because the daemon taken over may take a while to end, and as a sign of life."""
         if self._held:
             os.utime(self._descriptor)
             return True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held; or a file system without locks, and then nobody's message gets friendlier
+        except OSError:  # held; or a file system without locks, where the message is no better
             return False
         self._held = True
         os.ftruncate(self._descriptor, 0)
@@ -160,7 +160,7 @@ def present_holder(state_dir: Path) -> LedgerHolder | None:
         os.close(descriptor)
 
 
-#: Columns that every release had: whoever holds a ledger of an older one is named too.
+#: Columns that every release had: the holder of a ledger of an older one is named too.
 _GENERATIONS = sa.select(
     *(generations.c[name] for name in ("host", "pid", "started_at", "committed_at", "superseded_at"))
 ).order_by(generations.c.generation.desc())
@@ -184,7 +184,7 @@ def _generations(url: str) -> list[sa.Row[tuple[str, int, float, float, float | 
 
 
 def _without_tables(error: sa.exc.DBAPIError) -> bool:
-    """Whether nobody has made the ledger's tables yet (42P01: PostgreSQL's undefined_table)."""
+    """Whether the ledger's tables do not exist yet (42P01: PostgreSQL's undefined_table)."""
     return getattr(error.orig, "sqlstate", None) == "42P01" or "no such table" in str(error.orig)
 
 
@@ -213,7 +213,7 @@ def writer_of(url: str, now: float) -> LedgerHolder | None:
 
 
 def holders(mine: Ownership, url: str) -> dict[Sign, LedgerHolder]:
-    """Everybody else who holds the ledger or, with another ledger, the state directory: alive or not, but not who was fenced already."""
+    """All other processes that hold the ledger or, with another ledger, the state directory: alive or not, less those fenced already."""
     rows, locked = _generations(url), mine.other()
     found = [
         LedgerHolder(row.host, row.pid, row.started_at, row.committed_at)
@@ -297,7 +297,7 @@ def restore_ledger(config: DaemonConfig, source: Path | None, *, force: bool) ->
             restoring.end(restoring.path_in(state_dir))
             return marked
         restored = backup.restore(url, source, state_dir, known, host, now)
-        identity.record(state_dir, url, now)  # whoever restores a backup means that ledger
+        identity.record(state_dir, url, now)  # a restored backup is that ledger
         return restored
     except LedgerError as error:
         raise explained(error, state_dir, url) from error

@@ -54,7 +54,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = nobody else comes.
+    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = there are none.
 
     `time_limit_s`: for the training job to start, and from there for each of its steps: a slow machine takes long and is not stuck.
     """

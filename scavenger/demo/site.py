@@ -198,7 +198,7 @@ class DemoSite:
 
     @property
     def serving(self) -> bool:
-        """Whether the daemon that was started last has announced itself, and nobody after it."""
+        """Whether the daemon that was started last has announced itself, and none after it."""
         try:
             return keys.read_rendezvous(self.state_dir).pid == self.daemon_pid
         except ScavengerError:

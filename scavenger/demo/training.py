@@ -18,7 +18,7 @@ COMPLETING_S = 8.0
 #: `sbatch` may have replied before the queue shows the job, and the ledger may lag a job that has just ended.
 ABSENT_S = 4.0
 UNFINISHED_S = 3.0
-#: A queue that gives no answer for so long will give none: nobody would see the job end. One whose reply
+#: A queue that gives no answer for so long will give none: the job's end would not be seen. One whose reply
 #: makes no
 #: sense (another release of Slurm) goes on replying so.
 SILENT_S, MALFORMED_S = 60.0, 8.0

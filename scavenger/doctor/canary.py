@@ -236,7 +236,7 @@ def stopped(config: DaemonConfig, now: float) -> str:
     if closed := decide.harvesting_closed(limits, now):
         return f"nothing may be harvested now: {closed[1]}"
     if stops.files.paused:
-        return f"whether somebody stopped harvesting is not known: {stops.files.paused}"
+        return f"whether harvesting is stopped is not known: {stops.files.paused}"
     for one in limits.blackouts[:1]:
         if now + MOST_S > one.start - harvest.drain_before_s:
             return f"a blackout begins in {one.start - now:.0f} s ({one.words}), and a canary may take {MOST_S:g} s"
@@ -455,7 +455,7 @@ class Canary:
             if now >= look_at:
                 job, look_at = self._job(), now + POLL_S
                 if job is not None and (job.restart_count or job.waits):
-                    why = f"job {self._job_id} was preempted: somebody needed its GPU"
+                    why = f"job {self._job_id} was preempted: another user's job needed its GPU"
                     raise _Failed(why, "ask again when one of the partition's GPUs is idle", busy=True)
                 if not ends and (job is None or not (job.has_gpus_allocated or job.waits)):
                     daemon.receive(0.0)
@@ -545,7 +545,7 @@ class Canary:
         if self._folder.exists():
             left.append(str(self._folder))
         if self._new:
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile: theirs now
+            with contextlib.suppress(OSError):  # another process put a file there meanwhile: it stays
                 self._folder.parent.rmdir()
         if left:
             remedy = f"remove it: scancel --name={self._intent}, rm -r"

@@ -18,7 +18,7 @@ from scavenger.cluster.slurm import text as slurm_text
 from scavenger.errors import ClusterError
 
 T = TypeVar("T")
-#: The queue's fields are told apart by a mark; doctor's is no secret, and whoever forges it deceives a report.
+#: The queue's fields are told apart by a mark; doctor's is no secret, and a user who forges it deceives a report.
 QUEUE_MARK = "scavengerdoctor0mark"
 
 

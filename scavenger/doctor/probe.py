@@ -67,7 +67,7 @@ if words=$(python -c '{seen}' "$dir" {release}); then say python=ok
         *) say "engine.$engine=$(last "$words")" ;; esac
     done
 else say "python=$(last "$words")"; fi
-reach() {{ # HOST PORT: why not; a port that refuses is let through, and nobody listens there
+reach() {{ # HOST PORT: why not; a port that refuses is let through, and no process listens there
     local words
     words=$(LC_ALL=C timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>&1) && return
     case $words in *refused*) echo refused ;; *) echo "$1:$2 cannot be reached from here" ;; esac
@@ -188,7 +188,7 @@ def run(
                 cluster.cancel((job_id,))
         shutil.rmtree(folder, ignore_errors=True)
         if new:
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile: theirs now
+            with contextlib.suppress(OSError):  # another process put a file there meanwhile: it stays
                 state_dir.rmdir()
 
 
@@ -224,7 +224,7 @@ def _wait(observed: Path, job_id: int, env: Mapping[str, str] | None, wait_s: fl
             return CommandOutput(text + "requeue=ok\n")
         if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", ""):
             return CommandOutput(text) if "node=" in text else CommandOutput(error=_silent(job_id, state))
-        time.sleep(POLL_S)  # between two looks at the job: Slurm tells nobody
+        time.sleep(POLL_S)  # between two polls of the job: Slurm sends no event
     if "node=" in text:
         return CommandOutput(text)
     was = f"{state or 'not to be asked for'} ({reason or 'no reason given'})"

@@ -153,7 +153,7 @@ def _choose_partition(
 
 
 def _is_displaced(part: Partition, parts: Sequence[Partition]) -> bool:
-    """Whether another partition's jobs preempt those of this one: on nodes of its own nobody asks for its GPUs but its own users."""
+    """Whether another partition's jobs preempt those of this one: on nodes of its own only its own users ask for its GPUs."""
     return any(other.priority_tier > part.priority_tier and other.nodes & part.nodes for other in parts)
 
 

@@ -199,7 +199,7 @@ def _tested(script: Path) -> StartFinding:
 
 
 def _ask(argv: Sequence[str]) -> str:
-    """As the user's own sbatch would run: in this environment. Raises `_Refused`, or another `ClusterError` where nobody answered."""
+    """As the user's own sbatch would run: in this environment. Raises `_Refused`, or another `ClusterError` where Slurm did not answer."""
     done = runner.asked(argv, os.environ | {"LC_ALL": "C.UTF-8"}, DEADLINE_S)
     if done.returncode == 0:
         return done.stdout or done.stderr

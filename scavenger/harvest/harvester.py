@@ -417,7 +417,7 @@ class Harvester:
         return without_failing(self.tracker.health, demand, self.tracker.jobs({}), self._clock())
 
     async def _overtaken(self) -> bool:
-        """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and somebody may have stopped us."""
+        """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and an operator may have stopped us."""
         assert self.view is not None
         await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
@@ -458,7 +458,7 @@ class Harvester:
         return *self._pace.next(now, expecting=expecting, moved=moved, at_rest=at_rest, by=by), moved
 
     def _drain_while_slurm_fails(self) -> None:
-        """Somebody stopped us or a blackout comes, and there is no poll to decide on: what needs no Slurm is done now."""
+        """An operator stopped us or a blackout comes, and there is no poll to decide on: what needs no Slurm is done now."""
         if not self._pace.failures:
             return
         now = self._clock()

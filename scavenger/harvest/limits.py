@@ -10,7 +10,7 @@ directory's `drain`, which the command writes. One whose first word is "now" doe
 A file that cannot be read now (no descriptor is left, the disk or its server fails, no reply within `patience_s`) is no stop:
 what was last known holds for `KEEP_S`. After that a file that is known to be there stops harvesting, whatever is in it; while not even that
 is known nothing more is submitted, and the engines that run stay. A file that is there and will not be readable by waiting (its mode, a
-folder) stops at once: somebody put it there.
+folder) stops at once: a person put it there.
 
 Owns these files, that rule, its log and the events that report a change. Decides nothing about jobs. `limits_of` and `hours_now` are pure.
 """
@@ -425,7 +425,7 @@ def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float
 
 
 class StopState:
-    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; whoever takes them empties it."""
+    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; the caller empties it."""
 
     def __init__(self, config: Callable[[], DaemonConfig]) -> None:
         self._config = config
@@ -455,7 +455,7 @@ class StopState:
         )
 
     def poll_and_compare(self) -> bool:
-        """Whether somebody stopped or resumed harvesting since the last decision; a thread polls again for the next time."""
+        """Whether harvesting was stopped or resumed since the last decision; a thread polls again for the next time."""
         self._begin()
         if self._left_s() <= 0:
             self.files.no_answer()

@@ -25,7 +25,7 @@ from enum import StrEnum
 from scavenger.backoff import backoff_s
 from scavenger.cluster.error_kind import ErrorKind
 
-#: Least time between two polls, whoever pokes.
+#: Least time between two polls, whatever asks for one.
 MIN_PAUSE_S = 2.0
 #: Longest wait between two tries to reach a scheduler that does not answer.
 MAX_RETRY_S = 300.0
@@ -33,7 +33,7 @@ REST = 3.0
 SAVED_MIN = 10.0
 #: Intervals are stretched by a factor between these.
 STRETCH = (0.9, 1.1)
-#: Later than promised by less than this is nobody's affair: the time of a poll itself.
+#: A poll that is late by less than this is not late: it is the time of a poll itself.
 SLACK_S = 5.0
 
 
@@ -165,9 +165,9 @@ class PollPace:
     def next(
         self, now: float, *, expecting: bool, moved: bool, at_rest: bool, by: float = math.inf
     ) -> tuple[float, PollKind]:
-        """When the next poll is due, and which. `moved`: somebody poked, or wants another number of engines.
+        """When the next poll is due, and which. `moved`: a poll was asked for, or a run wants another number of engines.
 
-        `by`: somebody was promised GPUs by then, so that a whole poll is due then whatever it costs.
+        `by`: a job was promised GPUs by then, so that a whole poll is due then whatever it costs.
         """
         rules = self.rules
         interval_s = max(rules.poll_interval_s, rules.floor_s) * (REST if at_rest else 1.0)

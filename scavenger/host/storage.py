@@ -1,6 +1,6 @@
 """Whether the daemon can write where it must, and the one error for a place where it cannot.
 
-Owns that check and its words. A disk that is full may have room again without anybody touching the configuration, so the
+Owns that check and its words. A disk that is full may have room again without a change of the configuration, so the
 exit status is not that of a configuration error: a service manager tries again.
 """
 

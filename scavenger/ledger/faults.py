@@ -141,7 +141,7 @@ def overran(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """The driver's message on one line, without statement and parameters (they may be somebody's prompts)."""
+    """The driver's message on one line, without statement and parameters (they may be a user's prompts)."""
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
     name: str = (
         getattr(cause, "sqlite_errorname", "") or getattr(cause, "sqlstate", "") or type(cause).__name__

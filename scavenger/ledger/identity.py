@@ -40,7 +40,7 @@ def path_in(state_dir: Path) -> Path:
 
 
 def identity_of(url: str) -> str:
-    """By what a ledger is known; "" for one in which nobody has written. Makes no file. Raises `LedgerError`."""
+    """By what a ledger is known; "" for one without a generation. Makes no file. Raises `LedgerError`."""
     path = store.sqlite_file(url)
     if path is not None and (not path.is_file() or path.stat().st_size == 0):
         return ""

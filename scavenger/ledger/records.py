@@ -358,7 +358,7 @@ class OtherUserWaits(Record, frozen=True):
 
 
 class OtherUserWaited(Record, frozen=True):
-    """That wait is over. `started_at`: Slurm's, None where the job did not start or nobody saw it.
+    """That wait is over. `started_at`: Slurm's, None where the job did not start or its start was not observed.
 
     `harvested_gpus`: the most that we held meanwhile on the nodes of its partitions; `harvested_gpu_s`: for how long.
     """

@@ -2,7 +2,7 @@
 
 Our trainer quotes nothing; another's may put a completion into any of them, and people read them who may not see completions. So a reason
 is kept where it is one of those that we know, and a name where it looks like one; of anything else there remains that it was there, or a
-digest, by which equal ones are known as equal. Reasons of masked samples are kept for whoever runs the trainer: the views hide them. A
+digest, by which equal ones are known as equal. Reasons of masked samples are kept for the owner of the run: the views hide them. A
 purge is stricter: it keeps only what we know.
 """
 
@@ -88,7 +88,7 @@ METRICS = frozenset(
 
 
 def is_known(reason: str) -> bool:
-    """Whether an outcome's reason holds nobody's own words."""
+    """Whether an outcome's reason holds no text of a user."""
     return _REASON.fullmatch(reason) is not None
 
 

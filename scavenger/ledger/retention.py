@@ -102,7 +102,7 @@ def plan(
 
 
 def _settled(group: Sequence[RetainedSample], bound: int) -> bool:
-    """Whether nobody may ask for any sample of the group again. They go together: a group is read back as a whole."""
+    """Whether no trainer may ask for any sample of the group again. They go together: a group is read back as a whole."""
     return all(
         s.step <= bound
         and s.ended_step <= bound

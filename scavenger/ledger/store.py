@@ -157,7 +157,7 @@ def parse(url: str) -> sa.URL:
 def _prepare_file(path: Path) -> None:
     """Make the directory (0700) and the file (0600). SQLite gives its log and index the file's own mode.
 
-    A directory that exists keeps its mode: it may be somebody's home.
+    A directory that exists keeps its mode: it may be a user's home.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 The event loop replaces the reading every `READ_INTERVAL_S`; a scrape formats the one that is there. So a
 scraper that hangs or asks all the time
 costs the router nothing. Nor does one that connects and says nothing: few are served at a time, and none may pause for long, so that
-whoever reaches the port cannot take the daemon's descriptors.
+a client that reaches the port cannot take the daemon's descriptors.
 
 Boundary: an HTTP server on a thread of its own.
 """

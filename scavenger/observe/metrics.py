@@ -1,7 +1,7 @@
 """Every metric that the daemon exports: its name, kind, labels and meaning, and its values in a `Reading`. Pure.
 
 Owns the names: docs/grafana.json and the alerts in docs/admin.md may use these and no others (`tests/observe/test_metrics.py`). Counters
-begin with the daemon. Knows neither router nor ledger: `reading` fills a `Reading` on the event loop, and whoever serves it only formats.
+begin with the daemon. Knows neither router nor ledger: `reading` fills a `Reading` on the event loop, and the exporter only formats it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ distribution does not; and the absolute one, |d|, which also shows an engine tha
     z        the excess / sqrt(se^2 + spread^2): se of the worker's own rate, over its spans; spread = 1.4826 MAD of its peers' rates
 
 Both must be large. One odd sample makes se as large as the excess; an odd kind of GPU makes the spread large. Peers are the run's other
-workers in the same steps, and the worker itself is among those whose median it is: where half of all disagree, nobody knows which half
+workers in the same steps, and the worker itself is among those whose median it is: where half of all disagree, it is not known which half
 is wrong. With fewer than `peers` of them the run's own past stands in, which also moves as the policy learns: then `HISTORY_FACTOR` times
 as much is asked for. It is one-sided: who agrees better than its peers is never wrong.
 Owns the window, the test and its numbers. Knows no worker's state, no message and no reaction.
@@ -161,7 +161,7 @@ class SpanWindow:
             self._workers.popitem(last=False)
 
     def forget(self, worker_id: int) -> None:
-        """Its spans are no measure for anybody: it was found wrong."""
+        """Its spans are no measure for other workers: it was found wrong."""
         self._workers.pop(worker_id, None)
 
     def _turn_to(self, step: int) -> None:

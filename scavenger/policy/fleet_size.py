@@ -244,7 +244,7 @@ def within_owners(demand: Sequence[Demand], most_gpus: Callable[[str], int | Non
     """The demand, with the engines of each owner's runs within `most_gpus` of the owner together (None: no limit).
 
     An owner's engines are given out one by one, to the run that has the fewest; of equal ones, to the older. Engines that leave are
-    not known here: whoever submits counts them (`Demand.owner_gpus`).
+    not known here: the harvester counts them (`Demand.owner_gpus`).
     """
     given: dict[int, int] = {}
     for owner in sorted({want.owner for want in demand}):

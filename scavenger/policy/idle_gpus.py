@@ -49,7 +49,7 @@ class Idle:
     share: float
 
     def start_benefit(self, node: Node, benefit: Benefit) -> StartBenefit | None:
-        """From which age on this node's GPUs are worth a start; None where nobody can tell."""
+        """From which age on this node's GPUs are worth a start; None where it is not known."""
         curve = self.curves.get(node_class(node))
         return None if curve is None else start_benefit(benefit, curve, self.share)
 
@@ -87,7 +87,7 @@ class Idling:
             if node.name in inside and node.usable:
                 seen.add(node.name)
                 self._follow(node, held.get(node.name, 0), now)
-        for name in self._free.keys() - seen:  # down, drained or gone: nobody took them
+        for name in self._free.keys() - seen:  # down, drained or gone: no job took them
             for gpu in self._free.pop(name):
                 self._report_life(self._classes[name], gpu, now, lost=False)
         self._at = now

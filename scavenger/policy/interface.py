@@ -135,7 +135,7 @@ class RunView(Protocol):
 
     @property
     def came(self) -> object:
-        """While it stays equal nobody is in `queued` who was not before."""
+        """While it stays equal no sample is in `queued` that was not before."""
 
     def is_waiting(self, sample_id: int) -> bool:
         """Whether a sample is in `queued`."""

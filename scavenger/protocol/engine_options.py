@@ -18,7 +18,7 @@ MAX_CHARS = 16_384
 _WEIGHTS = "weights and configuration come from the training job"
 _LEDGER = "the ledger's tokens and logprobs depend on it"
 _LAYOUT = "the number of GPUs of the engine's job says it"
-#: Option -> who sets it, or why nobody may.
+#: Option -> what sets it, or why it may not be set.
 OWNED: Mapping[str, str] = {
     "model": _WEIGHTS,
     "model_weights": _WEIGHTS,

@@ -4,7 +4,7 @@
     <public_dir>/requests/            one file a request, mode 3733        every user may add a file, and list or change no other's
     <public_dir>/replies/UID.json     what became of the newest request    as rendezvous.json
 
-The owner of a file alone proves nothing: whoever may write in a folder may move files of others out of it, with their owner, and a file
+The owner of a file alone proves nothing: a user who may write in a folder may move files of others out of it, with their owner, and a file
 that others may write has anybody's words. So the requests folder gives its group to what is made in it, which is the daemon's own: a file
 that was moved there has another one and is no request, nor is one that its group or others may write. The daemon refuses users of that
 group. Clients of the file system must be trusted, as those of a cluster's homes are. Where `owners.proof` is "munge" a request also bears a
@@ -42,7 +42,7 @@ MOST_SCANNED = 10_000
 #: A request is written under a name that begins so, and then renamed. One that is older than this was given up, and so is one more of a
 #: user than `MOST_UNFINISHED`, or one from the future.
 _UNFINISHED, UNFINISHED_S, MOST_UNFINISHED = ".", 300.0, 16
-#: Mode of the requests folder: all may add, nobody may list, the sticky bit keeps files their owners', and they get its group.
+#: Mode of the requests folder: all users may add, none may list, the sticky bit keeps files their owners', and they get its group.
 _REQUESTS_MODE = 0o3733
 #: Of the public folder. What is made in it inherits the setgid bit, which a hardened service may not set itself.
 _PUBLIC_MODE = 0o2755
@@ -209,12 +209,12 @@ def _put_aside(public_dir: Path, found: _Found) -> None:
 
 
 def _is_made_here(status: os.stat_result, gid: int) -> bool:
-    """Whether the file's owner made it in the folder of this group, and nobody else can have written it."""
+    """Whether the file's owner made it in the folder of this group, and no other user can have written it."""
     return status.st_gid == gid and not status.st_mode & 0o022
 
 
 def _read(path: Path, gid: int) -> tuple[int, KeyRequest] | None:
-    """A request that its owner made in this folder, whose group is `gid`, and that nobody else could write."""
+    """A request that its owner made in this folder, whose group is `gid`, and that no other user could write."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -13,7 +13,7 @@ leave these files: not into argv, environment, comments, scripts or logs.
                            seconds; releases before did not say); "was KEY CAME WENT": not any more
     workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
 
-An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: whoever holds a newer one owns them.
+An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: the holder of a newer one owns them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def write_rendezvous(folder: Path, rendezvous: Rendezvous, *, public: bool = Fal
 
 def read_rendezvous(folder: Path) -> Rendezvous:
     """Where the daemon listens, from its state directory or its public folder. Raises `DaemonUnavailable` when none has written the file
-    yet, `AuthError` where somebody else could have.
+    yet, `AuthError` where another user could have.
     """
     path = folder / "rendezvous.json"
     try:

@@ -13,7 +13,7 @@ Theory of operation. Reserved engines live on the training job's own GPUs, so ei
 An engine that does not acknowledge within `StepPlan.sleep_timeout_s` is ended (`EndReserved`): its memory is free once its process is gone,
 and the driver says so by the same event. Should an engine hold memory while we train (`ReservedHolds`), training waits in SLEEP again.
 
-Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
+Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While it is undecided, the
 share of samples `StepPlan.window` does. Without a harvested engine, a decision to close has no effect: seeding goes on, or resumes after
 `wake_after_s`. A step inherits the last decision, so 'open' also counts in SLEEP and TRAIN.
 
@@ -40,7 +40,7 @@ class StepPhase(Enum):
 
 
 class SeedWindowState(Enum):
-    """What was decided of the seed window: whether reserved engines shall generate. UNDECIDED: nobody decides, and the share does."""
+    """What was decided of the seed window: whether reserved engines shall generate. UNDECIDED: by the share, not the daemon."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -90,7 +90,7 @@ class FleetChanged:
 
 @dataclass(frozen=True, slots=True)
 class WindowDecided:
-    """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: nobody decides any more."""
+    """CLOSED: reserved engines shall stop generating. OPEN: they shall go on, or begin again. UNDECIDED: the daemon no longer decides."""
 
     window: SeedWindowState
     reason: str

@@ -1,8 +1,8 @@
 """Weight pulls as they come and go: flows over one shared interface, and from engine to engine, in virtual time.
 
 Without relays all pulls share the source's interface, max-min fair (`links.fair_rates`), and rates change when a flow begins or ends. With
-relays they are served in order, each at its full rate: the source serves as many as its interface feeds, and everybody who has finished one
-more (shared evenly they would all finish last, and nobody could relay). One whose holder is gone keeps what it has, and waits for another.
+relays they are served in order, each at its full rate: the source serves as many as its interface feeds, and each receiver that is done
+one more (shared evenly they would all finish last, and none could relay). One whose holder is gone keeps its bytes, and waits for another.
 
 The source is the trainer, whose interface pulls have for themselves: to publish is to copy to host memory and to hash
 (`trainer_model.publish_s`), no byte leaves before engines ask for it, and gradients have a network of their own (`link_bytes_s`).
@@ -23,7 +23,7 @@ from scavenger.simulate.clock import Simulation, Timer
 
 
 def fair_rates(caps: Mapping[str, float], capacity: float) -> dict[str, float]:
-    """Max-min fair shares of `capacity`: nobody above its cap, and what the small ones leave goes to the others."""
+    """Max-min fair shares of `capacity`: none above its cap, and what the small ones leave goes to the others."""
     rates: dict[str, float] = {}
     left = capacity
     for count, (name, cap) in zip(
@@ -58,7 +58,7 @@ class Network:
         self._stale = False
 
     def new_version(self) -> None:
-        """Nobody holds what is pulled from now on."""
+        """No peer holds what is pulled from now on."""
         self._holders = 0
         for flow in self._flows.values():
             flow.newest = False

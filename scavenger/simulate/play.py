@@ -72,7 +72,7 @@ PROMPTS, SAMPLES, CAP, MAX_BATCH = 128, 8, 14_336, 256
 WINDOWS, WINDOW_S = 3, 7200.0
 OURS, ALONE = "ours", "colocated"
 
-#: What is compared where nobody says otherwise.
+#: What is compared by default.
 USUAL = (ALONE, "disaggregated", OURS)
 
 

@@ -159,7 +159,7 @@ DISAGGREGATED = SimulatedPolicy("disaggregated", Even, harvest=True, reserved=Fa
 
 
 _ALL_ON = PredictiveSettings()
-#: A run's own rule where nobody decides its window: `reserved.window` in run.toml, as it is by default.
+#: A run's own rule where no policy decides its window: `reserved.window` in run.toml, as it is by default.
 LIVE_WINDOW = 0.5
 
 

@@ -4,7 +4,7 @@ Datasheets give the hardware, config.json the models. The efficiencies are the f
 published measurements; measure yours and fit them with `calibrate.py` before a figure is believed.
 
 `Stack` is the published setting of RLBoost's evaluation (arXiv 2510.19225; its code is PolyRL, github.com/Terra-Flux/PolyRL): what its
-scripts fix is taken from them, and what nobody published was chosen by a few of its points (`benchmarks/published.py`).
+scripts fix is taken from them, and what is not published was chosen by a few of its points (`benchmarks/published.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The simulator's report: one self-contained HTML page from plain series and figures. Pure: dataclasses in, HTML out.
 
-Owns what the page shows and in which order. Knows nothing of policies, fleets and how anything was computed; whoever has figures fills a
+Owns what the page shows and in which order. Knows nothing of policies, fleets and how anything was computed; the caller fills a
 `SimulationReport`, and what is empty is left out of the page.
 """
 

@@ -30,7 +30,7 @@ _TOLERANCE = 1e-6  # steps: what float sums of step counts may be off by
 
 
 class SimulatedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (nobody else may look)."""
+    """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (the engine's alone)."""
 
     key: int
     prompt: int

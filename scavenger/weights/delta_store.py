@@ -2,7 +2,7 @@
 
 Owns the encoded deltas and the choice between a chain and the whole chunk (`Chains`), and the thread of a publisher that makes them beside
 training (`Encoder`). An engine makes none: it keeps those that it was sent, once what they made had the right hash, and gives them on. A
-request for which there is none (yet) is answered with the whole chunk, so nobody waits for a delta. Knows no socket.
+request for which there is none (yet) is answered with the whole chunk, so no receiver waits for a delta. Knows no socket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What one engine's process holds of its run's versions: it pulls them, and serves on what it holds.
 
-Owns the process's pulls and its own source of weights. Knows no engine and no daemon: `say` carries what it serves to whoever keeps
-the directory. Runs on one event loop. It holds the version that was asked for last, those that it was told to keep, and what arrived of one
-that could not be completed, which is where the next try of the same weights begins.
+Owns the process's pulls and its own source of weights. Knows no engine and no daemon: `say` carries what it serves to the caller, which
+keeps the directory. Runs on one event loop. It holds the version that was asked for last, those that it was told to keep, and what arrived
+of one that could not be completed, which is where the next try of the same weights begins.
 Boundary: what one engine's process holds of its run's weights.
 """
 

@@ -4,7 +4,7 @@ Owns the table of tensors, the chunk hashes and the root hash. Knows no socket a
 Layout: all tensors one after another without padding ("the blob"), wider items first and then by name, which is the data section of a
 safetensors file; the blob is cut into chunks of `chunk_nbytes`, each hashed by itself (xxh3-128), so that any of them can be pulled from
 any holder and checked alone. The root is the blake3 hash of the table and all chunk hashes. It travels over the authenticated channel, so
-whoever has it can check a manifest, and whoever has a checked manifest can check bytes from anywhere.
+with it a receiver checks a manifest, and with a checked manifest it checks bytes from anywhere.
 The chunks' size follows from the blob's alone: equal weights have equal roots, however many ranks made them.
 """
 
@@ -189,8 +189,8 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool = False) -> Manifest:
     """Decode and check a manifest. Raises `WeightsError` when it contradicts itself or is not the one expected.
 
-    `any_chunk`: chunks of another size than the blob's own will do. Whoever chose it could make a receiver keep millions of tiny ones.
-    """
+    `any_chunk`: chunks of another size than the blob's own will do. A sender that chose it could make a receiver keep millions of tiny
+    ones."""
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:

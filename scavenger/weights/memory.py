@@ -45,7 +45,7 @@ def _warn_unsealed(reason: str) -> None:
 
 
 class Buffer:
-    """`nbytes` of memory. Whoever has a `view` keeps the memory, whatever becomes of the buffer."""
+    """`nbytes` of memory. A `view` keeps the memory alive, whatever becomes of the buffer."""
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -66,7 +66,7 @@ class Buffer:
         return memoryview(self._map)[: self.nbytes]
 
     def idle(self) -> bool:
-        """Whether nobody in this process has a view of it, or of a part of it: the interpreter counts them."""
+        """Whether no view of it, or of a part of it, exists in this process: the interpreter counts them."""
         try:
             self._map.resize(
                 max(self.nbytes, 1)
@@ -87,7 +87,7 @@ class Buffer:
             self._prepared += _STEP
 
     def readonly_fd(self) -> int:
-        """A new descriptor of the same memory through which nobody can write."""
+        """A new read-only descriptor of the same memory."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
@@ -96,7 +96,7 @@ class Buffer:
 
 
 class MemoryPool:
-    """Memory of versions that are over, for the next one of the same size. It is written again only when nobody looks at it any more."""
+    """Memory of versions that are over, for the next one of the same size. It is written again only when no view of it is left."""
 
     def __init__(self, most: int = 2) -> None:
         self._unused: list[Buffer] = []

@@ -114,7 +114,7 @@ class NodePace(ByteRateLimit):
                 return True
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.001)  # between two tries: a lock of a file wakes nobody who does not block for it
+            time.sleep(0.001)  # between two tries: a file lock wakes only processes that block for it
 
     def _read(self) -> float:
         assert self._file is not None

@@ -1,7 +1,7 @@
 """The messages between a holder of weights and a receiver that pulls from it, the same on every transport.
 
 Owns the structs, their bounds and the proof of a request. Knows no socket. Every request stands alone: it proves by itself that the
-receiver was told of the version's token over the authenticated control channel, without showing the token. Whoever overhears a request
+receiver was told of the version's token over the authenticated control channel, without showing the token. An eavesdropper on a request
 on a network in the clear can repeat it, and gets the bytes that passed there anyway.
 
     Get(version, chunk)  ->  Part, then the chunk's bytes; or NoSuch        Have(version)  ->  Holds, or NoSuch

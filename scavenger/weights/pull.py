@@ -66,7 +66,7 @@ class Pull:
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
-        `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
+        `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that has no reader.
         `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added. `relay` keeps the deltas that came.
         `pace`: of what comes from other machines.
         """

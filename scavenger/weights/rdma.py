@@ -1,6 +1,6 @@
 """Weights by NIXL: a receiver reads the holder's memory itself, by RDMA where the network has it, else by whatever UCX finds.
 
-Owns the process's NIXL agents and what of its memory others may read; the extra `nixl`. Knows no version. Whoever has an agent's metadata
+Owns the process's NIXL agents and what of its memory others may read; the extra `nixl`. Knows no version. A peer with an agent's metadata
 can read exactly what was exposed with it, so it is given to those alone who proved to know a version's token. Bytes go in the clear, and
 are checked like all others: a read that meets memory which is being written again has a wrong hash.
 """
@@ -52,7 +52,7 @@ class Agent:
         except Exception as error:
             raise WeightsError(f"NIXL does not start: {type(error).__name__}: {error}", _REMEDY) from error
         self._exposed: weakref.WeakKeyDictionary[Buffer, Any] = weakref.WeakKeyDictionary()
-        self._over: deque[Any] = deque()  # registrations that nobody needs any more
+        self._over: deque[Any] = deque()  # registrations that are no longer needed
         self._stuck: list[memoryview] = []  # what NIXL would not let go of, and may still write
 
     def expose(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
@@ -132,7 +132,7 @@ class Agent:
                     raise ConnectionResetError("closed")
                 if time.monotonic() >= until:
                     raise TimeoutError(f"no chunk for {timeout_s:g} s")
-                time.sleep(pause_s)  # between two looks: NIXL tells nobody that it is done
+                time.sleep(pause_s)  # between two polls: NIXL sends no event when it is done
                 pause_s = min(pause_s * 2, 1e-3)
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
@@ -149,7 +149,7 @@ class Agent:
             )
 
     def _release(self, handle: Any, into: memoryview) -> bool:
-        """End a transfer. One that cannot be ended may write yet, so its memory stays for good: nobody else is given it."""
+        """End a transfer. One that cannot be ended may write yet, so its memory stays for good: it is never reused."""
         try:
             with self._lock:
                 self._agent.release_xfer_handle(handle)

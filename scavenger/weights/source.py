@@ -143,7 +143,7 @@ class WeightServer:
         blob: bytes | bytearray | memoryview | Buffer,
         chunks: Sequence[int] | None = None,
     ) -> messages.WeightSource:
-        """Serve a version; the caller must not change the bytes before `free` says that nobody reads them.
+        """Serve a version; the caller must not change the bytes before `free` says that no reader is left.
 
         `chunks`: those that are in `blob`, whose other bytes mean nothing; None = all. Publishing a version again with the same root
         returns the source it has. Raises `WeightsError` otherwise.
@@ -318,7 +318,7 @@ class WeightServer:
             _log.warning("weights.malformed", reason=error.cause)
         except OSError as error:  # the receiver went, or does not read
             self.stats.dropped += isinstance(error, TimeoutError | BlockingIOError)
-        except Exception as error:  # noqa: BLE001 - a fault of ours costs this receiver its connection, and is told where somebody reads
+        except Exception as error:  # noqa: BLE001 - a fault of ours costs this receiver its connection, and is logged
             self.stats.failed += 1
             _log.error("weights.not_answered", reason=f"{type(error).__name__}: {error}", exc_info=error)
         finally:

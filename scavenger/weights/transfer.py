@@ -365,7 +365,7 @@ class Transfer:
         holder.delivered_at = now
 
     def _unask(self, holder: ChunkHolder, index: int, chunk: int) -> None:
-        """The chunk is no longer asked of this holder; free again where nobody else has it in flight."""
+        """The chunk is no longer asked of this holder; free again where no other holder has it in flight."""
         if holder.asked.pop(chunk, None) is None:
             return
         at = self._flying[chunk]

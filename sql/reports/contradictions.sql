@@ -119,7 +119,7 @@ SELECT 'its last step was never committed', r.run_id, 0, 'step ' || CAST(r.last_
 FROM v_runs r
 WHERE r.last_step > r.resume_step AND NOT EXISTS (SELECT 1 FROM surviving v WHERE v.run_id = r.run_id AND v.step = r.last_step)
 UNION ALL
-SELECT 'written by nobody: the ledger names no generation', min(r.run_id), 0, CAST(count(*) AS text) || ' runs'
+SELECT 'written by no daemon: the ledger names no generation', min(r.run_id), 0, CAST(count(*) AS text) || ' runs'
 FROM v_runs r
 HAVING count(*) > 0 AND NOT EXISTS (SELECT 1 FROM v_generations)
 ORDER BY 1, 2, 3;

@@ -150,7 +150,7 @@ HOLES: dict[str, tuple[str, str]] = {
     ),
     "no writer": (
         "DELETE FROM generations",
-        "run 1: written by nobody: the ledger names no generation (1 runs)",
+        "run 1: written by no daemon: the ledger names no generation (1 runs)",
     ),
 }
 

@@ -143,7 +143,7 @@ class Lane:
         while (call := self._queue.get()[2]) is not None:
             try:
                 call.result.set_result(runner.call(call.prompt, call.completions, call.meta))
-            except BaseException as error:  # noqa: BLE001  whoever asked for the reward raises it
+            except BaseException as error:  # noqa: BLE001  the caller that asked for the reward raises it
                 call.result.set_exception(error)
 
 
@@ -202,7 +202,7 @@ class RewardPool:
             if last:
                 try:
                     result.set_result(self._reward(asked))
-                except BaseException as error:  # noqa: BLE001  whoever asked for the reward raises it
+                except BaseException as error:  # noqa: BLE001  the caller that asked for the reward raises it
                     result.set_exception(error)
 
         for future, _ in asked:

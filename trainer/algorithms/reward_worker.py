@@ -166,7 +166,7 @@ def _bound_memory(more: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()  # it leads a group of its own, so nobody else ends it while a call hangs
+    die_with_parent()  # it leads a group of its own, so no other process ends it while a call hangs
     frames, out, own_pid = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), os.getpid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

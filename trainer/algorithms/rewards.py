@@ -173,7 +173,7 @@ class RewardRunner:
         """What the function gives. Raises `RewardError` when it failed or overran its deadline `retries + 1` times.
 
         It is a `RewardTimeout` where all of these were deadlines, and the function says that such a completion is wrong. Of calls that were
-        under way side by side when their process ended nobody knows whose fault it was: they are made again, one at a time, and
+        under way side by side when their process ended it is not known which caused it: they are made again, one at a time, and
         only then counted.
         """
         failure, ask = (
@@ -292,7 +292,7 @@ class RewardRunner:
 
     def _call_beside(self, ask: RewardRequest, *, alone: bool, again: bool = True) -> tuple[Parts, ...]:
         """A call of any thread, beside others in the one process. `alone`: it is one of those that are made one at a time. `again`: it is
-        made again where its process had ended before it could be sent: whoever ended it, it was not this call."""
+        made again where its process had ended before it could be sent: this call did not end it."""
         deadline, result = time.monotonic() + self._timeout_s + GRACE_S, Future[RewardReply]()
         with self._writing:
             if self._reader is not None and not self._reader.is_alive():
@@ -417,7 +417,7 @@ def _read_whole(descriptor: int, count: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> int:
-    """Kill the process and what it started; the status. Until it is waited for, the number can be nobody else's.
+    """Kill the process and what it started; the status. Until it is waited for, no other process can have the number.
 
     What it started has its group, or, if it began a session of its own, still its mark in the environment.
     """

@@ -204,7 +204,7 @@ def _step_of(path: Path) -> int:
 def _is_of(path: Path, attempt: int) -> bool:
     try:
         return read_state(path).attempt == attempt
-    except ConfigError:  # it is damaged: nobody can go on from it, whoever wrote it
+    except ConfigError:  # it is damaged: no attempt can go on from it
         return False
 
 

@@ -28,7 +28,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 def _nothing() -> None:
-    """Nobody looks for anything."""
+    """No rank is watched."""
 
 
 class Comm(Protocol):

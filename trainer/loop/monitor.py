@@ -331,6 +331,6 @@ class Monitor:
 
 
 def _last_resort(line: str) -> None:
-    """On standard error. Often it is the same full disk: then nobody can be told, and the run goes on all the same."""
+    """On standard error. Often it is the same full disk: then the message is lost, and the run goes on all the same."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)

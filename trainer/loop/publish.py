@@ -4,7 +4,7 @@ Owns a rank's share of each version: the copy, the borders that ranks give each 
 daemon and no MPI: `ranks` carries hashes to rank 0 and the manifest back, the loop announces what came of it.
 
 A rank's memory of a version is as large as all of it, and holes where other ranks' shards are: a file's holes cost nothing. It is written
-again when the version is off the shelf, which waits for its readers' leases, and nobody looks at it (`memory.MemoryPool`).
+again when the version is off the shelf, which waits for its readers' leases, and no view is left (`memory.MemoryPool`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Publisher:
     def offer(
         self, manifest: Manifest, mark: str, rank: int, ranks: int
     ) -> tuple[messages.WeightSource, ...]:
-        """Serve this rank's share, and write it to the spool where `mark` says so. Returns who has it: nobody where there is nothing."""
+        """Serve this rank's share, and write it to the spool where `mark` says so. Returns its sources: none for an empty share."""
         of, buffer = self._layout, self._made
         assert of is not None
         assert buffer is not None
@@ -173,7 +173,7 @@ class Publisher:
             disk = self._spool.put(manifest, buffer, SpoolShare(mark, rank, ranks, mine))
             found += [disk] if rank == 0 else []
         self._made = None
-        self._pool.put_back(buffer)  # for a later version, once nobody serves or reads this one
+        self._pool.put_back(buffer)  # for a later version, once this one is neither served nor read
         return tuple(found)
 
 

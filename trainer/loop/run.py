@@ -11,7 +11,7 @@ checkpoint and publishes those weights as a new version; the daemon sees equal r
 resume repeats nothing of the checkpoint's step. What was due there is finished first, or recorded as `owes_evaluation`.
 
 A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
-step: whoever goes on from it is given the step's samples again, with every token that there is.
+step: an attempt that goes on from it is given the step's samples again, with every token that there is.
 Boundary: the whole run on rank 0.
 """
 

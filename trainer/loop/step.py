@@ -51,7 +51,7 @@ class GroupSource(Protocol):
 
 
 class Inbox:
-    """`expect` names what was submitted; `poll` gives each group once. `came` is told of each as soon as it is here, whoever asked."""
+    """`expect` names what was submitted; `poll` gives each group once. `came` is told of each as soon as it is here."""
 
     def __init__(
         self, run: GroupSource, came: Callable[[messages.GroupDone], None] = lambda group: None
@@ -65,7 +65,7 @@ class Inbox:
         self._expected |= dict.fromkeys(groups, (purpose, step))
 
     def poll(self, purpose: str, step: int, timeout_s: float) -> list[messages.GroupDone]:
-        """Groups of this step that came; waits up to `timeout_s` for the first. Raises `WireError` for a group that nobody submitted."""
+        """Groups of this step that came; waits up to `timeout_s` for the first. Raises `WireError` for a group that was not submitted."""
         wanted = (purpose, step)
         waits = not any(self._expected[group.group_id] == wanted for group in self._early)
         for group in self._run.poll(timeout_s if waits else 0.0):

@@ -134,7 +134,7 @@ class Circle:
 
 
 def meet(comm: Comm) -> Circle:
-    """All ranks: a socket each on a port of the system's, and everybody's address."""
+    """All ranks: a socket each on a port of the system's, and all addresses."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listener.bind(("", 0))
     mine = (socket.gethostname(), listener.getsockname()[1])
@@ -234,7 +234,7 @@ class RankWatch:
                 self._heard[beat.rank] = RankReport(beat, time.monotonic())
 
     def _check(self, now: float) -> None:
-        """Rank 0 judges all, rank 1 whether rank 0 lives: it hears of nobody else."""
+        """Rank 0 judges all, rank 1 whether rank 0 lives: it hears of no other rank."""
         findings = judge(self._heard, now, self._stuck_s, silence=self._circle.rank == 1)
         longest = max((finding.since_s for finding in findings), default=0.0)
         if not findings:

@@ -1,8 +1,8 @@
 """What one rank holds of its GPU, told to the account: weights, optimizer, gradients, and what its computing takes beside them.
 
 Owns when training state leaves and returns (`offload` moves it), and, where a file stands for the GPU, the count of what a step takes:
-every tensor that it makes, from when it is made until nobody has it, and torch's habit of keeping what was freed until `empty_cache`. On
-CUDA the allocator counts all that by itself. Knows no engine but as bytes of the same GPU.
+every tensor that it makes, from when it is made until its last reference is gone, and torch's habit of keeping what was freed until
+`empty_cache`. On CUDA the allocator counts all that by itself. Knows no engine but as bytes of the same GPU.
 Boundary: the GPU's memory as the rest of the GPU's users see it; the learner only computes.
 """
 
@@ -141,7 +141,7 @@ class RankMemory:
 
 
 class _Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what computing makes, as torch's allocator would on a GPU: inside, every new tensor's memory, until nobody has it.
+    """Counts what computing makes, as torch's allocator would on a GPU: inside, every new tensor's memory, until its last reference goes.
 
     `apart`: of what lives, bytes that are told under another purpose (gradients). Not for CUDA, and only for whoever tests: each operation
     takes some microseconds longer.

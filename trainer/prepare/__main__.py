@@ -70,7 +70,7 @@ def longest_prompt(folder: Path, data: DataFacts) -> int:
 
 
 def gpu_memory(options: argparse.Namespace) -> tuple[float, str]:
-    """Gigabytes of a GPU, and who said so, "" for nobody. Raises `ConfigError` for a type that is not known and was named."""
+    """Gigabytes of a GPU, and the source of that number, "" for none. Raises `ConfigError` for a type that is not known and was named."""
     if options.gpu_memory_gb:
         return options.gpu_memory_gb, "as --gpu-memory-gb says"
     if options.gpu:

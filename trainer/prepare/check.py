@@ -392,7 +392,7 @@ def _daemon(config: RunConfig) -> str:
             "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
         )
     keys.read_keypair(run.key or keys.key_path_for(run.state_dir))
-    if config.daemon.embedded:  # nobody serves before the job
+    if config.daemon.embedded:  # no daemon serves before the job
         embedded.check(config)
         embedded.check_address(config)
         return f"the run starts its own, as {config.daemon.config} says"

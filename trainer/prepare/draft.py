@@ -30,7 +30,7 @@ BARE = re.compile(r"[A-Za-z0-9_-]+")
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
-    `gpu_source`: who said how much memory a GPU has; "" = nobody, it is assumed.
+    `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed.
     """
 
     name: str
@@ -387,7 +387,7 @@ def train_sbatch(wish: RunOptions) -> str:
     gpus = f"#SBATCH --gpus-per-node={wish.gpus}\n" if wish.gpus else ""
     return f"""#!/usr/bin/env bash
 # The training job of {wish.name}:   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))} [trainer arguments]
-# Reserved GPUs: a partition that nobody preempts.
+# Reserved GPUs: a partition that is not preempted.
 #SBATCH --job-name={wish.name}
 #SBATCH --partition={wish.partition}
 #SBATCH --nodes={wish.nodes}

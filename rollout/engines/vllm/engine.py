@@ -223,8 +223,8 @@ class VllmEngine:
         await self._call(self._llm.resume_generation())
 
     async def _cleanse(self) -> None:
-        """After a request met NaN: whoever gets its cache blocks would meet it too. All others are computed again, nothing else of them
-        changes. One wipe serves all requests that ended before it began."""
+        """After a request met NaN: the next owner of its cache blocks would meet it too. All others are computed again, nothing else of
+        them changes. One wipe serves all requests that ended before it began."""
         ticket = self._wipes
         async with self._weights_lock:
             if self._wipes == ticket:
@@ -293,7 +293,7 @@ class VllmEngine:
         )
         self._serial += 1
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
-        # Whoever was moved goes first, and of several the one that has the most to lose.
+        # A sample that was moved goes first, and of several the one that has the most to lose.
         name = str(self._serial)
         async for output in self._llm.generate(prompt, params, name, priority=-position):
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
@@ -476,7 +476,7 @@ def _delta(handle: int, answer: Any, position: int, *, greedy: bool, raw_column:
     ids, found = answer.token_ids, answer.logprobs
     finish = answer.finish_reason
     if finish == "abort":
-        return None  # by us: nobody listens any more
+        return None  # by us: no consumer is left
     if finish is not None and finish not in ("stop", "length"):
         return Delta(handle, (), (), (), error=f"vLLM ended the request: {finish}")
     if not ids:

@@ -167,7 +167,7 @@ class MemoryFile:
                 _write(self._fd, view.data, start)
             fcntl.fcntl(
                 self._fd, fcntl.F_ADD_SEALS, _SEALS
-            )  # what was verified stays so, whoever opens the path to write
+            )  # what was verified stays so, whatever opens the path to write
         except OSError as error:
             os.close(self._fd)
             raise EngineError(

@@ -55,7 +55,7 @@ def live_and_die_with(parent: int) -> None:
         folder = os.environ.get("VLLM_RPC_BASE_PATH", "")
         if os.path.basename(folder).startswith(
             FOLDER
-        ):  # the worker's own for this engine: nobody else removes it now
+        ):  # the worker's own for this engine: no other process removes it now
             shutil.rmtree(folder, ignore_errors=True)
         if core not in (1, parent) and os.getppid() == core:
             os.kill(core, signal.SIGKILL)
@@ -90,7 +90,7 @@ class Extension:
         cast: Sums = {}
         published: Sums = {}
         with open(path, "rb") as file:
-            # A private mapping is writable, which torch wants of a buffer; nobody writes.
+            # A private mapping is writable, which torch wants of a buffer; it is not written to.
             memory = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
@@ -223,7 +223,7 @@ def _with_raw_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
         if raw is not None and output.logprobs_tensors is not None:
             sampled = output.sampled_token_ids.long()
             output.logprobs_tensors.logprobs[:, 1:2] = raw.gather(-1, sampled)
-            # Under an id of its own: where vLLM joins outputs that nobody fetched in time, one id keeps one logprob.
+            # Under an id of its own: where vLLM joins outputs that were not fetched in time, one id keeps one logprob.
             other = torch.where(sampled > 0, sampled - 1, sampled + 1)
             output.logprobs_tensors.logprob_token_ids[:, 1:2] = other.to(output.sampled_token_ids.dtype)
         return output

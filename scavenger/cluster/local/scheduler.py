@@ -612,7 +612,7 @@ class Scheduler:
 
 
 def _take(free_node: _FreeNode, job: JobRecord) -> None:
-    """Promise the job its share of a node: out of what is free first, so that nobody later starts on it."""
+    """Promise the job its share of a node: out of what is free first, so that no later job starts on it."""
     free_node.free, free_node.soon = max(0, free_node.free - job.spec.gpus), free_node.soon - job.spec.gpus
     free_node.cpus, free_node.soon_cpus = (
         max(0, free_node.cpus - job.cpus_per_node),

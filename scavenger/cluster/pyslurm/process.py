@@ -46,7 +46,7 @@ _exits: dict[
 
 
 def user_name(uid: int) -> str:
-    """As squeue prints it: the number where nobody has it."""
+    """As squeue prints it: the number where no name has it."""
     if uid not in _names:
         try:
             _names[uid] = pwd.getpwuid(uid).pw_name

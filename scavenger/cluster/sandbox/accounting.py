@@ -2,7 +2,7 @@
 
 Boundary: slurmdbd and its database; IO.
 
-`normal`, everybody's default, preempts `scavenge`, as docs/admin.md tells a site to set it up. Owns these two daemons' settings and the
+`normal`, every user's default, preempts `scavenge`, as docs/admin.md tells a site to set it up. Owns these two daemons' settings and the
 accounts. They are started by the sandbox, which ends them; nothing is written outside its folder, and only 127.0.0.1 is listened on.
 """
 

@@ -9,7 +9,8 @@
 
 The hosts are containers of systemd-nspawn over one root file system (`scripts/site-sandbox` makes it); what a host writes lies in memory
 and goes with it. They live in namespaces of their own (mounts, network, processes), so a `SIGKILL` of the owner ends all of it, and the
-bridge and its addresses are invisible from outside. Their GPUs are links to a character device: Slurm allocates them, nobody computes.
+bridge and its addresses are invisible from outside. Their GPUs are links to a character device: Slurm allocates them, and no
+job computes on them.
 
 Boundary: several hosts, for scripts/site-sandbox and the tests; `sandbox` is a Slurm on one.
 """
@@ -411,7 +412,7 @@ class SiteSandbox:
             raise ClusterUnavailable(f"nft: {done.stderr.strip()}")
 
     def cut_off(self, name: str, other: str) -> None:
-        """Drop all that this host sends to that one; each still reaches everybody else."""
+        """Drop all that this host sends to that one; each still reaches all other hosts."""
         self.hosts[name].run("ip", "route", "add", "blackhole", f"{self.hosts[other].spec.address}/32")
 
     def reconnect(self, name: str, other: str) -> None:

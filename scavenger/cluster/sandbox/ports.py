@@ -1,4 +1,4 @@
-"""TCP ports on this machine: ranges that nobody else of us takes, and which are free or listened on. Loopback only.
+"""TCP ports on this machine: ranges that no other process of ours takes, and which are free or listened on. Loopback only.
 
 To look does not reserve: two that start at the same moment would find the same ports free, and one's daemons would find them taken. So a
 range is taken by names first, abstract Unix sockets, which one process at a time can have and the kernel takes back when it ends, however
@@ -42,10 +42,10 @@ class Ports:
 
 
 def take_ports(count: int) -> Ports:
-    """Ports that are free, and that nobody else gets from here before they are given back. Raises `ClusterError` when there are none."""
+    """Ports that are free, and that no other caller gets before they are given back. Raises `ClusterError` when there are none."""
     blocks = -(-count // BLOCK)
     starts = range(LOWEST, HIGHEST - blocks * BLOCK + 1, BLOCK)
-    # ports that were just given back may be waited for by the kernel still: whoever comes next begins elsewhere
+    # ports that were just given back may be waited for by the kernel still: the next caller begins elsewhere
     skip = os.getpid() * 61 % max(1, len(starts))
     for at in range(len(starts)):
         base = starts[(skip + at) % len(starts)]

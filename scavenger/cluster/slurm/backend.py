@@ -216,7 +216,7 @@ class SlurmCluster:
 
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then has its owner in the queue (`agree`); in the other order a GPU would be
-        # busy of which nobody could say whether others took it, and ours that has just started would look like others'
+        # busy without it being known whether other users took it, and ours that has just started would look like others'
         nodes = self._nodes()
         return self.view_of(nodes, self.jobs())
 
@@ -282,7 +282,7 @@ class SlurmCluster:
     def jobs(self) -> tuple[Job, ...]:
         if self._output == "json":
             return json_output.parse_jobs(self._ask(json_output.jobs_argv(), port.JOBS_JSON))
-        # 64 random bits: nobody guesses them, and the answer holds 24 marks a job; a leading digit would be read as a width
+        # 64 random bits cannot be guessed, and the answer holds 24 marks a job; a leading digit would be read as a width
         mark = "x" + secrets.token_hex(8)
         return commands.parse_jobs(self._ask(commands.squeue_argv(mark), port.JOBS), mark)
 

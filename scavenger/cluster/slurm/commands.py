@@ -1,7 +1,7 @@
 """Pure: the argv of every Slurm command we run, and the parsing of what it prints.
 
 Text that other users control (job names, comments) may hold anything, separators and newlines included. So `squeue` is
-asked to end every field with a fresh random mark that nobody could have put there, and each record with a second one;
+asked to end every field with a fresh random mark that no user could have put there, and each record with a second one;
 the output is split on the marks alone. Everything is checked. A record that is short, long or truncated fails the
 whole poll with `ClusterUnavailable`, because half a view is worse than none. So does a value that cannot be read in a
 field that says whose job it is, its state, its nodes, or what it holds or waits for. In a field that only informs
@@ -511,7 +511,7 @@ def _plan(text: str) -> tuple[str, ...]:
 
 
 #: What only informs: how each is read, and what stands for one that is not known (see `Job`).
-#: Nobody's GPUs, nodes or demand hang on them.
+#: No decision over GPUs, nodes or demand depends on them.
 _INFORMS: dict[str, tuple[Callable[[str], object], str]] = {
     "PriorityLong": (partial(_integer, "squeue PriorityLong"), "0"),
     "SubmitTime": (_time, "N/A"),

@@ -271,7 +271,7 @@ def _finite(row: Mapping[str, Any], key: str) -> float:
 
 
 #: What only informs: how each is read, and what stands for one that is not known (see `Job`).
-#: Nobody's GPUs, nodes or demand hang on them.
+#: No decision over GPUs, nodes or demand depends on them.
 _INFORMS: dict[str, tuple[Callable[[Mapping[str, Any], str], object], object]] = {
     "priority": (_finite, 0),
     "submit_time": (_number, 0),

@@ -96,7 +96,7 @@ def parse_node_states(text: str) -> frozenset[str]:
 
 
 def node_states(field: str, text: str) -> tuple[frozenset[str], tuple[Unread, ...]]:
-    """`parse_node_states`, and what of it is not known: with a word that nobody here knows no node is usable."""
+    """`parse_node_states`, and what of it is not known: with a word that this code does not know no node is usable."""
     try:
         states = parse_node_states(text)
     except ClusterUnavailable:

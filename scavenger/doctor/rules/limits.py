@@ -240,7 +240,7 @@ def compute_node(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     if ports:
         did += f"; {len(ports) - len(silent)} of {len(ports)} further ports answered"
     if silent:  # a firewall that rejects looks the same
-        did += f", {', '.join(silent)} refused: nobody listens there now, or a firewall rejects; ask again while a run trains"
+        did += f", {', '.join(silent)} refused: no process listens there now, or a firewall rejects; ask again while a run trains"
     rest = f" (only runs that name another engine would fail: {'; '.join(unfit)})" if unfit else ""
     return SiteFinding("compute node", Level.OK, f"{where} a job of ours {did}{rest}")
 

@@ -86,7 +86,7 @@ def private_data(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
         return SiteFinding("private data", Level.OK, observed)
     observed = f"PrivateData hides {', '.join(hidden)} of other users: GPUs that their pending jobs wait for would look idle to us"
     remedy = (
-        f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives nobody a right (slurmdbd.conf has its own: it may "
+        f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives no user a right (slurmdbd.conf has its own: it may "
         "stay); or let only named users into the partition (AllowAccounts), or set harvest.sole_user = true: then it is harvested "
         f"without seeing who waits; or make {wanted.user} coordinator of the accounts whose jobs wait there (sacctmgr add coordinator "
         f"account=NAME names={wanted.user}), with harvest.sees_all_jobs = true: it may then cancel these accounts' jobs. An operator "

@@ -281,7 +281,7 @@ class DrainAllocated:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a job that holds GPUs: nobody is there to drain, or it was asked to leave and did not."""
+    """End a job that holds GPUs: no engine is there to drain, or it was asked to leave and did not."""
 
     intent_id: str
     reason: str

@@ -42,8 +42,8 @@ def allot(
 ) -> dict[int, int]:
     """Share `most` engines and `most_gpus` GPUs: one engine to each owner in turn, for the run of the owner that was given fewest.
 
-    An owner with a share of n has n turns for each of others: the next is whoever has least for its share. In the order of
-    run ids, until nobody wants more or what is left is too small. A run for whose next engine nothing `fits` takes no more turns.
+    An owner with a share of n has n turns for each of others: the next is the owner with least for its share. In the order of
+    run ids, until no run wants more or what is left is too small. A run for whose next engine nothing `fits` takes no more turns.
     """
     wanted = sorted(demand, key=lambda d: d.run_id)
     left = {d.run_id: d.engines for d in wanted}
@@ -181,6 +181,6 @@ class _Reach:
 
 
 def worth(job: OurJob, vacate: frozenset[str]) -> tuple[bool, bool, bool, int, float, str]:
-    """Sorts what to keep first: engines before pending jobs, those whose node nobody needs, the most leases, the least long idle; known
-    jobs before lost submissions."""
+    """Sorts what to keep first: engines before pending jobs, those whose node no other job needs, the most leases, the least long idle;
+    known jobs before lost submissions."""
     return (job.waits, job.node in vacate, job.job_id == 0, -job.leases, -job.idle_since, job.intent_id)

@@ -168,7 +168,7 @@ def _facts(
 
 
 def _undecided(jobs: Sequence[OurJob], actions: Sequence[Action]) -> list[OurJob]:
-    """Those that nobody asked to leave, before this decision or in it."""
+    """Those that were not asked to leave, before this decision or in it."""
     decided = {action.intent_id for action in actions if not isinstance(action, Submit)}
     return [job for job in jobs if job.drain_kind is DrainKind.NO and job.intent_id not in decided]
 
@@ -287,7 +287,7 @@ def _over_cap(facts: DecisionFacts, jobs: Sequence[OurJob]) -> dict[str, str]:
 
 
 def _share(want: Demand, limits: Limits) -> str:
-    """What its owner's share is, where somebody's is not 1."""
+    """What its owner's share is, where any owner's is not 1."""
     shares = {rule.owner: rule.share for rule in limits.owners if rule.share != 1}
     return f" (owners.share_of: {want.owner} has {shares.get(want.owner, 1)})" if shares else ""
 

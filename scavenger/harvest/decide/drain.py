@@ -1,4 +1,4 @@
-"""Which of our engines leave before anybody has to make them. Pure.
+"""Which of our engines leave before Slurm preempts them. Pure.
 
 Their time limit comes, a reservation begins on their node, the node is taken out of service, or other users' jobs wait that would start if
 they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.

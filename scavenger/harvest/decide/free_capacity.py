@@ -324,7 +324,7 @@ def free_capacity_of(
 
 
 def _shared(nodes: Mapping[str, Node], queue: QueueScan) -> frozenset[str]:
-    """Where somebody else holds GPUs and is not about to give them back."""
+    """Nodes where another user's job holds GPUs and is not about to release them."""
     none = NodeResources(0, 0, 0)
     ours = {name: queue.held.get(name, none).gpus + queue.freed.get(name, none).gpus for name in nodes}
     return frozenset(name for name, node in nodes.items() if node.gpus_allocated > ours[name])
@@ -514,7 +514,7 @@ class StartBenefits:
         return bool(self._demand and self._idle.curves)
 
     def too_soon(self, want: Demand, node: Node, gpus: int, at: float) -> str:
-        """Why `gpus` GPUs of this node are not worth a start to who may begin there at that time (Unix s); "" where they are, or nobody
+        """Why `gpus` GPUs of this node are not worth a start to who may begin there at that time (Unix s); "" where they are, or it
         can tell. A node that is taken counts as well: a job that waits for it starts when other users' jobs leave."""
         start_benefit = self._start_benefit(want, node) if want.benefit is not None else None
         if start_benefit is None or start_benefit.age_s <= 0:
@@ -527,7 +527,7 @@ class StartBenefits:
         return f"{settled} of {gpus} GPUs have then been idle for {start_benefit.age_s:.0f} s: {start_benefit.reason}"
 
     def why(self, want: Demand, node: str) -> str:
-        """The figures by which an engine there is worth its start; "" where nobody weighed it."""
+        """The metrics by which an engine there is worth its start; "" where none were computed."""
         start_benefit = self._start_benefits.get((want.run_id, self._classes.get(node, "")))
         return start_benefit.reason if start_benefit is not None else ""
 

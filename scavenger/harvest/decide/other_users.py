@@ -79,7 +79,7 @@ _ID_BITS, _PLACE_BITS = 40, 24
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Another's pending job that would take GPUs if it had them. `needs_at` 0: now. `harvested`: an engine of somebody else's harvester."""
+    """Another's pending job that would take GPUs if it had them. `needs_at` 0: now. `harvested`: an engine of another harvester."""
 
     job_id: int
     user: str
@@ -327,7 +327,7 @@ def _made(job: Job, needs_at: float) -> Wait:
 
 
 def is_harvested(job: Job) -> bool:
-    """An engine of a harvester, ours or somebody else's, by its name."""
+    """An engine of a harvester, ours or another one, by its name."""
     return _HARVESTED_JOB_NAME.fullmatch(job.name) is not None
 
 

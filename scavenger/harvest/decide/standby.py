@@ -3,7 +3,7 @@
 Where another user's job needs one GPU and every idle one is harvested, Slurm takes an engine away: of preemptible jobs of the same tier and
 number of nodes the one that was submitted first (`slurm_find_preemptable_jobs` sorts by those alone, and equal ones keep the order of the
 job list: measured with 22.05). Without us the small job would have gone to the fullest node where it fits. If the oldest job happens to be
-an engine on a node that is otherwise idle, the small job goes there, stays for hours, and whoever waits for whole nodes waits for it.
+an engine on a node that is otherwise idle, the small job goes there, stays for hours, and a job that needs whole nodes waits for it.
 
 So the oldest jobs belong on nodes that other users use too. A job's age cannot be changed, and which node will have a gap is not known when
 it is submitted. Hence standby jobs: their start time is far away, and one is released (`scontrol update`) when a node has a gap. Nodes that
@@ -97,7 +97,7 @@ def _too_soon(
     start_benefits: StartBenefits,
     spoken: Counter[str],
 ) -> str:
-    """Why none of these nodes is worth its start; "" where one is, whose GPUs are then spoken for, or where nobody can tell."""
+    """Why none of these nodes is worth its start; "" where one is, whose GPUs are then spoken for, or where it is not known."""
     why = ""
     for node in nodes:
         why = start_benefits.too_soon(want, node, spoken[node.name] + job.gpus, begins_at)

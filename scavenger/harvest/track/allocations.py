@@ -87,7 +87,7 @@ class Allocations:
             self.health.proved(allocation.started_at, one.intended.run_id)
 
     def vanished(self, draft: Draft, one: Tracked, why: str) -> None:
-        """The job is gone from the queue for good, and nobody saw it end: what its engines showed is what is known of its lives."""
+        """The job is gone from the queue for good, and its end was not observed: its engines' reports are what is known of its lives."""
         gone_at = one.unseen_since or draft.now
         if one.allocation is not None:
             life = alive(one.workers.get(one.allocation.restart_count), one.allocation.started_at, gone_at)
@@ -210,7 +210,7 @@ class Allocations:
         )
 
     def _release(self, draft: Draft, one: Tracked, allocation: Allocation, job: Job, lost: set[str]) -> None:
-        """The GPUs are somebody else's now. `job` is what the queue shows of it since."""
+        """The GPUs are another user's now. `job` is what the queue shows of it since."""
         one.allocation = allocation
         same = job.restart_count == allocation.restart_count
         why = (

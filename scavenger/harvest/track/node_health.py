@@ -8,7 +8,7 @@ can work.
 One owner's broken run is no other owner's affair: where engines of an owner's runs die on two nodes, and none of these runs ever worked,
 the runs are at fault and no node is, until `quarantine_s` pass without such a death.
 
-Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, everybody's where it
+Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, every owner's where it
 concerns all runs, and then one engine of a run is tried at a time, beside those that run, until an engine that started since has worked.
 Nothing is held against a set-up whose last such engine ended `MAX_SENTENCE` times `quarantine_s` ago.
 
@@ -85,7 +85,7 @@ _SITE = ""
 class Health:
     """Deaths in; quarantined nodes and the end of the back-off out.
 
-    `owners`: of each run, as far as known. `asking`: runs that want engines now. Both are the harvester's to keep; run 0 is nobody's.
+    `owners`: of each run, as far as known. `asking`: runs that want engines now. Both are the harvester's to keep; run 0 has no owner.
     """
 
     def __init__(self, rules: HealthRules) -> None:
@@ -204,7 +204,7 @@ class Health:
     # ---------------------------------------------------------------- the next submission
 
     def failed_at_once(self, reason: str, now: float, run_id: int = 0) -> None:
-        """A job of this run died at once, or a submission was refused: wait before the owner's next, or everybody's."""
+        """A job of this run died at once, or a submission was refused: wait before the owner's next, or every owner's."""
         one = self._backoffs.setdefault(self._owner(run_id), _BackOff())
         one.failures += 1
         one.failed_at = now
@@ -223,7 +223,7 @@ class Health:
         )
         one.failures += 1
         one.failed_at = now
-        # One that nobody answers holds its GPU for minutes first.
+        # An engine that gets no reply holds its GPU for minutes first.
         wait_s = MAX_BACKOFF_S if failed.code == NO_DAEMON else self._rules.backoff_s
         one.not_before = now + backoff_s(wait_s, MAX_BACKOFF_S, one.failures)
         one.set_up = one.why = (
@@ -264,7 +264,7 @@ class Health:
         }
 
     def set_up_fault(self) -> str:
-        """Why engines cannot start, everybody's reason first; "" when none is known."""
+        """Why engines cannot start, the reason for all owners first; "" when none is known."""
         return next((one.set_up for _, one in sorted(self._backoffs.items()) if one.set_up), "")
 
     def on_trial(self, run_id: int) -> str:
@@ -309,7 +309,7 @@ def without_failing(
     health.forget(now)
     health.asking = frozenset(d.run_id for d in demand if d.engines)
     if now < health.backoff()[0]:
-        return list(demand)  # nobody's jobs are submitted: the decision says why
+        return list(demand)  # no job is submitted: the decision says why
     staying = [job for job in jobs if job.drain_kind is DrainKind.NO]
     present = Counter(job.run_id for job in staying)
     engines = [job for job in staying if not job.standby]

@@ -48,7 +48,7 @@ class FailedStart:
 
 @dataclass(slots=True)
 class _OnNode:
-    """Ends of one run's engines on one node. `held_back`: those that are held against nobody yet. Unix seconds."""
+    """Ends of one run's engines on one node. `held_back`: those that are charged to no node or owner yet. Unix seconds."""
 
     first_at: float
     last_at: float

@@ -82,7 +82,7 @@ class Tracker:
         self.bounded: dict[
             tuple[str, int], Bounded
         ] = {}  # allocations that accounting may still tell the times of
-        self.vanished: dict[str, Vanished] = {}  # jobs of which nobody saw the end
+        self.vanished: dict[str, Vanished] = {}  # jobs whose end was not observed
         self._asked: Counter[tuple[str, int]] = Counter()
 
     # ---------------------------------------------------------------- what we did

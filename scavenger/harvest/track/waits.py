@@ -6,8 +6,8 @@
              begin time or its array's own limit (`held`), waits for no GPU; when it does again, that is another wait, from then on
 
 Jobs of the daemon's own Unix user and engines of other harvesters are no other users' jobs.
-It judges nobody: a job that waits may wait for more than we hold. At most `MOST` waits are open at once, those that could start first.
-Owns the arithmetic; `harvester` gives each whole view.
+It holds no job at fault: one that waits may wait for more than we hold. At most `MOST` waits are open at once, those that could start
+first. Owns the arithmetic; `harvester` gives each whole view.
 
 Boundary: what is recorded of others, apart from what is decided for them (`decide/other_users`).
 """
@@ -22,9 +22,9 @@ from scavenger.cluster.model import ClusterView, Job, JobState
 from scavenger.harvest.decide.other_users import is_harvested
 from scavenger.ledger import records as rec
 
-#: Waits that are followed at once: somebody's ten thousand jobs are as many rows otherwise.
+#: Waits that are followed at once: one user's ten thousand jobs are as many rows otherwise.
 MOST = 1000
-#: As in the reports `other_users_waiting` and `idle_gpu_hours`: what nobody looked at is not counted.
+#: As in the reports `other_users_waiting` and `idle_gpu_hours`: time between polls that is too long is not counted.
 MOST_UNSEEN_S = 300.0
 
 

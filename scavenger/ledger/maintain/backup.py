@@ -61,7 +61,7 @@ def backup(url: str, target: Path) -> None:
                 "pg_dump", parsed, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}"
             )
         restoring.sync(partial)
-        os.link(partial, target)  # fails where somebody made one meanwhile
+        os.link(partial, target)  # fails where another process made one meanwhile
         restoring.sync(target.parent)
     except OSError as error:
         raise LedgerError(
@@ -139,7 +139,7 @@ def restore(url: str, source: Path, state_dir: Path, announced: Announced, host:
     try:
         kept = _replace(parsed, source)
     except LedgerError:
-        # Not replaced, as far as the ledger itself can say so: then nobody needs another history.
+        # Not replaced, as far as the ledger itself can say so: then no new history is needed.
         if before is not None and _newest(url) == before and not announced.unfinished:
             restoring.end(restoring.path_in(state_dir))
         raise
@@ -173,7 +173,7 @@ def mark(
     floor: int = 0,
     why: str = "restored by other means",
 ) -> int:
-    """Begin another history in a ledger that was put back already (point-in-time recovery, a snapshot of the disk). Fences everybody."""
+    """Begin another history in a ledger that was put back already (point-in-time recovery, a snapshot of the disk). Fences every daemon."""
     store.upgrade(url)
     engine = store.open_engine(url)
     try:

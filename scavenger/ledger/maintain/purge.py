@@ -1,7 +1,7 @@
 """Deleting a run's contents and keeping its accounting. Contents: tokens, logprobs, prompts, what came with them, a trainer's words.
 
 Owns the transactions. The only writer beside the daemon's. It may be: each of its transactions first locks the run's row and refuses
-unless the run has ended, and nobody writes to an ended run but an attempt that opens it again, whose grant changes that row. The daemon
+unless the run has ended, and the only writer of an ended run is an attempt that opens it again, whose grant changes that row. The daemon
 reads an opened run's history after that grant, so it sees a portion's contents as gone or keeps them. Rows stay, with empty payloads:
 every sum, count and time over them is what it was.
 

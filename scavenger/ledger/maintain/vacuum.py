@@ -65,7 +65,7 @@ def holder(url: str) -> str:
 
 
 def vacuum(url: str) -> Vacuumed:
-    """Give free space back. Raises `LedgerError`: somebody has the SQLite file open, the disk is too full, the server refuses."""
+    """Give free space back. Raises `LedgerError`: another process has the SQLite file open, the disk is too full, the server refuses."""
     before = size(url)
     parsed = store.parse(url)
     if parsed.drivername == "sqlite":
@@ -84,7 +84,7 @@ def _vacuum_sqlite(path: Path, url: str) -> None:
         )
     connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
     try:
-        # Before the first read: the index of the log is then kept in memory, and nobody else can join.
+        # Before the first read: the index of the log is then kept in memory, and no other process can join.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("BEGIN EXCLUSIVE")

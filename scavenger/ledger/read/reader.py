@@ -1,7 +1,7 @@
 """Reading the ledger: what a restarted daemon needs, and what `scavenger samples` shows.
 
 Owns the way from rows back to records. Writes nothing and keeps no transaction open longer than one call. The daemon takes its
-snapshot after `Writer.start` granted a generation: from then on nobody else can commit.
+snapshot after `Writer.start` granted a generation: from then on no other daemon can commit.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from scavenger.ledger.write.statements import KINDS
 
 _HEADER = """\
 -- What the writer does with each kind of record: its statements over one parameter row, the same on SQLite and PostgreSQL.
--- Generated from `KINDS` (scavenger/ledger/write/statements.py), and read by nobody but you:
+-- Generated from `KINDS` (scavenger/ledger/write/statements.py), for readers only:
 --     python -m scavenger.ledger.write.sql_page > sql/ledger/writes.sql
 -- A parameter :p_x is the record's field x. Many records of a kind are written by one statement over all their rows (batch_sql.py).
 """

@@ -121,7 +121,7 @@ def release(engine: sa.Engine, generation: Generation, now: float) -> bool:
 def begin_history(
     connection: sa.Connection, pid: int, host: str, why: str, now: float, announced: Announced, floor: int = 0
 ) -> Generation:
-    """Within a transaction: fence every generation and begin another history, in which nobody writes yet.
+    """Within a transaction: fence every generation and begin another history, which has no writer yet.
 
     `floor`: a generation known from elsewhere; the next daemon's is beyond it.
     """

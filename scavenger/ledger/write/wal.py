@@ -1,6 +1,6 @@
 """SQLite's write-ahead log (WAL): when it is written back, how large it is, what is tried when it stays large. Not for PostgreSQL.
 
-By default SQLite writes the log back within the commit that made it long, and everybody who waits for that commit waits for tens of MB and
+By default SQLite writes the log back within the commit that made it long, and every caller of that commit waits for tens of MB and
 two syncs. So the writer's connection never does it, and `WalWatch` does it once the commit was acknowledged.
 
 Writing back stops at the oldest reader that is still in a transaction, so a reader that stays open makes the log grow with every commit.

@@ -183,7 +183,7 @@ class _Fleet:
         return times
 
     def pace(self, t: float, n: float, mean: float) -> tuple[float, float]:
-        """(seconds in which each of n samples gains a token, share of the samples on reserved engines) at time t; (inf, 0) with nobody."""
+        """(seconds in which each of n samples gains a token, share of samples on reserved engines) at time t; (inf, 0) without engines."""
         reserved = self._reserved.engines if self._from <= t < self._to else 0.0
         harvested = (
             self.harvested(t) if self._arrivals else self._harvested.engines * math.exp(-self._loss * t)

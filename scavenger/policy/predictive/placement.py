@@ -80,7 +80,7 @@ class Ranking:
         self._came, self._first, self.at = came, 0, now
 
     def has_all(self, view: RunView) -> bool:
-        """Whether all that wait are in the order. They were, and nobody came since, in all but a few cases."""
+        """Whether all that wait are in the order. They were, and no sample came since, in all but a few cases."""
         came = view.came
         if came != self._came:
             waiting = list(view.waiting())

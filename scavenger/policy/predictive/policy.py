@@ -258,7 +258,7 @@ class Predictive:
             self._mover.retired
         )  # those that have left too: their place is not to be filled in this step
         if retired:
-            # Whoever asks for more than there are would else keep what was freed, and start one more.
+            # A run that asks for more than there are would else keep what was freed, and start one more.
             others = sum(worker.kind != "reserved" and worker.id not in retired for worker in view.workers)
             target = max(0, min(target - len(retired), others))
             why = f"{why}; {len(retired)} were freed by merging the step's tail"

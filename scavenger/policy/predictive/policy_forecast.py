@@ -20,7 +20,7 @@ PAUSE_LEAST_S = 0.25
 
 
 class PolicyForecast:
-    """One run's. `plan`: what the window was decided by, None while it is nobody's. `trained`: tokens of the step that are trained.
+    """One run's. `plan`: what the window was decided by, None while no policy decides it. `trained`: tokens of the step that are trained.
 
     `decided_by`: the moment by which leases were given or moved last.
     """

@@ -9,7 +9,7 @@
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
 
 Owns the vocabulary, the packing of tokens and the bounds. Must not know a socket, a clock or a policy. `common` holds the parts and bounds,
-`worker` and `trainer` the two conversations, `codec` the frames; everybody imports from here. Token ids travel as little-endian
+`worker` and `trainer` the two conversations, `codec` the frames; all code imports from here. Token ids travel as little-endian
 int32 arrays and logprobs as little-endian float32 arrays, so that the core may treat both as opaque bytes: `nbytes = 4 * tokens`.
 """
 

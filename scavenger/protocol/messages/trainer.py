@@ -50,7 +50,7 @@ class OpenRun(Message, frozen=True):
     job_id: int
     poison_after: Positive = 3
     on_poison: str = "stop"  # "stop" | "mask"
-    encrypt: bool = False  # whoever serves its weights over a network does so under CURVE
+    encrypt: bool = False  # its weights travel over a network under CURVE only
 
 
 class Attach(Message, frozen=True):

@@ -3,7 +3,7 @@
 `policy.agreement` decides. An engine that it finds is *set aside*: its unfinished samples move to others with all their tokens, it is given
 no more and asked to leave, and its node is charged. Its trainer is told, and masks the samples that hold tokens of it. The engine may have
 left by then: its samples are masked and its node is charged all the same. A reserved engine starts again; where the next one in its slot is
-set aside too, the run stops, because nobody else can use that GPU, and it may be the trainer that is wrong.
+set aside too, the run stops, because no other engine can use that GPU, and it may be the trainer that is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REMEDY = (
 )
 
 
-#: It left before this daemon began: its samples are masked, and nobody is charged.
+#: It left before this daemon began: its samples are masked, and no node is charged.
 GONE = Place("", "", "", "", 0)
 
 

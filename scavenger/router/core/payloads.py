@@ -27,11 +27,11 @@ FLAT_BYTES = 704
 
 
 class ColdPayload(Exception):
-    """A bug: the core was asked to compare tokens that nobody had loaded. Names the sample; nothing was changed."""
+    """A bug: the core was asked to compare tokens that were not loaded. Names the sample; nothing was changed."""
 
 
 class PayloadPort(Protocol):
-    """What the core asks of whoever keeps the tokens."""
+    """What the core asks of the store of tokens."""
 
     def append(self, sample_id: int, offset: int, chunk: Chunk) -> None:
         """The chunk was accepted at `offset`, the sample's length until now."""
@@ -44,7 +44,7 @@ class PayloadPort(Protocol):
         """The sample's first `length` tokens are in the ledger."""
 
     def drop(self, sample_id: int) -> None:
-        """Nobody will ask for the sample again."""
+        """The sample will not be asked for again."""
 
 
 class NoPayloads:

@@ -305,7 +305,7 @@ def _resume_memory(core: Core, worker: Worker, hello: WorkerHello, *, known: boo
 def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
     """Reconcile what a worker that registers holds with what it may hold.
 
-    Nothing, if it was leased in another history of the ledger; nothing that it generates with weights that nobody published (I8).
+    Nothing, if it was leased in another history of the ledger; nothing that it generates with weights that were never published (I8).
     """
     foreign, disowned = core.foreign(hello.ledger), _disowned(worker.run, hello)
     known = () if foreign else tuple(h for h in hello.held if workers.may_hold(core, worker, h))

@@ -47,7 +47,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
             continue
         group = adopt_state(core, owner, state_of_group)
         for row, sample in zip(state_of_group.samples, group.samples, strict=True):
-            # One that an older attempt left is generated anew: it stops nobody.
+            # One that an older attempt left is generated anew: it holds up no other.
             if (
                 row.state == "poisoned"
                 and row.ended_attempt == owner.attempt
@@ -64,7 +64,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
 
 
 def _unsettled(run: ActiveRun, state: rec.OpenGroup) -> bool:
-    """Whether somebody may still ask for the group: it is in flight, or no step that stands has taken it.
+    """Whether a trainer may still ask for the group: it is in flight, or no step that stands has taken it.
 
     `last_step` was set back when the present attempt began, so a later train step was taken by an older attempt: the present one is
     to be offered what that consumed.

@@ -471,7 +471,7 @@ def stop_run(sample: Sample, cause: str) -> None:
 
 
 def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
-    """End a sample that nobody will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
+    """End a sample that no trainer will consume; its worker, if any, drops it. `end`: the ledger's word for how it ended."""
     sample.transition(SampleStep.ABANDON)
     worker = core.workers.get(sample.worker_id)
     if worker is not None:

@@ -215,7 +215,7 @@ class Sample:
 class Group:
     """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted.
 
-    `unfinished` counts the samples that are not done: nobody who asks has to look at them all.
+    `unfinished` counts the samples that are not done, so that no caller has to visit them all.
     """
 
     id: int

@@ -302,7 +302,7 @@ def trained(core: Core, run: ActiveRun, body: Trained) -> None:
 
 
 def retire_versions(run: ActiveRun, keep: int = 4) -> None:
-    """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
+    """Forget manifests that cannot be asked for again; roots of a replay come back with the history."""
     used = {g.version for g in run.by_key.values()}
     bases = {
         run.weights.versions[v].base

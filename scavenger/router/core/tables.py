@@ -62,9 +62,9 @@ class Core:
         self.by_conn: dict[int, Worker] = {}
         # Connections that said goodbye: the newest of them.
         self.departed: OrderedDict[int, None] = OrderedDict()
-        # Harvested engines that are gone, for whoever accounts for their GPUs.
+        # Harvested engines that are gone, for the harvester, which accounts for their GPUs.
         self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
-        # Nodes of harvested engines that were set aside, for whoever chooses nodes.
+        # Nodes of harvested engines that were set aside, for the harvester, which chooses nodes.
         self.condemned: deque[CondemnedNode] = deque(maxlen=MAX_LIVED)
         self.ticked_at: float | None = None
         self.committed_at = 0.0
@@ -72,7 +72,7 @@ class Core:
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
         self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known
-        # Public key -> how often it sent what nobody could use.
+        # Public key -> how often it sent what could not be used.
         self.nonsense: OrderedDict[str, int] = OrderedDict()
         self._budgets: OrderedDict[str, Budget] = OrderedDict()  # how many rows each peer may still cause
         self.now = 0.0

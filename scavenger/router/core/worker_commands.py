@@ -109,7 +109,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
 
 
 def serving(core: Core, worker: Worker, message: Serving) -> None:
-    """It serves a version on. What it says is believed as far as the root goes: whoever pulls from it checks every byte."""
+    """It serves a version on. Its word is taken as far as the root goes: a receiver that pulls from it checks every byte."""
     run, known = worker.run, worker.run.weights.versions.get(message.version)
     refusal = refused(message.source, run.settings.encrypt) if message.source is not None else ""
     if refusal and refusal != worker.weights.serving_refused:

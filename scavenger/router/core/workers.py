@@ -309,7 +309,7 @@ def watch(core: Core, worker: Worker) -> None:
 def _stalled(core: Core, worker: Worker) -> bool:
     """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
     if core.now - worker.engine.moved_at <= core.limits.stalled_s:
-        return False  # the usual case: nobody looks at each sample of a fleet four times a second
+        return False  # the usual case: each sample of a fleet is not checked four times a second
     given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
     if not given or worker.suspect:
         return False

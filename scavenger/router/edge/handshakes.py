@@ -1,5 +1,5 @@
-"""Bounds connections: those that have not proved a key yet, so that whoever reaches the port cannot take the daemon's descriptors, and
-those of one owner.
+"""Bounds connections: those that have not proved a key yet, so that a client that reaches the port cannot take the daemon's descriptors,
+and those of one owner.
 
 A connection is *unproven* from its accept until its first message, which only a key that the daemon knows can send.
 Each one is left alone for `GRACE_S`. Beyond that it lasts until it is in the way: one more of the same address than
@@ -126,7 +126,7 @@ class Handshakes:
 
 
 class HandshakeGuard:
-    """See the module. `heard` is the event loop's to call, `close` whoever closes the socket's, before that."""
+    """See the module. The event loop calls `heard`; `close` is called before the socket is closed."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], limits: HandshakeLimits, clock: Callable[[], float] = time.monotonic

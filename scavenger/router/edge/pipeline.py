@@ -277,7 +277,7 @@ def filled(store: PayloadStore, action: Fill) -> Message | None:
     if missing(message, lengths, store):
         return None
     group = fill_group(message, lengths, store)
-    store.cool(needed(message, lengths))  # nobody asks again, unless its trainer is lost
+    store.cool(needed(message, lengths))  # it is not asked for again, unless its trainer is lost
     return group
 
 

@@ -56,7 +56,7 @@ CONNECTION_QUEUE = 4000
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 #: Events handled before the loop lets others run.
 BATCH = 64
-#: How often connections are looked through, and the silence after which one that serves nobody is forgotten.
+#: How often connections are looked through, and the silence after which one without a worker or run is forgotten.
 SWEEP_S = 60.0
 FORGET_S = 3600.0
 
@@ -328,7 +328,7 @@ class RouterServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if not self._full:  # else nobody is listened to, and silence means nothing
+            if not self._full:  # else no message is read, and silence means nothing
                 self.post(CoreTick())
                 self._sweep(self._clock())
             self.turns += 1
