@@ -52,7 +52,9 @@ def test_engines_in_containers_leave_on_notice_and_come_back(
     undisturbed: play.Result,
     runtime: str,
     command: Callable[[Path, list[Path]], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("USER", raising=False)  # as for a daemon that no login has started
     if shutil.which(runtime) is None:
         pytest.skip(f"no {runtime} here")
     image = tmp_path / "image"
