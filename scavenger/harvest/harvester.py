@@ -48,6 +48,7 @@ from scavenger.harvest.session import (
     Report,
     SubmitJob,
     as_json,
+    resume,
 )
 from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
@@ -397,10 +398,9 @@ class Harvester:
 
     async def _perform(self, procedure: Procedure[object]) -> None:
         """Do one command after the other. Raises what the procedure raises, and `Fenced`."""
-        with contextlib.suppress(StopIteration):
-            command = next(procedure)
-            while True:
-                command = procedure.send(await self._do(command))
+        outcome = None
+        while (command := resume(procedure, outcome)) is not None:
+            outcome = await self._do(command)
 
     async def _do(self, command: Command) -> Outcome:
         done, job_id = True, 0

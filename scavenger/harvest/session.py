@@ -10,10 +10,10 @@
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
         Submit                intent durable -> submitted
 
-A `Procedure` is a generator: it yields one `Command` after the other, and its driver sends back each one's `Outcome`. So what becomes of
-a refusal, or of a reply that is missing, is decided here. A process that dies anywhere in between leaves what its successor needs: an
-intent in the ledger, and a job that carries the intent in its name and comment. Before every command that changes something a write is
-attempted: a daemon that another one replaced is fenced there, before it touches that one's jobs.
+A `Procedure` is a generator: it yields one `Command` after the other, and its driver sends back each one's `Outcome` (`resume`). So what
+becomes of a refusal, or of a reply that is missing, is decided here. A process that dies anywhere in between leaves what its successor
+needs: an intent in the ledger, and a job that carries the intent in its name and comment. Before every command that changes something a
+write is attempted: a daemon that another one replaced is fenced there, before it touches that one's jobs.
 
 The daemon's `harvester` drives it with commands of Slurm and a ledger, `simulate.site_cluster` with a virtual Slurm. Owns the tracker, what
 is known of idle GPUs and of other users' waits, and the order within one decision. Must not know a command line, a key or a file, nor when
@@ -117,6 +117,14 @@ class Outcome:
 T = TypeVar("T")
 #: See the module. What it returns at its end is for the procedure that it is a part of.
 Procedure = Generator[Command, Outcome, T]
+
+
+def resume(procedure: Procedure[object], outcome: Outcome | None) -> Command | None:
+    """Its next command, None at its end. `outcome`: of the last one, None at the beginning. Raises what the procedure raises."""
+    try:
+        return next(procedure) if outcome is None else procedure.send(outcome)
+    except StopIteration:
+        return None
 
 
 # ---- the session ----------------------------------------------------------------------------------------------------

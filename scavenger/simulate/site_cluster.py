@@ -18,7 +18,6 @@ Boundary: virtual Slurm.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from scavenger.harvest.session import (
     ReleaseJob,
     Report,
     SubmitJob,
+    resume,
 )
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.observed_jobs import Stage, comment_of, intent_name
@@ -308,10 +308,9 @@ class SimHarvester:
             view, demand, workers.leases(core), self._limits, self._min_expected_life, now
         )
         procedure = session.perform(decision, demand, output.orphaned_jobs, now)
-        with contextlib.suppress(StopIteration):
-            command = next(procedure)
-            while True:
-                command = procedure.send(self._do(command))
+        outcome = None
+        while (command := resume(procedure, outcome)) is not None:
+            outcome = self._do(command)
         self._slurm.changed |= bool(decision.actions)
         self._waits = decision.code is Code.SETTLING or any(job.waits for job in session.tracker.jobs({}))
 

@@ -34,6 +34,7 @@ from scavenger.harvest.session import (
     ReleaseJob,
     Report,
     SubmitJob,
+    resume,
 )
 from scavenger.harvest.track.observed_jobs import Stage
 from scavenger.ledger import records as rec
@@ -80,12 +81,10 @@ def perform(one: HarvestSession, *actions: Action, reply: Reply = done) -> list[
 
 
 def drive(procedure: Procedure[object], found: list[Command], reply: Reply) -> None:
-    try:
-        found.append(next(procedure))
-        while True:
-            found.append(procedure.send(reply(found[-1], 10.0 + len(found))))
-    except StopIteration:
-        return
+    outcome = None
+    while (command := resume(procedure, outcome)) is not None:
+        found.append(command)
+        outcome = reply(command, 10.0 + len(found))
 
 
 def records(commands: list[Command]) -> list[rec.Record]:
