@@ -60,7 +60,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import runner
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
-from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
+from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.execute.job_script import read_template
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec

@@ -76,6 +76,7 @@ PURE = (
     "scavenger/harvest/decide/*.py",
     "scavenger/harvest/track/*.py",
     "scavenger/harvest/pace.py",
+    "scavenger/harvest/session.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/error_kind.py",
     "scavenger/cluster/partition_check.py",

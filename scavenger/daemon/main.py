@@ -37,7 +37,7 @@ from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, HolderVerdict, Manner, TakeoverWatch
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
-from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
+from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
 from scavenger.harvest.track import training_jobs, waits
 from scavenger.harvest.track.training_jobs import TrainingGpus

@@ -1,14 +1,14 @@
 """The harvester: poll -> track -> decide -> execute, round and round. Theory of operation:
 
-    Poller.observe(poll)          a view of the cluster (in one thread, never on the loop)
-      -> Tracker.observe(view)    records to the ledger, JobGone to the router, keys of closed jobs removed
-      -> decide(view, ...)        actions with reasons
-      -> Performer.perform        commands, each with what must be durable before it
+    Poller.observe(poll)             a view of the cluster (in one thread, never on the loop)
+      -> HarvestSession.observe      records to the ledger, JobGone to the router, keys of closed jobs removed
+      -> HarvestSession.decide       actions with reasons
+      -> HarvestSession.perform      commands, each with what must be durable before it; `_do` does them
 
 When to poll again, and how much, is `pace`'s. A poll of the queue alone moves our jobs on; when it shows that one left its GPUs, a full
 poll follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it.
 
-Owns the order of a cycle, the wait between two, and the end. Decides nothing about jobs; knows of no command and no key file.
+Owns the wait between two cycles, the commands, and the end. Decides nothing about jobs, nor what becomes of a reply: that is `session`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import pwd
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -30,28 +29,31 @@ from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
 from scavenger.harvest.decide import decide
-from scavenger.harvest.decide.decide import Cancel, DrainKind, HarvestCode, Limits
+from scavenger.harvest.decide.actions import Cancel, DrainKind, HarvestCode, Limits, Submit
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
 from scavenger.harvest.execute import job_logs, job_script
-from scavenger.harvest.execute.execute import (
-    LedgerWrites,
-    Performer,
-    RouterLink,
-    Sources,
-    WorkerKeys,
-    as_json,
-)
+from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
 from scavenger.harvest.poller import Poller
-from scavenger.harvest.track.node_health import without_failing
+from scavenger.harvest.session import (
+    CancelJobs,
+    Command,
+    Commit,
+    Confirm,
+    HarvestSession,
+    Outcome,
+    Procedure,
+    ReleaseJob,
+    Report,
+    SubmitJob,
+    as_json,
+    resume,
+)
+from scavenger.harvest.track import observed_jobs
 from scavenger.harvest.track.set_up import REMEDIES, FailedStart
-from scavenger.harvest.track.tracker import Output, Tracker
-from scavenger.harvest.track.waits import OtherUsersWaits
 from scavenger.ledger import records as rec
-from scavenger.policy.fleet_size import Demand, within_owners
-from scavenger.policy.idle_gpus import Idling
+from scavenger.router.core.events import RouterEvent
 
 log = structlog.get_logger()
 
@@ -68,6 +70,44 @@ MOST_JOBS = 200
 ACCOUNT_RETRY_S = 300.0
 #: Logs that are read in one cycle: where all engines fail they fail alike.
 MOST_EXPLAINED = 3
+
+
+class Durable:
+    """A commit that is waited for at most `patience_s`, which is asked for at each.
+
+    A ledger that cannot take a transaction (no space, no connection) stalls, and with it all that wait for it. Harvesting must not: other
+    users wait for GPUs, and an admin may have stopped it. After the bound the session decides what to do without.
+    """
+
+    def __init__(
+        self, ledger: LedgerWrites, patience_s: Callable[[], float], clock: Callable[[], float]
+    ) -> None:
+        self._commit, self._write = ledger.commit, ledger.write
+        self._patience_s, self._clock = patience_s, clock
+        self.stalled = False
+
+    async def within(self, records: Sequence[rec.Record]) -> bool:
+        """Whether the records are durable in time. False: they are queued, and will be if the ledger recovers. Raises `Fenced`."""
+        patience_s = self._patience_s()
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._commit(records)
+        except TimeoutError:
+            why = f"no record became durable within {patience_s:g} s: nothing is submitted, and jobs are cancelled all the same"
+            # written also when there is nothing new to tell: a writer that was fenced meanwhile says so here
+            self._write(
+                [] if self.stalled else [rec.Event("ledger_stalled", 0, "ledger", why, "{}", self._clock())]
+            )
+            if not self.stalled:
+                log.warning("ledger stalled", reason=why)
+            self.stalled = True
+            return False
+        if self.stalled:
+            self.stalled = False
+            self._write(
+                [rec.Event("ledger_back", 0, "ledger", "records become durable again", "{}", self._clock())]
+            )
+        return True
 
 
 class Harvester:
@@ -91,24 +131,14 @@ class Harvester:
         self._router, self._write, self._observed = router, ledger.write, observed
         self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
-        self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
+        self._template, self._token = self._read_template(config), sources.token
+        self.session = HarvestSession(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name), self._mint)
+        self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config)
-        self.idling = Idling()
-        self._waits = OtherUsersWaits(self.tracker.rules.user)
         self._thread = OneThread("cluster")
         self._keys = WorkerKeys(self._state_dir, router)
-        self._performer = Performer(
-            config,
-            cluster,
-            self._thread,
-            uid,
-            self.tracker,
-            self._keys,
-            ledger,
-            router,
-            sources,
-            absorb=self._absorb,
-            patience_s=lambda: patience_s(self.config.cluster.fast_poll_interval_s),
+        self._durable = Durable(
+            ledger, lambda: patience_s(self.config.cluster.fast_poll_interval_s), sources.clock
         )
         self._poller = Poller(
             lambda: self.config,
@@ -126,10 +156,6 @@ class Harvester:
             Counter()
         )  # failed polls and commands by kind, for status and metrics
         self.polls_fail = ""  # why the last poll failed, and since when; "" = it did not
-        self._demand_decided_on: tuple[tuple[int, int, int], ...] = ()
-        self._owners: dict[
-            int, str
-        ] = {}  # by run, of every run that ever wanted engines: those of a run that ended leave later
         self._poked = asyncio.Event()
         self._stopping = asyncio.Event()
         self._cycle_lock = asyncio.Lock()
@@ -161,8 +187,7 @@ class Harvester:
         `waits`: of other users' jobs. `quarantined`: nodes; what was held against them is forgotten with a restart.
         """
         now = self._clock()
-        self.tracker.restore(jobs, now)
-        self._waits.restore(waits, now)
+        self.session.restore(jobs, waits, now)
         if quarantined:
             self._write([rec.NodeReleased(node, now) for node in quarantined])
         for job in jobs:
@@ -191,7 +216,7 @@ class Harvester:
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what `scavenger.daemon.reload` lets change live, from the next cycle on. Raises
         `ConfigError`, and then nothing changed."""
-        self._performer.obey(config)
+        self._template = self._read_template(config)
         if config.harvest != self.config.harvest:
             self.tracker.health.set_up_changed()
         self.config = config
@@ -231,10 +256,10 @@ class Harvester:
                 chosen = [
                     Cancel(intent_id, "the daemon shuts down", HarvestCode.SHUTDOWN) for intent_id in staying
                 ]
-                await self._performer.cancel(
-                    [action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}"
-                )
-                self._absorb(self.tracker.observe(await self._poller.whole(), self._clock()))
+                listed = [action for action in chosen if self.tracker.intents[action.intent_id].job_id]
+                await self._perform(self.session.cancel(listed, "{}", self._clock()))
+                output = self.tracker.observe(await self._poller.whole(), self._clock())
+                self._report(output.records, output.gone)
                 await asyncio.sleep(min(1.0, self.config.cluster.fast_poll_interval_s))
         except ClusterError as error:
             log.warning("jobs may be left", reason=error.cause, jobs=sorted(self.tracker.job_ids()))
@@ -258,11 +283,11 @@ class Harvester:
         self.polls_fail = ""
         rpcs_after_poll = self.cluster.rpc.total
         self._pace.polled(poll, rpcs_after_poll - rpcs_before_poll, self._monotonic())
-        self.tracker.works(intent for intent, (n_leases, _) in self._router.leases().items() if n_leases)
-        self.tracker.heard(self._router.lives())
-        self.tracker.condemned(self._router.condemned(), self._clock())
-        output = self.tracker.observe(view, self._clock())
-        self._absorb(output)
+        router = self._router
+        output = self.session.observe(
+            view, router.leases(), router.lives(), router.condemned(), self._clock()
+        )
+        self._report(output.records, output.gone)
         await self._explain(output.failed_starts)
         self._observed(view)
         if poll is PollKind.JOBS:
@@ -272,25 +297,25 @@ class Harvester:
     async def _decide_and_perform(
         self, view: ClusterView, orphaned_jobs: tuple[int, ...], rpcs_after_poll: int
     ) -> None:
-        self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
-        self._record_gpu_use(view)
-        self._record_waits(view)
+        config, session = self.config, self.session
+        self._write(session.use_records(view, config.harvest.partition, self._clock()))
         await self.stop_state.poll_now()
-        demand = self._take_demand()
         now = self._clock()
+        demand = session.take_demand(
+            self._router.demand(), config.owners.most_gpus, self._poller.refused, now
+        )
         info = self._poller.info
         assert info is not None  # by `Poller.observe`
-        limits = self._limits(view, info, now)
+        limits = self.stop_state.update_limits(view, info, self.tracker, self._drain_notice_s, now)
         self._write(self.stop_state.events)
         self.stop_state.events.clear()
         decided_at = self._monotonic()
-        decision = decide.decide(
-            view, demand, self.tracker.jobs(self._router.leases(), self._owners), limits, now
+        decision = session.decide(
+            view, demand, self._router.leases(), limits, config.harvest.min_expected_life, now
         )
         self.stop_state.decided(decision, now)
         try:
-            await self._performer.cancel_orphaned_jobs(orphaned_jobs)
-            await self._performer.perform(decision, demand, info.backend, self._overtaken)
+            await self._perform(session.perform(decision, demand, orphaned_jobs, self._clock()))
         except ClusterError as error:
             self._failed(error, rpcs_after_poll, polling=False)
             return
@@ -322,31 +347,6 @@ class Harvester:
                 remedy=REMEDIES[failed.code],
             )
 
-    def _record_gpu_use(self, view: ClusterView) -> None:
-        now = self._clock()
-        use = gpu_use(view, self.config.harvest.partition, self.tracker.job_ids(), now)
-        pending = use.jobs_pending_other_users
-        polled = rec.ClusterPolled(
-            use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
-        )
-        self._write([polled])
-
-    def _record_waits(self, view: ClusterView) -> None:
-        now, held = self._clock(), self.tracker.held()
-        waiting = waiting_jobs(view, self.tracker.job_ids(), now)
-        if records := self._waits.observe(view, waiting, held, now):
-            self._write(records)
-
-    def _limits(self, view: ClusterView, info: ClusterInfo, now: float) -> Limits:
-        """What the configuration, the stop files and the cluster allow now. No standby jobs where Slurm does not let us release one."""
-        limits = self.stop_state.update_limits(view, info, self.tracker, self._drain_notice_s, now)
-        standby_jobs = limits.placement.standby_jobs if self._performer.steers else 0
-        return replace(
-            limits,
-            idle=self.idling.known(self.config.harvest.min_expected_life, now),
-            placement=replace(limits.placement, standby_jobs=standby_jobs),
-        )
-
     def _poll_when_drains_are_due(self, limits: Limits) -> None:
         """The next full poll comes no later than the first drained engine's job must be gone: other users were promised its GPUs.
 
@@ -375,7 +375,8 @@ class Harvester:
             )
             log.warning("accounting unavailable", reason=error.cause, retry_s=ACCOUNT_RETRY_S)
             return
-        self._absorb(self.tracker.accounted(asked, lives, self._clock()))
+        output = self.tracker.accounted(asked, lives, self._clock())
+        self._report(output.records, output.gone)
 
     def _failed(self, error: ClusterError, rpcs_before: int, *, polling: bool = True) -> None:
         """A command failed: what it was to do is decided afresh on the next view. `rpcs_before`: requests counted by then."""
@@ -395,33 +396,77 @@ class Harvester:
         self._write([rec.Event(kind, 0, self._poller.name, error.cause, as_json(detail), self._clock())])
         log.warning(kind, reason=error.cause, **detail)
 
-    def _absorb(self, output: Output) -> None:
-        """Pass on what the tracker concluded: the ledger first, then the router, then the keys of closed jobs."""
-        if output.records:
-            self._write(output.records)
-        for event in output.gone:
+    # ---------------------------------------------------------------- what the session orders
+
+    async def _perform(self, procedure: Procedure[object]) -> None:
+        """Do one command after the other. Raises what the procedure raises, and `Fenced`."""
+        outcome = None
+        while (command := resume(procedure, outcome)) is not None:
+            outcome = await self._do(command)
+
+    async def _do(self, command: Command) -> Outcome:
+        done, job_id = True, 0
+        try:
+            match command:
+                case Report(records, events):
+                    self._report(records, events)
+                case Commit(records):
+                    done = await self._durable.within(records)
+                case Confirm():
+                    done = await self._holds()
+                case CancelJobs(job_ids):
+                    await self._thread.call(self.cluster.cancel, job_ids)
+                case ReleaseJob(waiting, node):
+                    await self._thread.call(self.cluster.release, waiting, node)
+                case SubmitJob(intent_id, action):
+                    job_id = await self._submit(intent_id, action)
+        except ClusterError as error:
+            return Outcome(self._clock(), error=error)
+        return Outcome(self._clock(), done, job_id)
+
+    def _report(self, records: Sequence[rec.Record], events: Sequence[RouterEvent]) -> None:
+        """The ledger first, then the router, then the keys of closed jobs."""
+        if records:
+            self._write(records)
+        for event in events:
             self._router.post(event)
-        for record in output.records:
+        for record in records:
             if isinstance(record, rec.JobEnded):
                 self._keys.drop(record.intent_id)
 
-    def _take_demand(self) -> list[Demand]:
-        """What the runs want now, within their owners' limits; remembered, so that a change of it is seen."""
-        asked = list(self._router.demand())
-        self._demand_decided_on = _shape(asked)
-        self._owners |= {want.run_id: want.owner for want in asked}
-        demand = within_owners(asked, self.config.owners.most_gpus)
-        if self._poller.refused:
-            return [replace(d, engines=0, reason=self._poller.refused) for d in demand]
-        self.tracker.health.owners = self._owners
-        return without_failing(self.tracker.health, demand, self.tracker.jobs({}), self._clock())
-
-    async def _overtaken(self) -> bool:
-        """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and an operator may have stopped us."""
+    async def _holds(self) -> bool:
+        """Whether what was decided still holds."""
         assert self.view is not None
         await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
-        return old or self._stopping.is_set() or self.stop_state.stop_read != self.stop_state.stop_in_force
+        stopped = self._stopping.is_set() or self.stop_state.stop_read != self.stop_state.stop_in_force
+        return not (old or stopped)
+
+    def _mint(self, run: str) -> tuple[str, str]:
+        intent_id = observed_jobs.intent_name(self._token())
+        return intent_id, self._keys.mint(run, intent_id)
+
+    async def _submit(self, intent_id: str, action: Submit) -> int:
+        """The key file is there before its job, and the key is let in before its worker comes."""
+        assert self._poller.info is not None  # a job is submitted on a view
+        backend = self._poller.info.backend
+        spec = job_script.job_spec(self.config, self._template, backend, self.uid, intent_id, action)
+        try:
+            await self._thread.call(self._keys.write, intent_id)
+        except OSError as error:
+            raise ClusterError(f"its key file cannot be written: {error}") from error
+        self._keys.allow(intent_id)
+        return await self._thread.call(self.cluster.submit, spec)
+
+    def _read_template(self, config: DaemonConfig) -> str:
+        """The job template of this configuration. Raises `ConfigError` where no job could be made of it."""
+        template = job_script.read_template(config.harvest.job_template)
+        intent_id, probe = (
+            observed_jobs.intent_name("0" * 16),
+            Submit(0, "probe", config.harvest.partition, 1, ""),
+        )
+        job_script.job_spec(config, template, config.cluster.backend, self.uid, intent_id, probe)
+        return template
 
     # ---------------------------------------------------------------- time
 
@@ -448,7 +493,7 @@ class Harvester:
     def _next_poll(self, now: float, *, stop_changed: bool) -> tuple[float, PollKind, bool]:
         """When the next poll is due (`monotonic`), which it is, and whether something moved since the last decision."""
         demand = self._router.demand()
-        moved = self._poked.is_set() or stop_changed or _shape(demand) != self._demand_decided_on
+        moved = self._poked.is_set() or stop_changed or self.session.moved(demand)
         no_jobs = all(one.standby for one in self.tracker.intents.values())
         at_rest = no_jobs and not any(d.engines for d in demand)
         # A new stop forces a poll now. Lifting it waits for the RPC budget, or a file toggled repeatedly would cause a poll each time.
@@ -467,8 +512,5 @@ class Harvester:
         )
         if closed := decide.harvesting_closed(known, now):
             for action in unseen(self.tracker.jobs(self._router.leases()), *closed):
-                self._performer.drain(action, "{}")
-
-
-def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine) for d in demand))
+                report = self.session.drain(action, "{}", now)
+                self._report(report.records, report.events)

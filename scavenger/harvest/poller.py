@@ -18,7 +18,7 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, Job
 from scavenger.cluster.port import Cluster, OneThread
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
-from scavenger.harvest.execute.execute import Sources
+from scavenger.harvest.execute.edges import Sources
 from scavenger.harvest.pace import PollKind
 from scavenger.ledger import records as rec
 

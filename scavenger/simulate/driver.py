@@ -1,7 +1,7 @@
 """Runs one training run on one site in virtual time, with the code that runs live: the router's core, its policy, the harvest policy.
 
     fleet --> VirtualSlurm --starts, preempts--> SimEngine <--messages--> Daemon(Router) <--messages--> SimTrainer(phases)
-                  ^---view, jobs--- SimHarvester ---demand, decide---------------'
+                  ^--commands-- SimHarvester(HarvestSession) --demand, JobGone-----'
 
 Wires the parts and adds up. Decides nothing; every random draw comes from the scenario's seed by name, so policies meet the same world.
 

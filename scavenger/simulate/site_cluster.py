@@ -1,17 +1,17 @@
-"""Slurm in virtual time, and the harvester over it: the live tracker, the live `decide`, and what a poll is between them.
+"""Slurm in virtual time, and the live harvester's session over it.
 
-    fleet --other users' jobs--> VirtualSlurm --view--> Tracker --our jobs--> decide --submit, cancel--> VirtualSlurm
-                                      |                    '--JobGone--> daemon <--IntentRevoked--'
+    fleet --other users' jobs--> VirtualSlurm --view--> HarvestSession --submit, cancel--> VirtualSlurm
+                                      |                       '--JobGone, IntentRevoked--> daemon
                                       '--starts, preempts--> SimEngine
 
 Other users come first: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their
 grace, and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free.
 
-`VirtualSlurm` owns who holds which GPU. `SimHarvester` does in one poll what `harvest.harvester` does, without commands that fail. With
-`start_benefits` it is the live one with its defaults, but for standby jobs, which a virtual Slurm does not have: `Idling` observes for how
-long GPUs are idle, the policy says what an engine saves, each job is submitted for one node, and one whose node does not come moves
-(`harvest.decide.standby`). It begins as a restarted daemon does, with nothing observed. Without, it takes whatever is idle, wherever Slurm
-puts it.
+`VirtualSlurm` owns who holds which GPU. `SimHarvester` drives the session in place of `harvest.harvester`: it owns when to poll, the
+limits, and commands that never fail. With `start_benefits` the limits are the live defaults, but for standby jobs, which a virtual Slurm
+does not have: an idle GPU is taken once it is expected to last, by what the policy says that an engine saves; each job is submitted for
+one node, and one whose node does not come moves (`harvest.decide.standby`). It begins as a restarted daemon does, with nothing observed.
+Without, it takes whatever is idle, wherever Slurm puts it.
 
 Boundary: virtual Slurm.
 """
@@ -20,21 +20,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
 from scavenger.config.site import ClusterSection, HarvestSection
 from scavenger.errors import SimulationError
-from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Caps, DrainKind, HarvestCode, JobPlacement, Limits
+from scavenger.harvest.session import (
+    CancelJobs,
+    Command,
+    HarvestSession,
+    Outcome,
+    ReleaseJob,
+    Report,
+    SubmitJob,
+    resume,
+)
 from scavenger.harvest.track.node_health import HealthRules
 from scavenger.harvest.track.observed_jobs import Stage, comment_of, intent_name
-from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
-from scavenger.ledger.records import JobIntended
-from scavenger.policy.idle_gpus import Idling
+from scavenger.harvest.track.tracker import TrackerRules
 from scavenger.router.core import workers
-from scavenger.router.core.events import IntentRevoked
 from scavenger.simulate.clock import Simulation, Timer
 from scavenger.simulate.fleet import FleetChange, FleetTrace
 from scavenger.simulate.outcome import EngineOutcome
@@ -279,69 +285,64 @@ class SimHarvester:
         self._limits = Limits(
             PARTITION, Caps(most or _MANY, _MANY), placement=live if start_benefits else JobPlacement()
         )
-        self._idling = Idling() if start_benefits else None
-        self._tracker = Tracker(TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH))
-        self._demand: tuple[tuple[int, int], ...] = ()
+        self._min_expected_life = _LIVE.min_expected_life if start_benefits else None
+        self._session = HarvestSession(
+            TrackerRules(_UID, _USER, ClusterSection().absent_s, _HEALTH), self._mint
+        )
         self._waits = False  # a job of ours, or a demand for GPUs to be old enough: what was decided may be another with time alone
         self._polled_at = -math.inf
         self.decided = 0
 
     def poll(self) -> None:
         """Look at the queue and decide, unless neither it nor the demand changed, and no age matters."""
-        now, router = self._sim.now, self._daemon.router
-        demand = router.demand(now)
-        wanted = tuple((one.run_id, one.engines) for one in demand)
-        aged = self._idling is not None and (self._waits or now - self._polled_at >= _QUIET_S)
-        if not (aged or self._slurm.changed or self._leaving() or wanted != self._demand):
+        now, router, session = self._sim.now, self._daemon.router, self._session
+        asked = router.demand(now)
+        aged = self._min_expected_life is not None and (self._waits or now - self._polled_at >= _QUIET_S)
+        if not (aged or self._slurm.changed or self._leaving() or session.moved(asked)):
             return
-        self._slurm.changed, self._demand, self._polled_at = False, wanted, now
+        self._slurm.changed, self._polled_at = False, now
         self.decided += 1
-        view, tracker = self._slurm.view(), self._tracker
-        busy = workers.leases(router.core)
-        tracker.works(intent_id for intent_id, (held, _) in busy.items() if held)
-        tracker.heard(workers.lives(router.core))
-        self._absorb(tracker.observe(view, now))
-        limits = self._limits
-        if self._idling is not None:
-            self._idling.observe(view, PARTITION, tracker.held(), now)
-            limits = replace(limits, idle=self._idling.known(_LIVE.min_expected_life, now))
-        ours = tracker.jobs(workers.leases(router.core))
-        decision = decide.decide(view, demand, ours, limits, now)
-        self._perform(decision.actions)
-        self._waits = decision.code is HarvestCode.SETTLING or any(job.waits for job in tracker.jobs({}))
+        view, core = self._slurm.view(), router.core
+        output = session.observe(view, workers.leases(core), workers.lives(core), core.condemned, now)
+        self._do(Report(output.records, output.gone))
+        demand = session.take_demand(asked, lambda _owner: None, "", now)
+        decision = session.decide(
+            view, demand, workers.leases(core), self._limits, self._min_expected_life, now
+        )
+        procedure = session.perform(decision, demand, output.orphaned_jobs, now)
+        outcome = None
+        while (command := resume(procedure, outcome)) is not None:
+            outcome = self._do(command)
+        self._slurm.changed |= bool(decision.actions)
+        self._waits = decision.code is HarvestCode.SETTLING or any(
+            job.waits for job in session.tracker.jobs({})
+        )
 
     def _leaving(self) -> bool:
         return any(
             one.drain_kind is not DrainKind.NO and one.stage is not Stage.OVER
-            for one in self._tracker.intents.values()
+            for one in self._session.tracker.intents.values()
         )
 
-    def _absorb(self, output: Output) -> None:
-        for gone in output.gone:
-            self._daemon.post(gone)
+    def _mint(self, _run: str) -> tuple[str, str]:
+        return intent_name(f"{self._slurm.next_number():016x}"), ""
 
-    def _perform(self, actions: Sequence[decide.Action]) -> None:
-        now, tracker = self._sim.now, self._tracker
-        for action in actions:
-            match action:
-                case decide.Submit(nodelist=nodelist):
-                    name, pinned = (
-                        intent_name(f"{self._slurm.next_number():016x}"),
-                        nodelist[0] if nodelist else "",
-                    )
-                    tracker.intend(
-                        JobIntended(name, action.run_id, PARTITION, action.gpus, "", now, pinned), now
-                    )
-                    tracker.submitted(name, self._slurm.submit(name, action.gpus, pinned), now)
-                case decide.DrainAllocated(intent_id=intent_id, reason=reason):
-                    tracker.revoke(intent_id, DrainKind.DRAINING, reason, now, action.code)
-                    self._daemon.post(IntentRevoked(intent_id, reason))
-                case decide.CancelPending(intent_id=intent_id) | decide.Cancel(intent_id=intent_id):
-                    self._slurm.cancel(tracker.intents[intent_id].job_id)
-                    tracker.revoke(intent_id, DrainKind.CANCELLED, action.reason, now)
-                case decide.Release():
-                    raise SimulationError("a standby job is released, and none is submitted here")
-        self._slurm.changed |= bool(actions)
+    def _do(self, command: Command) -> Outcome:
+        """A virtual ledger is durable at once, and a virtual Slurm refuses nothing."""
+        job_id = 0
+        match command:
+            case Report(_, events):
+                for event in events:
+                    self._daemon.post(event)
+            case CancelJobs(job_ids):
+                for one in job_ids:
+                    self._slurm.cancel(one)
+            case SubmitJob(intent_id, action):
+                pinned = action.nodelist[0] if action.nodelist else ""
+                job_id = self._slurm.submit(intent_id, action.gpus, pinned)
+            case ReleaseJob():
+                raise SimulationError("a standby job is released, and none is submitted here")
+        return Outcome(self._sim.now, job_id=job_id)
 
 
 @functools.lru_cache(maxsize=65_536)

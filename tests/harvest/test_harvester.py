@@ -413,11 +413,11 @@ def test_a_gpu_that_is_not_worth_a_start_is_left_idle_and_the_record_says_by_whi
     harvester = world.harvester()
 
     def known(share: float, now: float) -> Idle:
-        ages = Idling.known(harvester.idling, share, now)
+        ages = Idling.known(harvester.session.idling, share, now)
         assert {name: len(since) for name, since in ages.since.items()} == {"node1": 2, "node2": 2}
         return replace(ages, curves={node_class(node): prior() for node in world.site.view().nodes})
 
-    harvester.idling.known = known  # type: ignore[method-assign]  # it knows a curve at once
+    harvester.session.idling.known = known  # type: ignore[method-assign]  # it knows a curve at once
 
     async def play() -> None:
         world.demand = [Demand(1, "run", 1, 1, "one is useful", benefit=worth)]
@@ -611,7 +611,7 @@ def test_another_user_s_wait_beside_our_engines_is_recorded(world: World) -> Non
         world.want(2)
         harvester = world.harvester()
         # The local cluster gives every job the user of this test.
-        harvester._waits = OtherUsersWaits("nobody")
+        harvester.session.waits = OtherUsersWaits("nobody")
         async with running(harvester):
             await until("two engines hold GPUs", lambda: len(world.of(rec.AllocationStarted)) == 2)
             second = world.site.submit(spec(nodes=2))

@@ -15,7 +15,7 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobS
 from scavenger.cluster.port import Cluster, RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, Fenced, SubmitUnknown
-from scavenger.harvest.execute.execute import LedgerWrites, RouterLink, Sources
+from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand

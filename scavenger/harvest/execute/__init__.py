@@ -1,4 +1,4 @@
-"""Performs what was decided: intents made durable, job scripts written, jobs submitted, drained and cancelled.
+"""What the session's commands take beside Slurm: job scripts, workers' keys, jobs' logs.
 
-Must not decide: an action comes with its reason. Read `execute.py` first.
+Must not decide: an action comes with its reason. Read `edges.py` first.
 """

@@ -1,0 +1,373 @@
+"""The harvester's side of its conversation with Slurm, ledger and router: sans-IO. Theory of operation:
+
+    observe(view, ...)      -> Output      what became of our jobs, for the ledger and the router
+    take_demand(asked, ...) -> Demand      what the runs may have
+    decide(view, ...)       -> Decision    actions, each with its reason
+    perform(decision, ...)  -> Procedure   the commands that carry them out, in this order:
+
+        DrainAllocated        an event to the router; Slurm hears nothing of it
+        CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
+        Release               a standby job begins; one that Slurm does not let us steer is cancelled
+        Submit                intent durable -> submitted
+
+A `Procedure` is a generator: it yields one `Command` after the other, and its driver sends back each one's `Outcome` (`resume`). So what
+becomes of a refusal, or of a reply that is missing, is decided here. A process that dies anywhere in between leaves what its successor
+needs: an intent in the ledger, and a job that carries the intent in its name and comment. Before every command that changes something a
+write is attempted: a daemon that another one replaced is fenced there, before it touches that one's jobs.
+
+The daemon's `harvester` drives it with commands of Slurm and a ledger, `simulate.site_cluster` with a virtual Slurm. Owns the tracker, what
+is known of idle GPUs and of other users' waits, and the order within one decision. Must not know a command line, a key or a file, nor when
+to poll.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from scavenger.cluster.model import ClusterView
+from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
+from scavenger.harvest.decide import decide
+from scavenger.harvest.decide.actions import (
+    Action,
+    Cancel,
+    CancelPending,
+    DrainAllocated,
+    DrainKind,
+    HarvestCode,
+    HarvestDecision,
+    Limits,
+    Release,
+    Submit,
+)
+from scavenger.harvest.decide.free_capacity import gpu_use, waiting_jobs
+from scavenger.harvest.track.node_health import without_failing
+from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
+from scavenger.harvest.track.waits import OtherUsersWaits
+from scavenger.ledger import records as rec
+from scavenger.policy.fleet_size import Demand, within_owners
+from scavenger.policy.idle_gpus import Idling
+from scavenger.protocol.messages import RUN_NAME_PATTERN
+from scavenger.router.core.events import CondemnedNode, IntentRevoked, RouterEvent, WorkerLife
+
+RUN_NAME = re.compile(RUN_NAME_PATTERN)
+#: For each connected worker, by intent: how many samples it generates, and since when it has none (Unix s).
+Leases = Mapping[str, tuple[int, float]]
+
+
+# ---- commands, and what came of them --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Records to the ledger, then events to the router. Nobody waits for either."""
+
+    records: Sequence[rec.Record]
+    events: Sequence[RouterEvent] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Make these records durable: `done` if they are in time. With none it only finds out whether another daemon replaced this one."""
+
+    records: Sequence[rec.Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """`done` if what was decided still holds: a busy Slurm takes many seconds a job, and somebody may have stopped us."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJobs:
+    job_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseJob:
+    job_id: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """`job_id` is Slurm's answer. `SubmitUnknown`: none came."""
+
+    intent_id: str
+    action: Submit
+
+
+Command = Report | Commit | Confirm | CancelJobs | ReleaseJob | SubmitJob
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a command, and when that was known (Unix s). `error`: what Slurm said instead of doing it."""
+
+    now: float
+    done: bool = True
+    job_id: int = 0
+    error: ClusterError | None = None
+
+
+T = TypeVar("T")
+#: See the module. What it returns at its end is for the procedure that it is a part of.
+Procedure = Generator[Command, Outcome, T]
+
+
+def resume(procedure: Procedure[object], outcome: Outcome | None) -> Command | None:
+    """Its next command, None at its end. `outcome`: of the last one, None at the beginning. Raises what the procedure raises."""
+    try:
+        return next(procedure) if outcome is None else procedure.send(outcome)
+    except StopIteration:
+        return None
+
+
+# ---- the session ----------------------------------------------------------------------------------------------------
+
+
+class HarvestSession:
+    """See the module. `mint` names a new intent of a run and makes its worker's key: (run) -> (intent, public key)."""
+
+    def __init__(self, rules: TrackerRules, mint: Callable[[str], tuple[str, str]]) -> None:
+        self.tracker = Tracker(rules)
+        self.idling = Idling()
+        self.waits = OtherUsersWaits(rules.user)
+        self.steers = True  # whether Slurm lets us release a standby job: without that there are none
+        self._mint = mint
+        self._decided_on: tuple[tuple[int, int, int], ...] = ()  # the demand of the last decision
+        self._owners: dict[
+            int, str
+        ] = {}  # by run that ever wanted engines: those of one that ended leave later
+        self._last_reason = ""  # why nothing was done, as last recorded
+        self._refused_names = set[int]()  # runs
+
+    def restore(
+        self, jobs: Sequence[rec.OpenIntent], waits: Sequence[rec.OtherUserWaits], now: float
+    ) -> None:
+        """Take over what the ledger has of our jobs and of other users' waits, before the first view."""
+        self.tracker.restore(jobs, now)
+        self.waits.restore(waits, now)
+
+    # ---------------------------------------------------------------- what is seen
+
+    def observe(
+        self,
+        view: ClusterView,
+        leases: Leases,
+        lives: Sequence[WorkerLife],
+        condemned: Sequence[CondemnedNode],
+        now: float,
+    ) -> Output:
+        """What a view shows of our jobs. The router's word comes first: `lives` are the engines of our jobs that have registered,
+        `condemned` the nodes where an engine was set aside, the newest last."""
+        self.tracker.works(intent_id for intent_id, (n_leases, _) in leases.items() if n_leases)
+        self.tracker.heard(lives)
+        self.tracker.condemned(condemned, now)
+        return self.tracker.observe(view, now)
+
+    def use_records(self, view: ClusterView, partition: str, now: float) -> list[rec.Record]:
+        """For the ledger, of a whole view: how the partition's GPUs are used, and which other users' jobs wait beside ours."""
+        ours = self.tracker.job_ids()
+        use = gpu_use(view, partition, ours, now)
+        pending = use.jobs_pending_other_users
+        polled = rec.ClusterPolled(
+            use.idle, use.harvested, use.other_users, use.reserved, use.unusable, pending, now
+        )
+        waiting = waiting_jobs(view, ours, now)
+        return [polled, *self.waits.observe(view, waiting, self.tracker.held(), now)]
+
+    # ---------------------------------------------------------------- what is decided
+
+    def moved(self, asked: Sequence[Demand]) -> bool:
+        """Whether the runs want other engines than when it was last decided."""
+        return _shape(asked) != self._decided_on
+
+    def take_demand(
+        self, asked: Sequence[Demand], most_gpus: Callable[[str], int | None], refused: str, now: float
+    ) -> list[Demand]:
+        """What the runs may have of what they ask for. `most_gpus`: by owner. `refused`: why nothing may be harvested at all."""
+        self._decided_on = _shape(asked)
+        self._owners |= {want.run_id: want.owner for want in asked}
+        demand = within_owners(asked, most_gpus)
+        if refused:
+            return [replace(d, engines=0, reason=refused) for d in demand]
+        self.tracker.health.owners = self._owners
+        return without_failing(self.tracker.health, demand, self.tracker.jobs({}), now)
+
+    def decide(
+        self,
+        view: ClusterView,
+        demand: Sequence[Demand],
+        leases: Leases,
+        limits: Limits,
+        min_expected_life: float | None,
+        now: float,
+    ) -> HarvestDecision:
+        """What to do, on a whole view. `min_expected_life` None: an idle GPU is taken whatever its age."""
+        if min_expected_life is not None:
+            self.idling.observe(view, limits.partition, self.tracker.held(), now)
+            limits = replace(limits, idle=self.idling.known(min_expected_life, now))
+        if not self.steers:
+            limits = replace(limits, placement=replace(limits.placement, standby_jobs=0))
+        return decide.decide(view, demand, self.tracker.jobs(leases, self._owners), limits, now)
+
+    # ---------------------------------------------------------------- what is done
+
+    def perform(
+        self, decision: HarvestDecision, demand: Sequence[Demand], orphaned_jobs: tuple[int, ...], now: float
+    ) -> Procedure[None]:
+        """Carry out all of it, unless it no longer holds between two starts. Raises `ClusterError` when Slurm does not answer, or refuses
+        a cancellation: what is left is decided afresh."""
+        yield from self._cancel_orphaned(orphaned_jobs, now)
+        asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
+        inputs = as_json(
+            {"decision": decision.reason, "demand": asked, "start_benefits": decision.start_benefits}
+        )
+        if not decision.actions:
+            if decision.reason != self._last_reason:
+                yield Report(
+                    [rec.Decision("harvest", "none", "", decision.reason, inputs, now, decision.code)]
+                )
+            self._last_reason = decision.reason
+            return
+        self._last_reason = ""
+        for action in decision.actions:
+            if isinstance(action, DrainAllocated):
+                now = (yield self.drain(action, inputs, now)).now
+        cancels = [action for action in decision.actions if isinstance(action, CancelPending | Cancel)]
+        now = yield from self.cancel(cancels, inputs, now)
+        starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
+        for number, action in enumerate(starts):
+            if number:
+                confirmed = yield Confirm()
+                if not confirmed.done:
+                    return
+                now = confirmed.now
+            if isinstance(action, Release):
+                yield from self._release(action, inputs, now)
+            elif not (yield from self._submit(action, inputs, now)):
+                return  # one that fails says enough about the next
+
+    def drain(self, action: DrainAllocated, inputs: str, now: float) -> Report:
+        """Ask an engine to leave. Needs no Slurm."""
+        self.tracker.revoke(action.intent_id, DrainKind.DRAINING, action.reason, now, action.code)
+        return Report(
+            [_decided(action, action.intent_id, inputs, now)],
+            [IntentRevoked(action.intent_id, action.reason)],
+        )
+
+    def cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str, now: float) -> Procedure[float]:
+        """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up. Returns when it was done."""
+        if not actions:
+            return now
+        yield Report([_decided(action, action.intent_id, inputs, now) for action in actions])
+        ids = {action.intent_id: self.tracker.intents[action.intent_id].job_id for action in actions}
+        for action in actions:
+            if not ids[action.intent_id]:
+                self.tracker.revoke(action.intent_id, DrainKind.DRAINING, action.reason, now)
+        if known := tuple(sorted(job_id for job_id in ids.values() if job_id)):
+            # A daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away. A stalled ledger does
+            # not keep our engines on GPUs that others wait for: that a job was cancelled the queue tells as well.
+            yield Commit([])
+            now = _unless_failed((yield CancelJobs(known)))
+        for action in actions:
+            if ids[action.intent_id]:
+                self.tracker.revoke(action.intent_id, DrainKind.CANCELLED, action.reason, now)
+        return now
+
+    def _cancel_orphaned(self, job_ids: tuple[int, ...], now: float) -> Procedure[None]:
+        if not job_ids:
+            return
+        why = "it carries this ledger's id and an intent that the ledger does not have open"
+        committed = yield Commit(
+            [rec.Event("orphaned_job_cancelled", 0, f"job {job_id}", why, "{}", now) for job_id in job_ids]
+        )
+        if committed.done:  # else they may be a successor's, of whom we cannot know
+            _unless_failed((yield CancelJobs(job_ids)))
+
+    def _release(self, action: Release, inputs: str, now: float) -> Procedure[None]:
+        """Let a waiting job begin. One that Slurm does not let us steer is cancelled, and there are no standby jobs from then on."""
+        one = self.tracker.intents[action.intent_id]
+        yield Commit([_decided(action, action.intent_id, inputs, now)])  # who was replaced is fenced here
+        outcome = yield ReleaseJob(one.job_id, action.node)
+        match outcome.error:
+            case None:
+                self.tracker.released(action.intent_id, action.node, outcome.now)
+            case ClusterUnavailable():
+                raise outcome.error
+            case refusal:
+                self.steers = False
+                why = f"job {one.job_id} was not released to {action.node}: {refusal.cause}"
+                run_id = one.intended.run_id
+                yield Report([rec.Event("release_refused", run_id, action.intent_id, why, "{}", outcome.now)])
+                yield from self.cancel(
+                    [CancelPending(action.intent_id, why, HarvestCode.STANDBY)], inputs, outcome.now
+                )
+
+    def _submit(self, action: Submit, inputs: str, now: float) -> Procedure[bool]:
+        """Submit one job. The intent is durable before Slurm can know of it. False when Slurm did not take it."""
+        if not RUN_NAME.fullmatch(action.run):
+            # It is refused where runs are opened; a ledger may be older than that. Nobody else's jobs wait for it.
+            if action.run_id not in self._refused_names:
+                self._refused_names.add(action.run_id)
+                why = "no job can carry this name"
+                yield Report([rec.Event("run_name_refused", action.run_id, repr(action.run), why, "{}", now)])
+            return True
+        intent_id, public_key = self._mint(action.run)
+        pinned = action.nodelist[0] if action.nodelist else ""
+        intended = rec.JobIntended(
+            intent_id, action.run_id, action.partition, action.gpus, public_key, now, pinned
+        )
+        committed = yield Commit([intended, _decided(action, intent_id, inputs, now)])
+        self.tracker.intend(intended, committed.now, standby=action.standby)
+        if not committed.done:
+            # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
+            why = "the ledger is stalled: the intent is not durable"
+            yield _concluded(self.tracker.submit_refused(intent_id, why, committed.now))
+            return False
+        answer = yield SubmitJob(intent_id, action)
+        match answer.error:
+            case None:
+                output = self.tracker.submitted(intent_id, answer.job_id, answer.now)
+            case SubmitUnknown() | ClusterUnavailable() as error:
+                output = self.tracker.submit_unknown(intent_id, error.cause, answer.now)
+            case error:
+                output = self.tracker.submit_refused(intent_id, error.cause, answer.now)
+        yield _concluded(output)
+        return answer.error is None
+
+
+def _unless_failed(outcome: Outcome) -> float:
+    """When it was done. Raises what kept it from being done."""
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.now
+
+
+def _concluded(output: Output) -> Report:
+    return Report(output.records, output.gone)
+
+
+def _decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
+    """The record of one action."""
+    names = {
+        Submit: "submit",
+        Release: "release",
+        CancelPending: "cancel_pending",
+        DrainAllocated: "drain",
+        Cancel: "cancel",
+    }
+    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
+
+
+def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine) for d in demand))
+
+
+def as_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
