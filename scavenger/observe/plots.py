@@ -33,6 +33,10 @@ class Axes:
     right: int = WIDTH - RIGHT
     top: int = TOP
 
+    @property
+    def bottom(self) -> int:
+        return self.height - BOTTOM
+
 
 def _x(value: float, low: float, high: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / max(high - low, 1e-9)
