@@ -29,6 +29,7 @@ from scavenger.config import RunConfig, read_run
 from scavenger.errors import ScavengerError, describe
 from scavenger.protocol import messages
 from scavenger.protocol.keys import read_rendezvous
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightServer, serving_interface
@@ -48,16 +49,20 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         engine.pace,
         engine.gpu_memory_share,
         engine.eager,
-        str(model.path / "tokenizer.json"),
     )
 
 
-def pack_weights(model: Any, version: int, dtype: str) -> tuple[manifests.Manifest, Buffer]:
-    """The manifest and the bytes of a model's parameters, tied ones once."""
+def pack_weights(model: Any, version: int, dtype: str, tokenizer: bytes) -> tuple[manifests.Manifest, Buffer]:
+    """The manifest and the bytes of a model's parameters, tied ones once; and its tokenizer.json, which engines need for stop texts."""
     parameters = dict(model.named_parameters())
-    table = manifests.layout({name: (dtype, tuple(value.shape)) for name, value in parameters.items()})
+    shapes = {name: (dtype, tuple(value.shape)) for name, value in parameters.items()}
+    beside = {files.TOKENIZER: (files.DTYPE, (len(tokenizer),))} if tokenizer else {}
+    table = manifests.layout({**shapes, **beside})
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
     for tensor in table:
+        if files.is_file(tensor.name):
+            buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = tokenizer
+            continue
         value = parameters[tensor.name].detach().to(DTYPES[dtype]).cpu().contiguous()
         buffer.view[tensor.offset : tensor.offset + tensor.nbytes] = memoryview(
             value.view(-1).view(torch.uint8).numpy()
@@ -81,6 +86,7 @@ class Scavenged(TrainerCallback):
             config.weights.advertise,
         )
         self._run: Run | None = None
+        self._tokenizer = files.read_tokenizer(config.model.path) if config.sampling.stop else b""
         self._version = 0
         self._root = b""
         self._samples: list[int] = []
@@ -172,7 +178,7 @@ class Scavenged(TrainerCallback):
 
     def _publish(self, step: int, model: Any) -> None:
         self._version = self.run.next_version
-        manifest, blob = pack_weights(model, self._version, self._config.weights.dtype)
+        manifest, blob = pack_weights(model, self._version, self._config.weights.dtype, self._tokenizer)
         self._root = manifest.root
         self.run.publish(step, manifest, self._source.publish(manifest, blob))
 

@@ -32,6 +32,7 @@ from scavenger.errors import (
     describe,
 )
 from scavenger.protocol import engine_options, keys, messages
+from scavenger.weights import files
 from scavenger.weights.source import WeightServer, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
@@ -87,7 +88,6 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         config.engine.pace,
         config.engine.gpu_memory_share,
         config.engine.eager,
-        str(config.model.path / "tokenizer.json"),
         engine_options.encode(config.engine.vllm),
     )
 
@@ -179,6 +179,16 @@ def spool_of(config: RunConfig) -> Spool | None:
     return Spool(folder / config.run.name) if folder else None
 
 
+def stop_tokenizer(config: RunConfig, comm: Comm) -> bytes:
+    """Rank 0's tokenizer.json, to be published with the weights, where engines have to find stop texts; else b"". Every rank calls it.
+
+    Raises `ConfigError` on rank 0.
+    """
+    if not config.sampling.stop:
+        return b""
+    return comm.share(files.read_tokenizer(config.model.path) if comm.rank == 0 else b"")
+
+
 def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> RunStart:
     """Load a checkpoint on all ranks. `data`: digest of this run's prompts.
 
@@ -200,8 +210,10 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    # Adapters were once published merged: such a version's root names other bytes.
-    root = state.root if state.adapters == bool(config.lora.rank) else ""
+    # Adapters were once published merged: such a version's root names other bytes. So does that of a version with another tokenizer, or
+    # without one: sampling.stop was changed since, or an older release wrote it.
+    same = (state.adapters, state.tokenizer) == (bool(config.lora.rank), ranks.tokenizer)
+    root = state.root if same else ""
     return RunStart(state.step, root, path, state.cursor, state.owes_evaluation)
 
 
@@ -225,7 +237,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         runner = stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
-        ranks = Ranks(comm, learner, Publisher(source, spool_of(config)), here)
+        publisher = Publisher(source, spool_of(config), stop_tokenizer(config, comm))
+        ranks = Ranks(comm, learner, publisher, here)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)
@@ -373,7 +386,8 @@ def main(argv: list[str] | None = None) -> int:
             with ExitStack() as stack:
                 learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
                 source = stack.enter_context(weights_source(config, comm, ending))
-                serve(comm, learner, Publisher(source, spool_of(config)), here, ending.check)
+                publisher = Publisher(source, spool_of(config), stop_tokenizer(config, comm))
+                serve(comm, learner, publisher, here, ending.check)
         disconnect()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")

@@ -23,12 +23,13 @@ from scavenger import config as configs
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError, WeightsError
 from scavenger.weights import export as exporting
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import CheckpointState
-from trainer.loop.publish import DTYPES
+from trainer.loop.publish import DTYPES, table_of
 from trainer.model import adapters
 from trainer.model.learner import load_model
 
@@ -50,16 +51,17 @@ def restored(config: RunConfig, path: Path, state: CheckpointState) -> Any:
     return model
 
 
-def sealed(model: Any, version: int, dtype: str) -> tuple[Manifest, Buffer]:
-    """The version that these weights are, adapters merged."""
+def sealed(model: Any, version: int, dtype: str, tokenizer: bytes = b"") -> tuple[Manifest, Buffer]:
+    """The version that these weights are, adapters merged, with the tokenizer that it held beside them."""
     shapes = adapters.shapes(model)
-    return _sealed(version, shapes, adapters.merged(model, shapes), dtype)
+    return _sealed(version, shapes, adapters.merged(model, shapes), dtype, tokenizer=tokenizer)
 
 
-def adapters_root(config: RunConfig, model: Any, state: CheckpointState) -> bytes:
+def adapters_root(config: RunConfig, model: Any, state: CheckpointState, tokenizer: bytes = b"") -> bytes:
     """Root of the version that holds this model's adapters, with its base, as `ranks.Ranks` publishes them."""
     base, of = adapters.shapes(model), adapters.trained_shapes(model)
-    under, _ = _sealed(0, base, adapters.pristine(model, base), adapters.stored_dtype(config.model.path))
+    stored = adapters.stored_dtype(config.model.path)
+    under, _ = _sealed(0, base, adapters.pristine(model, base), stored, tokenizer=tokenizer)
     adapter = manifests.Adapter(under.root, config.lora.alpha / config.lora.rank, state.weights_dtype)
     return _sealed(0, of, adapters.trained(model, of), state.dtype, adapter)[0].root
 
@@ -70,9 +72,11 @@ def _sealed(
     values: Iterable[tuple[str, Tensor]],
     dtype: str,
     adapter: Adapter | None = None,
+    *,
+    tokenizer: bytes = b"",
 ) -> tuple[Manifest, Buffer]:
     """As `publish.Publisher` makes it."""
-    table = manifests.layout({name: (dtype, shape) for name, shape in shapes.items()})
+    table = table_of(shapes, dtype, tokenizer)
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
     by_name = {tensor.name: tensor for tensor in table}
     for name, value in values:
@@ -80,6 +84,8 @@ def _sealed(
         buffer.view[by_name[name].offset : by_name[name].offset + by_name[name].nbytes] = memoryview(
             raw.numpy()
         )
+    if tokenizer:
+        buffer.view[by_name[files.TOKENIZER].offset :] = tokenizer
     size = manifests.chunk_nbytes_of(buffer.nbytes)
     return manifests.seal(
         version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size, adapter=adapter
@@ -102,8 +108,9 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
     dtype = dtype or config.weights.dtype
     model = restored(config, path, state)
     known = bool(state.root) and (state.adapters if config.lora.rank else dtype == state.weights_dtype)
-    root = adapters_root(config, model, state) if config.lora.rank and known else b""
-    manifest, blob = sealed(model, state.version, dtype)
+    tokenizer = files.read_tokenizer(config.model.path) if known and state.tokenizer else b""
+    root = adapters_root(config, model, state, tokenizer) if config.lora.rank and known else b""
+    manifest, blob = sealed(model, state.version, dtype, b"" if config.lora.rank else tokenizer)
     root = root or manifest.root
     if known and root.hex() != state.root:
         raise WeightsError(
@@ -111,9 +118,7 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
             "its files were damaged, or model.path is another model now: export another checkpoint",
         )
     exporting.write(manifest, blob.view, out, config.model.path)
-    summary = (
-        f"wrote {out}: {path.name}, {len(manifest.tensors)} tensors in {dtype}, root {manifest.root.hex()}"
-    )
+    summary = f"wrote {out}: {path.name}, {len(exporting.weights_of(manifest))} tensors in {dtype}, root {manifest.root.hex()}"
     if known:
         return (
             f"{summary}, adapters and base as published" if config.lora.rank else f"{summary}, as published"

@@ -19,6 +19,7 @@ from rollout.engines import checksum, lora
 from rollout.engines.base import Weight
 from rollout.engines.published import STORED
 from scavenger.errors import ONE_RELEASE, EngineError, WeightsDiffer
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest, TensorView
 
@@ -67,7 +68,10 @@ def tensor(view: Weight) -> Tensor:
 def views(
     manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, blob: memoryview
 ) -> list[Weight]:
-    """All weights of a version that holds adapters, each made when it is read. Raises `EngineError` where the base is not its own."""
+    """All weights of a version that holds adapters, each made when it is read, and the file beside them as it is in the base.
+
+    Raises `EngineError` where the base is not its own.
+    """
     of = manifest.adapter
     assert of is not None
     if base.root != of.base:
@@ -80,7 +84,10 @@ def views(
             f"publish in one of {', '.join(STORED)}",
         )
     given = {view.name: view for view in adapters}
-    found = [_one(weight, given, of.scale, of.dtype) for weight in manifests.views(base, blob)]
+    found = [
+        weight if files.is_file(weight.name) else _one(weight, given, of.scale, of.dtype)
+        for weight in manifests.views(base, blob)
+    ]
     if given:
         raise EngineError(
             f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY

@@ -26,6 +26,6 @@ def with_stops(bare: Build) -> Build:
     """No engine matches stop texts itself."""
 
     async def build(spec: EngineSpec, host: EngineHost) -> Engine:
-        return Stopping(await bare(spec, host), spec.tokenizer)
+        return Stopping(await bare(spec, host))
 
     return build

@@ -1,7 +1,7 @@
 """Texts that end a sample, matched over the whole sample by the worker: an engine sees only what was generated under one lease.
 
-Owns an engine around another one, and the matcher. Only completions of runs with `sampling.stop` are looked at; the tokenizer is read from
-the path in the engine's spec when the first of them comes. Knows no daemon.
+Owns an engine around another one, and the matcher. Only completions of runs with `sampling.stop` are looked at; their tokenizer comes with
+the weights (`scavenger.weights.files`), and the engine within gets the weights alone. Reads no file. Knows no daemon.
 
 Boundary: an engine around any engine, and a pure matcher.
 """
@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 from rollout.engines.base import Engine, EngineInfo, Weight
 from scavenger.errors import EngineError
 from scavenger.protocol.worker.events import Delta, Request
+from scavenger.weights import files
 
 
 class Matcher:
@@ -56,30 +57,27 @@ class Matcher:
 class Stopping:
     """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last."""
 
-    def __init__(self, engine: Engine, tokenizer_path: str) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._path = tokenizer_path
         self._tokenizer: Tokenizer | None = None
+        self._digest = ""  # of the tokenizer's bytes
         self._matchers: dict[int, Matcher] = {}
-
-    def _open(self) -> Tokenizer:
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = Tokenizer.from_file(self._path)
-            except Exception as error:  # the library raises nothing narrower
-                raise EngineError(
-                    f"the tokenizer {self._path!r}, which sampling.stop needs, cannot be read here",
-                    "put model.path where the engines' nodes see it, or use sampling.stop_token_ids",
-                    quoted=str(error),
-                ) from error
-        return self._tokenizer
 
     async def add(self, request: Request) -> None:
         how = request.sampling
-        matcher = Matcher(self._open(), how.stop, how.min_tokens, request.accepted) if how.stop else None
+        matcher = self._matcher(request) if how.stop else None
         await self._engine.add(request)
         if matcher is not None:
             self._matchers[request.handle] = matcher
+
+    def _matcher(self, request: Request) -> Matcher:
+        if self._tokenizer is None:
+            raise EngineError(
+                "the weights came without the tokenizer.json, which sampling.stop needs",
+                f"publish its bytes as the tensor {files.TOKENIZER!r} of each version, or use sampling.stop_token_ids",
+            )
+        how = request.sampling
+        return Matcher(self._tokenizer, how.stop, how.min_tokens, request.accepted)
 
     async def next(self) -> list[Delta]:
         while True:
@@ -120,7 +118,35 @@ class Stopping:
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self._matchers.clear()
-        return await self._engine.load(version, tensors, summed=summed)
+        weights = [*tensors]
+        found = [one for one in weights if files.is_file(one.name)]
+        self._take_tokenizer(found[0] if found else None)
+        if found:
+            weights = [one for one in weights if not files.is_file(one.name)]
+        return await self._engine.load(version, weights, summed=summed)
+
+    def _take_tokenizer(self, published: Weight | None) -> None:
+        """Once for all versions that bring the same: it is seconds of work for a large one."""
+        if published is not None and not 0 < published.nbytes <= files.MAX_TOKENIZER_NBYTES:
+            raise EngineError(
+                f"the version's tokenizer.json has {published.nbytes:,} bytes, not 1 to {files.MAX_TOKENIZER_NBYTES:,}",
+                "publish the model's own tokenizer.json",
+            )
+        data = published.data if published is not None else memoryview(b"")
+        digest = files.digest(data)
+        if digest == self._digest:
+            return
+        self._tokenizer, self._digest = None, ""
+        if published is not None:
+            try:
+                self._tokenizer = Tokenizer.from_buffer(bytes(data))
+            except Exception as error:  # the library raises nothing narrower
+                raise EngineError(
+                    "the version's tokenizer.json, which sampling.stop needs, is no tokenizer here",
+                    "run engines and trainer with one release of tokenizers, or use sampling.stop_token_ids",
+                    quoted=str(error),
+                ) from error
+        self._digest = digest
 
     async def sleep(self) -> None:
         self._matchers.clear()

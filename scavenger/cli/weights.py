@@ -34,5 +34,7 @@ def export(
 
     manifest, blob = spool.read(version)
     exporting.write(manifest, blob, out, model)
-    told = f"version {manifest.version}, {len(manifest.tensors)} tensors, {manifest.total_nbytes:,} bytes"
+    tensors = exporting.weights_of(manifest)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    told = f"version {manifest.version}, {len(tensors)} tensors, {nbytes:,} bytes"
     print(f"wrote {out}: {told}, root {manifest.root.hex()}")

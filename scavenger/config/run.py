@@ -132,7 +132,8 @@ class SamplingSection(Section):
         Allowed("list of texts of 1 to 256 characters"),
     ] = ()
     """Texts that end a completion, matched over the whole completion, whichever engines generated it. The
-    token that completes such a text is the last. Engines then read the tokenizer at `model.path`."""
+    token that completes such a text is the last. The model's `tokenizer.json` (64 MiB at most) then goes to
+    engines with the weights."""
     min_tokens: NonNegative = 0
     """Tokens of the whole completion before which no stop token is drawn and no stop text ends it. At most
     `max_tokens`. Above 0 it needs `allow_truncated`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scavenger.errors import WeightsError
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest, Tensor
 
@@ -45,6 +46,11 @@ COMPANIONS = (
 )
 
 
+def weights_of(manifest: Manifest) -> tuple[Tensor, ...]:
+    """The version's tensors that are weights."""
+    return tuple(tensor for tensor in manifest.tensors if not files.is_file(tensor.name))
+
+
 def header(tensors: tuple[Tensor, ...], metadata: dict[str, str]) -> bytes:
     """What stands before the data of a safetensors file: 8 bytes of length, then JSON, padded so that the data is aligned."""
     base = tensors[0].offset if tensors else 0
@@ -62,10 +68,11 @@ def header(tensors: tuple[Tensor, ...], metadata: dict[str, str]) -> bytes:
 
 
 def _files(tensors: tuple[Tensor, ...], shard_nbytes: int) -> Iterator[tuple[Tensor, ...]]:
-    """Consecutive tensors, each file below `shard_nbytes` unless one tensor alone is larger."""
+    """Consecutive tensors without a gap, each file below `shard_nbytes` unless one tensor alone is larger."""
     group: list[Tensor] = []
     for tensor in tensors:
-        if group and tensor.offset + tensor.nbytes - group[0].offset > shard_nbytes:
+        gap = group and tensor.offset != group[-1].offset + group[-1].nbytes
+        if gap or (group and tensor.offset + tensor.nbytes - group[0].offset > shard_nbytes):
             yield tuple(group)
             group = []
         group.append(tensor)
@@ -81,6 +88,8 @@ def write(
     shard_nbytes: int = SHARD_NBYTES,
 ) -> Path:
     """Write the version to the new folder `out`, with the small files of the folder `model`. Nothing is left behind on an error.
+
+    A tokenizer.json that the version holds is written as that file.
 
     Raises `WeightsError` when `out` exists, a byte is not the manifest's, or `model` is no Hugging Face folder.
     """
@@ -107,6 +116,9 @@ def write(
         for name in COMPANIONS:
             if model is not None and (model / name).is_file():
                 shutil.copyfile(model / name, part / name)
+        for tensor in manifest.tensors:
+            if tensor.name == files.TOKENIZER:
+                (part / "tokenizer.json").write_bytes(blob[tensor.offset : tensor.offset + tensor.nbytes])
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -114,7 +126,8 @@ def write(
 
 
 def _write_tensors(manifest: Manifest, blob: memoryview, folder: Path, shard_nbytes: int) -> None:
-    groups = list(_files(manifest.tensors, shard_nbytes))
+    weights = weights_of(manifest)
+    groups = list(_files(weights, shard_nbytes))
     names = ["model.safetensors"]
     if len(groups) > 1:
         names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
@@ -128,5 +141,6 @@ def _write_tensors(manifest: Manifest, blob: memoryview, folder: Path, shard_nby
             os.fsync(file.fileno())
     if len(groups) > 1:
         where = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": manifest.total_nbytes} | about, "weight_map": where}
+        total = sum(tensor.nbytes for tensor in weights)
+        index = {"metadata": {"total_size": total} | about, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from rollout.engines.base import EngineInfo
+from rollout.engines import stopping
+from rollout.engines.base import EngineInfo, Weight
 from rollout.engines.stopping import Matcher, Stopping
 from rollout.engines.vllm.engine import lease_seed
 from scavenger.errors import EngineError
 from scavenger.protocol.messages import SampleKey, Sampling
 from scavenger.protocol.worker.events import Delta, Request
+from scavenger.weights import files
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import TensorView
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
@@ -186,6 +193,18 @@ class Fixed:
     async def abort(self, handles: Any) -> None:
         self.aborted += handles
 
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        self.loaded = [weight.name for weight in tensors]
+        return b"digest"
+
+
+def views_with(tokenizer: bytes) -> list[TensorView]:
+    """What a version of one weight holds, and the tokenizer beside it where there is one."""
+    tensors = {"w": ("float32", (1,), memoryview(bytes(4)))}
+    if tokenizer:
+        tensors[files.TOKENIZER] = (files.DTYPE, (len(tokenizer),), memoryview(tokenizer))
+    return manifests.views(*manifests.build(1, tensors))
+
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
@@ -194,8 +213,6 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def ids(tokenizer: Path, text: str) -> list[int]:
-    from tokenizers import Tokenizer
-
     return list(Tokenizer.from_file(str(tokenizer)).encode(text).ids)
 
 
@@ -204,9 +221,10 @@ def answer(
 ) -> tuple[list[Delta], Fixed]:
     tokens = ids(tokenizer, text)
     inner = Fixed(tokens, size)
-    engine = Stopping(inner, str(tokenizer))  # type: ignore[arg-type]
+    engine = Stopping(inner)  # type: ignore[arg-type]
 
     async def main() -> list[Delta]:
+        await engine.load(1, views_with(tokenizer.read_bytes()))
         await engine.add(Request(1, (1,), tuple(tokens[:accepted]), len(tokens) - accepted, how, 0, KEY))
         made: list[Delta] = []
         while not made or made[-1].finish is None:
@@ -241,15 +259,59 @@ def test_a_sample_without_the_text_goes_on_to_its_length(tokenizer: Path) -> Non
 
 
 def test_the_end_of_a_long_accepted_text_is_enough_to_find_the_stop_text(tokenizer: Path) -> None:
-    from tokenizers import Tokenizer
-
     tokens = ids(tokenizer, "0" * 3000 + "12")
     matcher = Matcher(Tokenizer.from_file(str(tokenizer)), ["0123"], 0, tokens)
     assert not matcher.found
     assert matcher.feed(ids(tokenizer, "3")[0])
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    engine = Stopping(Fixed([1]), str(tmp_path / "no.json"))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=r"no\.json"):
-        asyncio.run(engine.add(Request(1, (1,), (), 1, Sampling(9, stop=("x",)), 0, KEY)))
+STOP = Request(1, (1,), (), 1, Sampling(9, stop=("x",)), 0, KEY)
+
+
+def test_the_tokenizer_is_taken_out_of_the_weights_and_opened_once_for_versions_that_bring_the_same(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bytes] = []
+
+    class Counted:
+        @staticmethod
+        def from_buffer(data: bytes) -> Tokenizer:
+            opened.append(data)
+            return Tokenizer.from_buffer(data)
+
+    monkeypatch.setattr(stopping, "Tokenizer", Counted)
+    first = tokenizer.read_bytes()
+    other = first.replace(b"\n", b" \n", 1)
+    inner = Fixed([1])
+    engine = Stopping(inner)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        for version, data in enumerate((first, first, other), 1):
+            assert await engine.load(version, views_with(data)) == b"digest"
+            assert inner.loaded == ["w"], "the engine gets weights alone"
+            await engine.add(STOP)
+        assert opened == [first, other]
+        await engine.load(4, views_with(b""))
+        with pytest.raises(
+            EngineError, match=r"came without the tokenizer\.json(.|\n)*'files/tokenizer\.json'"
+        ):
+            await engine.add(STOP)
+        await engine.add(dataclasses.replace(STOP, sampling=Sampling(9)))
+
+    asyncio.run(main())
+
+
+def test_a_tokenizer_that_cannot_be_opened_or_is_too_large_is_refused_with_its_version(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Stopping(Fixed([1]))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="is no tokenizer here"):
+        asyncio.run(engine.load(1, views_with(b"{}")))
+    with pytest.raises(EngineError, match="came without"):
+        asyncio.run(engine.add(STOP))
+    monkeypatch.setattr(files, "MAX_TOKENIZER_NBYTES", 100)
+    with pytest.raises(EngineError, match=r"has [\d,]+ bytes, not 1 to 100"):
+        asyncio.run(engine.load(2, views_with(tokenizer.read_bytes())))
+    empty = TensorView(files.TOKENIZER, files.DTYPE, (0,), memoryview(b""))
+    with pytest.raises(EngineError, match="has 0 bytes"):
+        asyncio.run(engine.load(3, [empty]))

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from scavenger.errors import EngineError, WeightsError
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
@@ -65,6 +66,16 @@ def test_it_is_the_base_and_the_scaled_product_each_rounded_once(dtype: str) -> 
     expected = weight + torch.tensor(exact, dtype=torch.float64).float()
     assert torch.equal(found["a.q.weight"], expected.to(getattr(torch, dtype)))
     assert torch.equal(found["norm.weight"], drawn(6, seed=2).to(getattr(torch, dtype)))
+
+
+def test_a_file_beside_the_base_goes_on_as_it_is() -> None:
+    data = b"{}"
+    views = {view.name: (view.dtype, view.shape, view.data) for view in manifests.views(*base())}
+    under = manifests.build(1, views | {files.TOKENIZER: (files.DTYPE, (2,), memoryview(data))})
+    of = adapters(under, dtype="bfloat16")
+    found = {view.name: view for view in merging.views(of[0], manifests.views(*of), *under)}
+    assert found.keys() == {"a.q.weight", "norm.weight", files.TOKENIZER}
+    assert bytes(found[files.TOKENIZER].data) == data
 
 
 def test_a_base_stored_narrow_is_widened_exactly_before_anything_is_added() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -14,12 +15,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from scavenger import __version__
 from scavenger.protocol import keys, messages
 from scavenger.protocol.messages import Lease, SampleKey, Sampling, pack_tokens
 from scavenger.protocol.worker.events import EXIT_CANNOT_START, EXIT_PREEMPTED, EXIT_REFUSED
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
 from scavenger.weights.source import WeightServer
 from tests.rollout.daemon import FakeDaemon
 from tests.rollout.stage import ME, SERVER
@@ -218,6 +224,88 @@ def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Pa
                 log = (await worker.stderr.read()).decode()
                 assert ME.secret not in log
                 assert "worker.left" in log
+
+    asyncio.run(main())
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABC"
+
+
+def letters() -> bytes:
+    """The tokenizer.json of a model of 29 tokens, a letter each."""
+    made = Tokenizer(WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="a"))
+    made.decoder = Fuse()
+    return made.to_str().encode()
+
+
+def test_a_worker_without_any_file_of_the_model_ends_samples_at_stop_texts_also_moved_ones_and_with_adapters(
+    tmp_path: Path,
+) -> None:
+    """All that it knows of the model came over the socket, the tokenizer with the weights: it is in no folder."""
+    pytest.importorskip("torch", reason="the reference engine needs the [trainer] extra")
+    from tests.rollout import models
+
+    model = models.plain_model(models.config_text())
+    weights = {view.name: (view.dtype, view.shape, view.data) for view in models.views(model)}
+    tokenizer = letters()
+    beside = {files.TOKENIZER: (files.DTYPE, (len(tokenizer),), memoryview(tokenizer))}
+    layer = "model.layers.0.self_attn.q_proj"
+    pair = {
+        f"{layer}.lora_A.weight": ("float32", (2, 32), memoryview(bytes(256))),
+        f"{layer}.lora_B.weight": ("float32", (32, 2), memoryview(bytes(256))),  # they change nothing
+    }
+
+    async def ended(daemon: FakeDaemon, sample: int, version: int, how: Sampling, accepted: list[int]) -> str:
+        """The text of a sample's tokens after the accepted ones, with how it ended."""
+        key = SampleKey("train", 0, 0, 0)  # one sample, moved about
+        lease = Lease(sample, 1, version, pack_tokens((1, 2)), pack_tokens(accepted), how, 3, key)
+        daemon.send(messages.Assign((lease,)))
+        found, finish = list(accepted), None
+        while finish is None:
+            for chunk in (await daemon.expect(messages.Chunks)).chunks:
+                if chunk.sample_id == sample:
+                    found[chunk.offset :] = messages.unpack_tokens(chunk.tokens)
+                    finish = chunk.finish
+        return "".join(LETTERS[token] for token in found[len(accepted) :]) + f" {finish}"
+
+    async def main() -> None:
+        base = manifests.build(1, weights | beside)
+        plain = manifests.build(3, weights)
+        adapter = manifests.Adapter(base[0].root, 1.0, "float32")
+        adapted = manifests.build(2, pair, adapter=adapter)
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightServer(keep=4) as source:
+
+            def order(
+                of: tuple[Manifest, memoryview], base: messages.BaseWeights | None = None
+            ) -> messages.UseWeights:
+                held = (source.publish(*of),)
+                return messages.UseWeights(of[0].version, manifests.encode(of[0]), held, base=base)
+
+            async with process(tmp_path, _key_file(tmp_path, ME)):
+                await daemon.expect(messages.WorkerHello)
+                daemon.send(messages.Welcome(1, 1, "run", models.spec(), 0.2, 20.0, 8))
+                daemon.send(order(base))
+                await daemon.expect(messages.WeightsLoaded)
+                whole, how = (await ended(daemon, 1, 1, Sampling(40), [])).split()
+                assert (len(whole), how) == (40, "length")
+                at = next(n for n in range(12, 38) if whole[n : n + 3] not in whole[: n + 2])
+                stops = Sampling(40, stop=(whole[at : at + 3],))
+                tokens = [LETTERS.index(letter) for letter in whole]
+                samples = itertools.count(2)
+                under = messages.BaseWeights(1, manifests.encode(base[0]), (source.publish(*base),))
+                for version in (1, 2):
+                    if version == 2:
+                        daemon.send(order(adapted, base=under))
+                        await daemon.expect(messages.WeightsLoaded)
+                    for moved in (0, 5, at, at + 1, at + 2):
+                        said = await ended(daemon, next(samples), version, stops, tokens[:moved])
+                        assert said == f"{whole[moved : at + 3]} stop"
+                daemon.send(order(plain))  # by a trainer that forgot it
+                await daemon.expect(messages.WeightsLoaded)
+                lease = Lease(99, 1, 3, pack_tokens((1, 2)), b"", stops, 3, SampleKey("train", 0, 1, 0))
+                daemon.send(messages.Assign((lease,)))
+                refused = await daemon.expect(messages.SampleFailed)
+                assert "the weights came without the tokenizer.json" in refused.reason
 
     asyncio.run(main())
 

@@ -1,7 +1,8 @@
 """One MPI rank of a test: `mpirun -n N python publish_program.py MODEL OUT` publishes a few versions from sharded sources and pulls them.
 
-With all weights trained, with adapters, and with adapters of fewer rows than ranks. Each version is compared with what a gather of all
-gives; then the last rank stops serving. Chunks are of one page, so that they lie across the ranks' shards as those of a large model do.
+With all weights trained, with adapters, and with adapters of fewer rows than ranks; the first two with a tokenizer. Each version is
+compared with what a gather of all gives; then the last rank stops serving. Chunks are of one page, so that they lie across the ranks'
+shards as those of a large model do.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from trainer.model.learner import Learner
 
 VERSIONS = 6
 DTYPE = "bfloat16"
+TOKENIZER = bytes(range(256)) * 79 + b"!"  # over several chunks, and by no number of ranks divisible
 
 
 class Watched(WeightServer):
@@ -102,7 +104,9 @@ def together(comm: Comm) -> None:
         comm.send([b""] * comm.size)
 
 
-def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[str, object]:
+def publish(
+    comm: Comm, learner: Learner, folder: Path, tokenizer: bytes, *, local: bool
+) -> dict[str, object]:
     """All ranks, together. Returns rank 0's findings."""
     found: dict[str, object] = {}
     equal, deltas = [], []
@@ -110,7 +114,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
     with Watched(local=local) as source:
         assert isinstance(source, Watched)
         disk = Spool(folder)
-        publisher = Publisher(source, disk)
+        publisher = Publisher(source, disk, tokenizer)
         sources: Sequence[messages.WeightSource] = ()
         ranks = Ranks(comm, learner, publisher)
         root = b""
@@ -121,7 +125,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
                 manifest, given = train_and_publish(ranks, version, version)
                 sources = [one for one in given if one.token]
                 ranks.stop()
-            theirs, blob = gathered(version, learner, DTYPE, root)
+            theirs, blob = gathered(version, learner, DTYPE, root, tokenizer)
             merged = digest_of(learner, DTYPE) if theirs.adapter is not None else b""
             root = root or theirs.root
             source.wait_deltas()
@@ -184,7 +188,9 @@ def main(model: str, out: str) -> None:
             deterministic=False,
             lora=lora,
         )
-        found[name] = publish(comm, learner, Path(out) / f"spool-{comm.size}" / name, local=name != "all")
+        tokenizer = b"" if name == "narrow" else TOKENIZER
+        folder = Path(out) / f"spool-{comm.size}" / name
+        found[name] = publish(comm, learner, folder, tokenizer, local=name != "all")
     disconnect()
     if comm.rank == 0:
         (Path(out) / f"found-{comm.size}.json").write_text(json.dumps(found))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.engines import checksum, lora
 from scavenger.protocol import messages
+from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
@@ -55,11 +56,14 @@ def whole(learner: Learner) -> dict[str, Tensor]:
     return found
 
 
-def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> tuple[Manifest, memoryview]:
+def gathered(
+    version: int, learner: Learner, dtype: str, base: bytes = b"", tokenizer: bytes = b""
+) -> tuple[Manifest, memoryview]:
     """What rank 0 would publish had it all of the weights; a collective. `base`: its root, of adapters."""
+    beside = {files.TOKENIZER: (files.DTYPE, (len(tokenizer),), memoryview(tokenizer))} if tokenizer else {}
     if not learner.adapter_scale:
         return manifests.build(
-            version, {name: _entry(value, dtype) for name, value in whole(learner).items()}
+            version, {name: _entry(value, dtype) for name, value in whole(learner).items()} | beside
         )
     parameters = {name: _full(value) for name, value in learner.model.named_parameters()}
     if not base:
@@ -69,7 +73,7 @@ def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> t
             if ".lora_" not in name
         }
         return manifests.build(
-            version, {name: _entry(value, learner.base_dtype) for name, value in pristine.items()}
+            version, {name: _entry(value, learner.base_dtype) for name, value in pristine.items()} | beside
         )
     trained = {name.replace(".default", ""): value for name, value in parameters.items() if ".lora_" in name}
     adapter = manifests.Adapter(base, learner.adapter_scale, dtype)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, RunConfig
 from scavenger.errors import ConfigError, WeightsError
+from scavenger.weights import files
 from tests.trainer import published
 from tests.trainer.published import whole
 from tests.trainer.rows import make_group
@@ -44,9 +45,9 @@ def config_of(folder: Path, model: Path, **more: Any) -> RunConfig:
 
 
 def trained(
-    folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF
+    folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF, tokenizer: bytes = b""
 ) -> tuple[Learner, checkpoint.CheckpointState]:
-    """A learner after one step, and its checkpoint in `folder`."""
+    """A learner after one step, and its checkpoint in `folder`. `tokenizer`: published with its weights."""
     learner = Learner(
         model,
         mesh,
@@ -58,9 +59,19 @@ def trained(
     )
     learner.train(Micro(tuple(row for number in range(3) for row in make_group(number)), 0))
     learner.update(12.0, lr=0.02)
-    root = _root(learner)
+    root = _root(learner, tokenizer)
     state = checkpoint.CheckpointState(
-        1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16", adapters=bool(lora.rank)
+        1,
+        3,
+        root,
+        3,
+        0,
+        1,
+        "float32",
+        1,
+        weights_dtype="bfloat16",
+        adapters=bool(lora.rank),
+        tokenizer=files.digest(tokenizer),
     )
     saver = Saver()
     saver.begin(learner.state(), checkpoint.prepare(folder, 1, 1))
@@ -69,9 +80,9 @@ def trained(
     return learner, state
 
 
-def _root(learner: Learner) -> str:
+def _root(learner: Learner, tokenizer: bytes) -> str:
     """Of what its trainer publishes."""
-    ranks = Ranks(Solo(), learner, Publisher(published.Kept()))
+    ranks = Ranks(Solo(), learner, Publisher(published.Kept(), tokenizer=tokenizer))
     if ranks.trains_adapters:
         ranks.build_base(2)
     return ranks.build_version(3, "bfloat16").root.hex()
@@ -108,6 +119,28 @@ def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Pat
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
     with pytest.raises(ConfigError, match=r"does not hold what this run trains(.|\n)*\[lora\]"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_weights_that_were_published_with_a_tokenizer_are_exported_and_compared_with_it(
+    rank: int, model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    tokenizer = files.read_tokenizer(model)
+    lora = LoraSection(rank=rank, alpha=4.0)
+    learner, state = trained(tmp_path, model, mesh, lora, tokenizer)
+    assert state.root != _root(learner, b""), "the root covers it"
+    config = config_of(tmp_path, model, lora={"rank": rank, "alpha": 4.0})
+    told = export.export(config, tmp_path / "out", "auto", "")
+    assert told.endswith("as published")
+    assert f"{len(whole(learner))} tensors" in told
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == whole(learner).keys()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer
+    (model / "tokenizer.json").write_bytes(tokenizer + b" ")
+    with pytest.raises(WeightsError, match=r"model\.path is another model now"):
+        export.export(config, tmp_path / "other", "auto", "")
 
 
 def test_adapters_of_another_base_are_not_exported(

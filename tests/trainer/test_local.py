@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from scavenger import config as configs
+from scavenger.weights import files
 from tests.trainer.test_step import TIMES
+from trainer import export
 from trainer.__main__ import main
 from trainer.checkpoint import checkpoint
 
@@ -110,6 +113,37 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(
         for out in ("whole", "resumed")
     ]
     assert roots[0] == roots[1]
+
+
+@pytest.mark.parametrize(
+    "more", ["", pytest.param("[lora]\nrank = 2\n", marks=pytest.mark.long)], ids=["all", "lora"]
+)
+def test_stop_texts_that_a_resumed_run_begins_with_end_its_samples_and_the_checkpoint_is_exported(
+    more: str, model_folder: Path, tmp_path: Path
+) -> None:
+    """From then on a version holds the tokenizer: its root is another than the one that the older checkpoint names."""
+    path = write_run(tmp_path, model_folder, steps=1, out="x", more=more)
+    assert run_local(path).returncode == 0
+    before = checkpoint.read_state(checkpoint.found(tmp_path / "x" / "local")[-1])
+    path = write_run(tmp_path, model_folder, steps=2, out="x", more=more)
+    path.write_text(path.read_text().replace("max_tokens = 8", 'max_tokens = 8\nstop = ["1", "23", "5"]'))
+    done = run_local(path)
+    assert done.returncode == 0, done.stderr
+    assert "after step 1" in done.stdout
+    log = (tmp_path / "x" / "local" / "samples.jsonl").read_text().splitlines()
+    texts = [one["completion"] for one in map(json.loads, log) if one["step"] == 2]
+    assert any("1" in text or "5" in text for text in texts)
+    assert all(not set("15") & set(text[:-1]) for text in texts), texts
+    after = checkpoint.read_state(checkpoint.found(tmp_path / "x" / "local")[-1])
+    assert (before.step, before.tokenizer, after.step) == (1, "", 2)
+    assert after.tokenizer == files.digest((model_folder / "tokenizer.json").read_bytes())
+    config = configs.read_run(path)
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update={"out_dir": tmp_path / "x" / "local"})}
+    )
+    told = export.export(config, tmp_path / "out", "auto", "")
+    assert told.endswith("as published")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 @pytest.mark.long

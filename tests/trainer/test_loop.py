@@ -30,7 +30,7 @@ class Script:
 
     version, digest = "judge", "problems"
     replaces = True
-    trains_adapters = False
+    trains_adapters, tokenizer = False, ""
 
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0

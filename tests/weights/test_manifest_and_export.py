@@ -14,11 +14,12 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from scavenger.cli.main import app
-from scavenger.errors import WeightsError, WireError
+from scavenger.errors import ConfigError, WeightsError, WireError
 from scavenger.protocol.keys import generate
-from scavenger.weights import export, spool
+from scavenger.weights import export, files, spool
 from scavenger.weights import manifest as manifests
 from scavenger.weights.channel import FileChannel
+from scavenger.weights.files import TOKENIZER
 from scavenger.weights.manifest import Manifest, Shard
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import pull
@@ -95,21 +96,71 @@ def test_an_exported_version_is_a_hugging_face_checkpoint(tmp_path: Path, shard_
     (model / "config.json").write_text('{"model_type": "llama"}')
     (model / "modeling_evil.py").write_text("raise SystemExit")
     export.write(manifest, blob, tmp_path / "out", model, shard_nbytes=shard_nbytes)
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
     tensors = {}
-    for name in files:
+    for name in written:
         if name.endswith(".safetensors"):
             tensors |= safe.load_file(tmp_path / "out" / name)
     assert {name: array.tobytes() for name, array in tensors.items()} == {
         v.name: bytes(v.data) for v in manifests.views(manifest, blob)
     }
-    assert "config.json" in files
-    assert "modeling_evil.py" not in files
+    assert "config.json" in written
+    assert "modeling_evil.py" not in written
     if shard_nbytes == 20:
         index = msgspec.json.decode((tmp_path / "out/model.safetensors.index.json").read_bytes())
         assert sorted(index["weight_map"].values()) == [
             f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
         ]
+
+
+@pytest.mark.parametrize("shard_nbytes", [1 << 30, 20])
+def test_a_tokenizer_that_travels_with_the_weights_comes_out_as_its_file_and_is_no_tensor(
+    tmp_path: Path, shard_nbytes: int
+) -> None:
+    safe = pytest.importorskip("safetensors.numpy", reason="reading it back needs the [trainer] extra")
+    weights = {
+        "a": ("float32", (4,), memoryview(os.urandom(16))),
+        "b": ("int8", (5,), memoryview(os.urandom(5))),  # before the file in the blob
+        "z": ("int8", (7,), memoryview(os.urandom(7))),  # and after it
+    }
+    beside = {TOKENIZER: ("uint8", (9,), memoryview(b'{"a": "b"'))}
+    manifest, blob = manifests.build(7, weights | beside)
+    assert manifest.root != manifests.build(7, weights)[0].root, "the root covers it"
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "tokenizer.json").write_text("another one")
+    out = export.write(manifest, blob, tmp_path / "out", model, shard_nbytes=shard_nbytes)
+    assert (out / "tokenizer.json").read_bytes() == b'{"a": "b"'
+    tensors = {}
+    for path in out.glob("*.safetensors"):
+        tensors |= safe.load_file(path)
+    assert {name: array.tobytes() for name, array in tensors.items()} == {
+        name: bytes(data) for name, (_, _, data) in weights.items()
+    }
+    index = msgspec.json.decode((out / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"]["total_size"] == 16 + 5 + 7
+    assert index["weight_map"].keys() == weights.keys()
+    spool.Spool(tmp_path / "spool").write(manifest, blob)
+    argv = ["weights", "export", str(tmp_path / "spool/version-7"), str(tmp_path / "again")]
+    told = CliRunner().invoke(app, argv)
+    assert "3 tensors, 28 bytes" in told.output
+    assert (tmp_path / "again/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"), [(0, "has 0 bytes"), (101, "has 101 bytes"), (None, "cannot be read")]
+)
+def test_a_tokenizer_that_is_not_there_or_too_large_is_not_published(
+    nbytes: int | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_TOKENIZER_NBYTES", 100)
+    if nbytes is not None:
+        (tmp_path / "tokenizer.json").write_bytes(bytes(nbytes))
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json.* {told}(.|\n)*remedy"):
+        files.read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(bytes(100))
+    assert files.read_tokenizer(tmp_path) == bytes(100)
 
 
 def test_damaged_bytes_are_not_exported(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class CheckpointState(msgspec.Struct, frozen=True):
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
     adapters alone. `data`: digest of the prompts in their order, "" = written before that was noted. `job`: Slurm's id of the job that
-    wrote it, 0 = none, or written before that was noted.
+    wrote it, 0 = none, or written before that was noted. `tokenizer`: digest of the tokenizer.json that the version, or its base, holds
+    beside the weights; "" = none.
     """
 
     step: int
@@ -57,6 +58,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     adapters: bool = False
     data: str = ""
     job: int = 0
+    tokenizer: str = ""
 
 
 class Surplus(NamedTuple):

@@ -10,7 +10,7 @@ again when the version is off the shelf, which waits for its readers' leases, an
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,8 +22,8 @@ from torch import Tensor
 from rollout.engines.checksum import Sum
 from scavenger.errors import WeightsError
 from scavenger.protocol import messages
+from scavenger.weights import files, shards
 from scavenger.weights import manifest as manifests
-from scavenger.weights import shards
 from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.shards import ShardMove, ShardPlan
@@ -63,8 +63,20 @@ class WeightLayout:
     chunks: tuple[int, ...]  # this rank's
 
 
-def layout(shapes: dict[str, tuple[int, ...]], dtype: str, rank: int, ranks: int) -> WeightLayout:
-    table = manifests.layout({name: (dtype, shape) for name, shape in shapes.items()})
+def table_of(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, tokenizer: bytes
+) -> tuple[manifests.Tensor, ...]:
+    """Weights of one type, and after them the tokenizer's bytes, if there are any."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {name: (dtype, shape) for name, shape in shapes.items()}
+    if tokenizer:
+        tensors[files.TOKENIZER] = (files.DTYPE, (len(tokenizer),))
+    return manifests.layout(tensors)
+
+
+def layout(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, rank: int, ranks: int, tokenizer: bytes = b""
+) -> WeightLayout:
+    table = table_of(shapes, dtype, tokenizer)
     total = sum(tensor.nbytes for tensor in table)
     size = manifests.chunk_nbytes_of(total)
     plan = shards.plan(table, size, ranks)
@@ -72,17 +84,26 @@ def layout(shapes: dict[str, tuple[int, ...]], dtype: str, rank: int, ranks: int
 
 
 class Publisher:
-    """One rank's end. `make`, then `offer`, for each version; both on all ranks, in turn."""
+    """One rank's end. `make`, then `offer`, for each version; both on all ranks, in turn.
 
-    def __init__(self, source: Source, spool: Spool | None = None) -> None:
+    `tokenizer`: the bytes of the model's tokenizer.json, the same on all ranks, where engines need it; b"" where they do not.
+    """
+
+    def __init__(self, source: Source, spool: Spool | None = None, tokenizer: bytes = b"") -> None:
         self._source = source
         self._spool = spool
+        self._tokenizer = tokenizer
         self._merged = MergedSums()
         self._pool = MemoryPool(most=4)
         self._layout: WeightLayout | None = None
         self._of_base = False  # what that layout is of
         self._made: Buffer | None = None
         self._pins: Pins | None = None  # where weights come from a GPU
+
+    @property
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer that versions hold, in hex; "" = none."""
+        return files.digest(self._tokenizer)
 
     # ---------------------------------------------------------------- this rank's share
 
@@ -93,8 +114,9 @@ class Publisher:
         """
         mesh = learner.mesh
         if self._layout is None or (self._layout.dtype, self._of_base) != (dtype, base):
+            beside = self._tokenizer if base or not learner.adapter_scale else b""  # adapters: in their base
             self._layout, self._of_base = (
-                layout(learner.shapes(base=base), dtype, mesh.get_local_rank(), mesh.size()),
+                layout(learner.shapes(base=base), dtype, mesh.get_local_rank(), mesh.size(), beside),
                 base,
             )
         of = self._layout
@@ -105,7 +127,7 @@ class Publisher:
                 flat = torch.frombuffer(buffer.view, dtype=torch.uint8)
                 if mesh.device_type == "cuda":
                     self._pin(buffer, flat.data_ptr(), of, mesh)
-                for end in _copy(flat, learner, of, base=base):
+                for end in _copy(flat, learner, of, base=base, tokenizer=self._tokenizer):
                     hashing.copied(end)
                 for moves in shards.batches(of.plan.moves, ROUND_NBYTES):
                     _exchange(flat, moves, mesh)
@@ -177,9 +199,15 @@ class Publisher:
         return tuple(found)
 
 
-def _copy(flat: Tensor, learner: Learner, of: WeightLayout, *, base: bool) -> Iterator[int]:
-    """Each tensor's rows into place, cast on their way. Yields up to which byte of the blob all that this rank has is there."""
+def _copy(
+    flat: Tensor, learner: Learner, of: WeightLayout, *, base: bool, tokenizer: bytes = b""
+) -> Iterator[int]:
+    """Each tensor's rows into place, cast on their way, then the tokenizer's bytes where the version holds them.
+
+    Yields up to which byte of the blob all that this rank has is there.
+    """
     position = {tensor.name: tensor for tensor in of.table}
+    beside = position.pop(files.TOKENIZER, None)
     rank, ranks = learner.mesh.get_local_rank(), learner.mesh.size()
     for name, value in learner.shards(position, base=base):
         tensor = position[name]
@@ -195,6 +223,12 @@ def _copy(flat: Tensor, learner: Learner, of: WeightLayout, *, base: bool) -> It
             start = tensor.offset + first * row
             flat[start : start + (last - first) * row].view(DTYPES[of.dtype]).copy_(value.reshape(-1))
         yield tensor.offset + tensor.nbytes
+    if beside is not None:
+        first, last = shards.rows(beside.nbytes, rank, ranks)
+        if first < last:
+            data = torch.frombuffer(bytearray(tokenizer[first:last]), dtype=torch.uint8)
+            flat[beside.offset + first : beside.offset + last] = data
+        yield beside.offset + beside.nbytes
 
 
 def _exchange(flat: Tensor, moves: Sequence[ShardMove], mesh: Any) -> None:

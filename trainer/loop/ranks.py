@@ -235,6 +235,11 @@ class Ranks:
     def trains_adapters(self) -> bool:
         return self._learner.adapter_scale != 0.0
 
+    @property
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer that versions hold, in hex; "" = none."""
+        return self._publisher.tokenizer
+
     def build_base(self, version: int) -> Manifest:
         """The version that adapters are merged with, in the type in which it was stored. It comes before any version of adapters."""
         made = self._publisher.seal(

@@ -211,6 +211,7 @@ class Loop:
                 weights_dtype=config.weights.dtype,
                 owes_evaluation=at.owes_evaluation,
                 adapters=self._ranks.trains_adapters,
+                tokenizer=self._ranks.tokenizer,
                 data=self._prompts.digest,
                 job=self._job_id,
             )

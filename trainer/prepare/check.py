@@ -23,6 +23,7 @@ from scavenger import config as configs
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError, StartFinding
 from scavenger.protocol import engine_options, keys
+from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
 from trainer.prepare import kv_cache, memory, weights
@@ -157,6 +158,8 @@ def _tokenizer(config: RunConfig, seen: _Seen) -> str:
             f"token {strange[0]} is to end a completion, and the tokenizer has no such token", remedy
         )
     _own_end(config, tokenizer, ends)
+    if config.sampling.stop:
+        files.read_tokenizer(config.model.path)  # what is published has a bound
     seen.tokenizer = tokenizer
     return f"completions end with {', '.join(f'{token} ({tokenizer.id_to_token(token)})' for token in ends)}"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from scavenger import config as configs
 from scavenger.config import DaemonConfig, RunConfig
 from scavenger.errors import ConfigError
-from scavenger.weights import manifest, rdma
+from scavenger.weights import files, manifest, rdma
 from scavenger.weights.source import is_loopback
 from trainer.prepare import memory
 from trainer.prepare.memory import PublishedSize
@@ -39,13 +39,18 @@ def check_adapters(config: RunConfig) -> str:
 
 
 def version_of(config: RunConfig, facts: ModelFacts) -> PublishedSize:
-    """What engines hold: the model in `weights.dtype`, and with adapters also their base, in the type in which it is stored."""
+    """What engines hold: the model in `weights.dtype`, and with adapters also their base, in the type in which it is stored.
+
+    With stop texts the tokenizer beside them.
+    """
     whole = facts.parameters * manifest.ITEMSIZE[config.weights.dtype]
+    tokenizer = len(files.read_tokenizer(facts.folder)) if config.sampling.stop else 0
     if not config.lora.rank:
-        return PublishedSize(whole, 0)
+        return PublishedSize(whole + tokenizer, 0)
     from trainer.model import adapters
 
-    return PublishedSize(whole, facts.parameters * manifest.ITEMSIZE[adapters.stored_dtype(facts.folder)])
+    stored = facts.parameters * manifest.ITEMSIZE[adapters.stored_dtype(facts.folder)]
+    return PublishedSize(whole, stored + tokenizer)
 
 
 def check(config: RunConfig, facts: ModelFacts, nodes: int, at_hand: Path | None) -> str:

@@ -87,7 +87,6 @@ class EngineSpec(MessagePart, frozen=True):
     pace: Rate = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
     memory_share: Share = 0.9  # of a GPU's memory
     eager: bool = False  # no compilation and no CUDA graphs
-    tokenizer: str = ""  # path of the tokenizer.json; read by workers only where `Sampling.stop` asks for it
     options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scavenger.weights import files
 from tests.trainer.prepare.hand import NO_GPU, RAISES, ROOT, change, edit, refused
 from trainer.prepare import check
 from trainer.prepare.check import RequestedGpus
@@ -113,6 +114,15 @@ def test_a_tokenizer_of_another_model_is_refused(run: Path, own_model: Path, spo
     found = refused(run)["tokenizer"]
     assert cause in found
     assert "remedy: " in found
+
+
+def test_a_tokenizer_that_is_too_large_for_every_engine_is_refused_where_it_would_go_there(
+    run: Path, own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_TOKENIZER_NBYTES", 100)
+    assert not [one for one in check.check(run, NO_GPU) if one.what == "tokenizer" and one.problem]
+    change(run, "[sampling]", '[sampling]\nstop = ["1"]')
+    assert "with sampling.stop it goes to every engine, and may have 1 to 100" in refused(run)["tokenizer"]
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(run: Path) -> None:

@@ -59,6 +59,20 @@ def test_adapters_and_their_base_are_among_the_checks(run: Path) -> None:
     assert refused(run).keys() == {"adapters"}
 
 
+def test_a_tokenizer_that_travels_with_the_weights_is_counted(run: Path) -> None:
+    def size() -> tuple[int, int]:
+        config = read_run(run)
+        found = weights.version_of(config, model.read_facts(config.model.path))
+        return found.nbytes, found.base
+
+    alone, _ = size()
+    change(run, "[sampling]", '[sampling]\nstop = ["1"]')
+    tokenizer = (read_run(run).model.path / "tokenizer.json").stat().st_size
+    assert size() == (alone + tokenizer, 0)
+    change(run, "rank = 0  ", "rank = 4")
+    assert size() == (alone, 2 * alone + tokenizer), "the base is stored in float32"
+
+
 def test_a_spool_that_cannot_be_written_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
