@@ -95,6 +95,26 @@ def test_a_job_that_waits_for_slurm_outlives_a_squeue_that_fails(tmp_path: Path)
     assert path.read_text().count("asked") == 4, "until Slurm took the job"
 
 
+def test_a_job_that_may_not_be_put_back_does_not_ask_twice(tmp_path: Path) -> None:
+    """Slurm's words for a job with Requeue=0. While the script asks others wait for its GPUs."""
+    bodies = {"srun": "exit 75", "squeue": "echo RUNNING"}
+    bodies["scontrol"] = "echo Requested operation is presently disabled for job 7 >&2; exit 1"
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name} $1 >> called\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", script("slurm")], env=environ, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 75
+    assert "presently disabled" in done.stderr
+    assert (tmp_path / "called").read_text().splitlines() == [
+        "srun --ntasks=1",
+        "squeue -h",
+        "scontrol requeue",
+    ]
+
+
 @pytest.mark.parametrize("after_drain", ["requeue", "wait"])
 @pytest.mark.parametrize("when", ["srun", "squeue"])
 def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(
