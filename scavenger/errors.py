@@ -71,6 +71,12 @@ class ClusterUnavailable(ClusterError):
         self.error_kind = error_kind
 
 
+class AccessDenied(ClusterError):
+    """Slurm does not let this user see what a poll needs (PrivateData). Asking again changes nothing."""
+
+    exit_code = ConfigError.exit_code
+
+
 class SubmitUnknown(ClusterError):
     """A submission got no answer: the job may exist. Look it up by its intent before submitting again."""
 

@@ -42,6 +42,7 @@ def wanted_of(settings: DaemonConfig) -> SiteRequirements:
         settings.daemon.listen,
         settings.daemon.advertise,
         socket.gethostname(),
+        pinned=h.placement == "node" and not h.constraint,
     )
 
 

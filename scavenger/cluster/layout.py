@@ -18,6 +18,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")]
 GpuType = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+#: RealMemory of a node: more than any test asks for.
+MEMORY_MB = 1_000_000
 
 
 class PartitionLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +37,17 @@ class PartitionLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spread: bool = False
 
 
+class NodeLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node that differs from the others (Slurm only)."""
+
+    gpus: Count
+    cpus: Annotated[int, msgspec.Meta(ge=2)]
+    gpu_type: GpuType = "h100"
+    memory_mb: Annotated[int, msgspec.Meta(ge=1)] = MEMORY_MB
+
+
 class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster of equal nodes. `requeue_delay_s` is how long a requeued job is kept from starting
+    """A cluster of equal nodes, but for those in `unlike`. `requeue_delay_s` is how long a requeued job is kept from starting
     again (Slurm itself can go no lower than 6 s; the local backend takes any value)."""
 
     nodes: tuple[Name, ...]
@@ -50,14 +61,27 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cluster_name: Name = "sandbox"
     backup: bool = False  # Slurm: a second slurmctld stands by, and takes over when the first one has been silent for a while
     qos: bool = False  # Slurm (not the local backend) preempts by QOS: `normal` preempts `scavenge`; takes slurmdbd and MariaDB
+    accounting: bool = False  # Slurm: slurmdbd and the same two QOS, also where it preempts by partition
 
     shards: Count = 0  # Slurm: gres/shard of each GPU; 0 = the site has none
     prolog: str = ""  # Slurm: paths of programs that each slurmd runs before and after a job there; "" = none
     epilog: str = ""
     licenses: str = ""  # Slurm: as `Licenses` has it, "matlab:1"
+    unlike: dict[Name, NodeLayout] = {}  # Slurm: nodes that differ
+    settings: dict[str, str] = {}  # Slurm: lines of slurm.conf, in place of the sandbox's own
+
+    @property
+    def has_accounting(self) -> bool:
+        return self.qos or self.accounting
+
+    def node(self, name: str) -> NodeLayout:
+        """What a node has."""
+        return self.unlike.get(name) or NodeLayout(gpus=self.gpus, cpus=self.cpus, gpu_type=self.gpu_type)
 
     def check(self) -> ClusterLayout:
         """Return self, or raise `ConfigError` naming the partition that cannot be."""
+        if unknown := sorted(self.unlike.keys() - set(self.nodes)):
+            raise ConfigError(f"unlike: no nodes {unknown}", f"use {', '.join(self.nodes)}")
         if not self.nodes or len(set(self.nodes)) != len(self.nodes):
             raise ConfigError("a layout needs at least one node and distinct node names")
         names = [p.name for p in self.partitions]

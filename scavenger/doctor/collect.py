@@ -16,7 +16,7 @@ from scavenger.cluster.error_kind import CLOCK_REMEDY, about_clocks
 from scavenger.cluster.sandbox.sandbox import slurm_environment
 from scavenger.cluster.slurm import commands, runner
 from scavenger.cluster.slurm.backend import SlurmCluster
-from scavenger.doctor.facts import QUEUE_MARK, CommandOutput, SiteFacts, SiteRequirements
+from scavenger.doctor.facts import ASSOCIATION_FIELDS, QUEUE_MARK, CommandOutput, SiteFacts, SiteRequirements
 from scavenger.errors import ClusterError
 from scavenger.host import addresses
 
@@ -35,13 +35,14 @@ QUESTIONS: Mapping[str, Sequence[str]] = {
 }
 
 
-def accounting_questions(wanted: SiteRequirements) -> Mapping[str, Sequence[str]]:
+def accounting_questions(wanted: SiteRequirements, cluster: str) -> Mapping[str, Sequence[str]]:
     """The questions for slurmdbd, asked only where the site has one: elsewhere sacctmgr can only fail."""
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
     return {
         "qos": commands.qos_argv(),
-        "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"],
+        "admin": [*quiet, "user", wanted.user, "format=User,DefaultAccount,AdminLevel"],
         "accounts": [*quiet, "assoc", f"user={wanted.user}", "format=Account"],
+        "associations": [*quiet, "assoc", f"cluster={cluster}", f"format={','.join(ASSOCIATION_FIELDS)}"],
     }
 
 
@@ -81,7 +82,10 @@ def gather(
         own_addresses(answers["nodes"]),
     )
     if facts.accounting:
-        answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}
+        answers |= {
+            name: ask(argv, clean, deadline_s)
+            for name, argv in accounting_questions(wanted, facts.value("ClusterName")).items()
+        }
     return facts
 
 

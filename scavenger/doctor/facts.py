@@ -21,6 +21,22 @@ T = TypeVar("T")
 #: The queue's fields are told apart by a mark; doctor's is no secret, and a user who forges it deceives a report.
 QUEUE_MARK = "scavengerdoctor0mark"
 
+#: Limits of an association, as `sacctmgr show assoc` calls them, after whose they are.
+ASSOCIATION_LIMITS = (
+    "GrpTRES",
+    "GrpTRESMins",
+    "GrpTRESRunMins",
+    "GrpJobs",
+    "GrpSubmit",
+    "GrpWall",
+    "MaxTRES",
+    "MaxTRESMins",
+    "MaxJobs",
+    "MaxSubmit",
+    "MaxWall",
+)
+ASSOCIATION_FIELDS = ("Account", "User", "ParentName", *ASSOCIATION_LIMITS)
+
 
 class Missing(Exception):
     """A fact is not known. `str()` says why."""
@@ -58,6 +74,17 @@ class SiteRequirements:
     advertise: str = ""
     host: str = ""
     engine: str = ""  # that a run will name; "": any that can be imported will do
+    pinned: bool = True  # whether the daemon chooses the node, and so an engine's share of it
+
+
+@dataclass(frozen=True, slots=True)
+class Association:
+    """A user in an account, or with user "" the account itself, below `parent`. `limits`: those that are set."""
+
+    account: str
+    user: str
+    parent: str
+    limits: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +214,21 @@ class SiteFacts:
     @property
     def qos(self) -> tuple[Qos, ...]:
         return _read(commands.parse_qos, self.text("qos"))
+
+    @property
+    def associations(self) -> tuple[Association, ...]:
+        """Those of the cluster that the user may see."""
+        found = []
+        for line in self.text("associations").splitlines():
+            words = line.split("|")
+            if len(words) != len(ASSOCIATION_FIELDS):
+                raise Missing(f"sacctmgr show assoc printed {line[:80]!r}")
+            account, user, parent, *values = words
+            limits = zip(ASSOCIATION_LIMITS, values, strict=True)
+            found.append(
+                Association(account, user, parent, tuple((key, value) for key, value in limits if value))
+            )
+        return tuple(found)
 
     def grace_s(self, wanted: SiteRequirements) -> float:
         """The GraceTime that our jobs get: of the QOS where Slurm preempts by QOS, else of the partition."""

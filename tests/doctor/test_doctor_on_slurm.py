@@ -13,6 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -217,33 +218,41 @@ def test_a_daemon_that_its_nodes_could_not_reach_is_refused_at_start(
         assert checked("0.0.0.0").exit_code == 0
 
 
-@pytest.mark.parametrize("command", ["check-config", "daemon"])
+@pytest.mark.accounting
 def test_a_partition_whose_preemption_suspends_is_refused_at_the_command_line(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As scontrol would show it; whether this Slurm can do it is another matter."""
     path, state = tmp_path / "scavenger.toml", tmp_path / "state"
     state.mkdir(mode=0o700)
     keys.write_keypair(keys.server_key_path(state), keys.generate())
     path.write_text(toml.dumps({"daemon": {"state_dir": state}, "harvest": {"partition": "scavenge"}}))
-    with SlurmSandbox(harmless()) as sandbox:
-        real = shutil.which("scontrol", path=sandbox.env["PATH"])
-        changed = "/^PartitionName=scavenge /s/PreemptMode=[A-Z]*/PreemptMode=SUSPEND/"
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\n{real} \"$@\" | sed '{changed}'\n")
-        (tmp_path / "bin/scontrol").chmod(0o755)
-        asked = [path] if command == "check-config" else ["--config", path]
-        done = subprocess.run(
-            [sys.executable, "-m", "scavenger", command, *map(str, asked)],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **sandbox.env, "PATH": f"{tmp_path / 'bin'}:{sandbox.env['PATH']}"},
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert "keeps its GPU memory" in done.stdout + done.stderr
+    suspends = {
+        "settings": {"PreemptMode": "SUSPEND,GANG"},
+        "partitions": [
+            msgspec.structs.replace(part, preempt_mode=PreemptMode.SUSPEND)
+            if part.name == "scavenge"
+            else part
+            for part in harmless().partitions
+        ],
+    }
+    with SlurmSandbox(msgspec.structs.replace(harmless(), accounting=True, **suspends)) as sandbox:
+        for command, asked in (
+            ("check-config", [path]),
+            ("daemon", ["--config", path]),
+            ("doctor", ["--config", path]),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "scavenger", command, *map(str, asked)],
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, **sandbox.env},
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=False,
+            )
+            told = " ".join((done.stdout + done.stderr).split())
+            assert done.returncode == 2, told
+            assert re.search("keeps its GPU('s)? memory", told), told
         assert SlurmCluster(sandbox.env).jobs() == (), "nothing was submitted"
 
 

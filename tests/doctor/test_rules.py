@@ -10,7 +10,7 @@ import pytest
 
 from scavenger.cluster.preemption_notice import notice
 from scavenger.doctor import findings
-from scavenger.doctor.facts import CommandOutput, SiteFacts, SiteRequirements
+from scavenger.doctor.facts import ASSOCIATION_LIMITS, CommandOutput, SiteFacts, SiteRequirements
 from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.doctor.rules import limits, preemption, run
 from scavenger.doctor.rules import site as rules_site
@@ -40,8 +40,26 @@ DBD = {"AccountingStorageType": "accounting_storage/slurmdbd"}
 BY_QOS = {**DBD, "PreemptType": "preempt/qos"}
 ELSEWHERE = site(answers={"nodes": CommandOutput(elsewhere((DATA / "nodes.txt").read_text()))})
 QOS_LOW = replace(WANTED, qos="low")
+ENFORCED = {**DBD, "AccountingStorageEnforce": "associations,limits"}
 LOW = "low||cluster|00:00:00||0.000000||||"
 NORMAL = "normal|low|cluster|00:00:00||1.000000||||"
+
+
+def accounts(*rows: str, default: str = "ours") -> dict[str, CommandOutput]:
+    """'ACCOUNT USER PARENT' and limits, '-' for nothing, as sacctmgr prints associations."""
+    lines = []
+    for row in rows:
+        account, user, parent, *limits = row.split()
+        told = dict(limit.split("=", 1) for limit in limits)
+        named = [account, user.strip("-"), parent.strip("-")]
+        lines.append("|".join([*named, *(told.get(limit, "") for limit in ASSOCIATION_LIMITS)]))
+    return {
+        "associations": CommandOutput("\n".join(lines) + "\n"),
+        "admin": CommandOutput(f"scavenger|{default}|None\n"),
+    }
+
+
+TREE = ("root - -", "science - root GrpTRES=gres/gpu=8", "ours - science", "ours scavenger -")
 
 
 def found(name: str, facts: SiteFacts, wanted: SiteRequirements = WANTED) -> SiteFinding:
@@ -231,10 +249,83 @@ CASES = [
         UNKNOWN,
         "slurmdbd is down",
     ),
+    # account limits
+    ("account limits", site(), WANTED, OK, "no slurmdbd"),
+    ("account limits", site({**DBD, "AccountingStorageEnforce": "none"}), WANTED, OK, "none of an account"),
+    (
+        "account limits",
+        site(ENFORCED, answers=accounts(*TREE)),
+        WANTED,
+        OK,
+        "GrpTRES=gres/gpu=8 of account science",
+    ),
+    (
+        "account limits",
+        site(
+            ENFORCED, answers=accounts(*TREE, "theirs - science", "theirs ann -", "far - root", "far bob -")
+        ),
+        WANTED,
+        WARNING,
+        "GrpTRES=gres/gpu=8 of account science is also that of ann, whose jobs",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers=accounts(*TREE, "ours ann - MaxJobs=1")),
+        replace(WANTED, account="ours"),
+        WARNING,
+        "that of ann",
+    ),
+    (
+        "account limits",
+        site(
+            ENFORCED,
+            answers=accounts("root - -", "ours - root", "ours scavenger - MaxSubmit=2", "ours ann -"),
+        ),
+        WANTED,
+        OK,
+        "MaxSubmit=2 of scavenger",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers=accounts("root - -", "ours - root", "ours scavenger -")),
+        WANTED,
+        OK,
+        "account ours has no limit",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers=accounts(*TREE)),
+        replace(WANTED, account="x"),
+        PROBLEM,
+        "not in account 'x'",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers=accounts("root - -", default="")),
+        WANTED,
+        PROBLEM,
+        "not in account ''",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers={**accounts(*TREE), "associations": CommandOutput(error="slurmdbd is down")}),
+        WANTED,
+        UNKNOWN,
+        "slurmdbd is down",
+    ),
+    (
+        "account limits",
+        site(ENFORCED, answers={**accounts(*TREE), "associations": CommandOutput("what?\n")}),
+        WANTED,
+        UNKNOWN,
+        "printed 'what?'",
+    ),
     # private data
     ("private data", site(), WANTED, OK, "visible"),
     ("private data", site({"PrivateData": "cloud,usage"}), WANTED, OK, "visible"),
     ("private data", site({"PrivateData": "jobs,usage"}), WANTED, WARNING, "hides jobs of other users"),
+    ("private data", site({"PrivateData": "reservations"}), WANTED, WARNING, "once one has begun"),
+    ("private data", site({"PrivateData": "jobs,nodes"}), WANTED, PROBLEM, "does not start"),
     (
         "private data",
         site({"PrivateData": "jobs"}, answers={"admin": CommandOutput("scavenger|Operator\n")}),
@@ -301,7 +392,16 @@ CASES = [
         "Exclusive=NODE",
     ),
     ("shape", site(), replace(WANTED, cpus=16, memory_mb=250000), OK, "within"),
-    ("shape", site(), replace(WANTED, cpus=17), WARNING, "strand GPUs"),
+    ("shape", site(), replace(WANTED, cpus=17), OK, "its GPU's share instead, 16 CPUs on "),
+    ("shape", site(), replace(WANTED, cpus=17, pinned=False), WARNING, "strand GPUs"),
+    ("shape", site(), replace(WANTED, memory_mb=250001), WARNING, "get no engine"),
+    (
+        "shape",
+        site({"SelectTypeParameters": "CR_CORE"}, replace=NO_MEMORY),
+        replace(WANTED, memory_mb=8000),
+        OK,
+        "8000 MiB",
+    ),
     (
         "shape",
         site({"SelectTypeParameters": "CR_CORE_MEMORY"}),

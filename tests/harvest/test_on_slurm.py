@@ -207,12 +207,13 @@ def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expe
 
 
 @pytest.mark.long
+@pytest.mark.accounting
 def test_engines_end_before_a_maintenance_and_come_back_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reservations are asked for every five minutes; here each second, because this one is made 45 s before it begins."""
     monkeypatch.setattr(backend, "RESERVATIONS_S", 1.0)
-    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as sandbox:
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, accounting=True)) as sandbox:
         cluster = SlurmCluster(sandbox.env)
         world = World(cluster, tmp_path, tmp_path / "state")
         starts_in_s = 45

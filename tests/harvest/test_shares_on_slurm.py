@@ -1,4 +1,4 @@
-"""Shares of a GPU (gres/shard), MIG slices and licences, on a real Slurm."""
+"""Shares of a GPU (gres/shard), MIG slices and licences, on a real Slurm with slurmdbd."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scavenger.ledger import records as rec
 from tests.clusters import empty, wait_for
 from tests.harvest.world import World, layout, running, until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.accounting]
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[SlurmSandbox]:
     with SlurmSandbox(
-        msgspec.structs.replace(layout(), requeue_delay_s=6.0, shards=4, licenses="solver:1")
+        msgspec.structs.replace(layout(), requeue_delay_s=6.0, shards=4, licenses="solver:1", accounting=True)
     ) as made:
         yield made
 
@@ -80,7 +80,9 @@ def test_a_job_that_waits_for_a_share_gets_it(
 
     async def play() -> None:
         world.want(4)
-        async with running(world.harvester(max_pending=4, same_tier_yield_s=0.5), cancel=True):
+        async with running(
+            world.harvester(drain_notice_s=0.5, max_pending=4, same_tier_yield_s=0.5), cancel=True
+        ):
             await until("all GPUs are ours", lambda: len(world.of(rec.AllocationStarted)) == 4, 90.0)
             theirs.append(
                 await asyncio.to_thread(submit, sandbox, f"--partition={partition}", "--gres=shard:1")
@@ -122,7 +124,7 @@ def test_a_job_that_waits_for_a_licence_gets_a_gpu_once_it_has_that(
 
 def test_slices_of_a_gpu_are_gpus_of_their_type(tmp_path: Path) -> None:
     """MIG, as sites configure it: `Gres=gpu:1g.10gb:2`. An engine asks for the type that `harvest.gpu_type` names."""
-    with SlurmSandbox(msgspec.structs.replace(layout(), gpu_type="1g.10gb")) as made:
+    with SlurmSandbox(msgspec.structs.replace(layout(), gpu_type="1g.10gb", accounting=True)) as made:
         world = World(SlurmCluster(made.env), tmp_path, tmp_path / "state")
 
         async def play() -> None:

@@ -5,6 +5,7 @@ Owns the choice of every Slurm setting of the sandbox. Knows nothing of processe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scavenger.cluster.layout import ClusterLayout, PartitionLayout
@@ -111,21 +112,31 @@ def slurm_conf(layout: ClusterLayout, site: SandboxLocation) -> str:
             f"{key}={path}" for key, path in (("Prolog", layout.prolog), ("Epilog", layout.epilog)) if path
         ),
         accounting=_ACCOUNTING.format(site=site)
-        if layout.qos
+        if layout.has_accounting
         else "AccountingStorageType=accounting_storage/none",
     )
-    sockets, cores = (2, layout.cpus // 2) if layout.cpus % 2 == 0 else (1, layout.cpus)
-    gres = f" Gres=gpu:{layout.gpu_type}:{layout.gpus}" if layout.gpus else ""
-    if layout.shards:
-        gres += f",shard:{layout.gpus * layout.shards}"
-    nodes = [
-        f"NodeName={name} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={site.port + 1 + i} CPUs={layout.cpus} "
-        f"Boards=1 SocketsPerBoard={sockets} CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1000000{gres} "
-        "State=UNKNOWN"
-        for i, name in enumerate(layout.nodes)
-    ]
+    nodes = [_node(layout, site, i, name) for i, name in enumerate(layout.nodes)]
     parts = [_partition(part, default=part.name == layout.partitions[0].name) for part in layout.partitions]
-    return head + "\n".join(nodes + parts) + "\n"
+    return _with(head, layout.settings) + "\n".join(nodes + parts) + "\n"
+
+
+def _with(head: str, settings: Mapping[str, str]) -> str:
+    """The lines of a site in place of our own: Slurm complains of a setting that is there twice."""
+    own = [line for line in head.splitlines() if line.partition("=")[0] not in settings]
+    return "\n".join([*own, *(f"{key}={value}" for key, value in settings.items())]) + "\n"
+
+
+def _node(layout: ClusterLayout, site: SandboxLocation, i: int, name: str) -> str:
+    node = layout.node(name)
+    sockets, cores = (2, node.cpus // 2) if node.cpus % 2 == 0 else (1, node.cpus)
+    gres = f" Gres=gpu:{node.gpu_type}:{node.gpus}" if node.gpus else ""
+    if layout.shards and node.gpus:
+        gres += f",shard:{node.gpus * layout.shards}"
+    return (
+        f"NodeName={name} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={site.port + 1 + i} CPUs={node.cpus} "
+        f"Boards=1 SocketsPerBoard={sockets} CoresPerSocket={cores} ThreadsPerCore=1 RealMemory={node.memory_mb}{gres} "
+        "State=UNKNOWN"
+    )
 
 
 def grace_of(layout: ClusterLayout) -> int:
@@ -136,13 +147,15 @@ def grace_of(layout: ClusterLayout) -> int:
 def gres_conf(layout: ClusterLayout, site: SandboxLocation) -> str:
     """`gres.conf`: Slurm stats each File, and a link to a character device is one."""
     lines = ["AutoDetect=off"]
-    if layout.gpus:
-        files = (
-            f"{site.dir}/dev/nvidia[0-{layout.gpus - 1}]" if layout.gpus > 1 else f"{site.dir}/dev/nvidia0"
-        )
-        lines += [f"NodeName={name} Name=gpu Type={layout.gpu_type} File={files}" for name in layout.nodes]
-    if layout.shards:
-        lines.append(f"Name=shard Count={layout.gpus * layout.shards}")
+    for name in layout.nodes:
+        node = layout.node(name)
+        if node.gpus:
+            files = (
+                f"{site.dir}/dev/nvidia[0-{node.gpus - 1}]" if node.gpus > 1 else f"{site.dir}/dev/nvidia0"
+            )
+            lines.append(f"NodeName={name} Name=gpu Type={node.gpu_type} File={files}")
+        if node.gpus and layout.shards:
+            lines.append(f"NodeName={name} Name=shard Count={node.gpus * layout.shards}")
     return "\n".join(lines) + "\n"
 
 

@@ -323,7 +323,7 @@ class _Daemons:
         for node in self.layout.nodes:
             for name in ("spool", "tmp"):
                 (self.dir / name / node).mkdir(parents=True, exist_ok=True)
-        for gpu in range(self.layout.gpus):
+        for gpu in range(max(self.layout.node(name).gpus for name in self.layout.nodes)):
             link = self.dir / "dev" / f"nvidia{gpu}"
             link.unlink(missing_ok=True)
             link.symlink_to("/dev/null")
@@ -364,7 +364,7 @@ class _Daemons:
             f"--seed-file={munge}/munge.seed",
         )
         self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
-        if self.layout.qos:
+        if self.layout.has_accounting:
             accounting.start(self, deadline)
         controllers.start(self, deadline)  # a slurmd that finds no controller sleeps for a whole second
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])

@@ -7,14 +7,21 @@ exit status is returned. Only the environment differs between callers, and that 
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.error_kind import CLOCK_REMEDY, ErrorKind, about_clocks, error_kind_of
-from scavenger.errors import ClusterError, ClusterUnavailable
+from scavenger.errors import AccessDenied, ClusterError, ClusterUnavailable
 
 #: How long a command that was killed is waited for.
 END_S = 5.0
+#: Slurm's word on nodes or partitions that PrivateData hides: of jobs and reservations it just leaves those of others out.
+_DENIED = re.compile(r"slurm_load_\w+.*Access/permission denied")
+_SEE_ALL = (
+    "take `nodes` and `partitions` out of PrivateData in slurm.conf: without them nobody but an operator sees which GPUs are idle "
+    "(docs/site.md, Who may see the queue)"
+)
 
 Done = subprocess.CompletedProcess[str]
 
@@ -72,10 +79,13 @@ def words(done: Done) -> str:
 
 
 def failure(command: str, complaint: str) -> ClusterError:
-    """Of a command that ended with a status: `ClusterUnavailable` where Slurm did not answer it, else it was refused."""
+    """Of a command that ended with a status: `ClusterUnavailable` where Slurm did not answer it, else it was refused, `AccessDenied` where
+    this user may not see what it asks for."""
     error_kind = error_kind_of(complaint)
     said = f"{command}: {explained(complaint)}"
     remedy = CLOCK_REMEDY if about_clocks(complaint) else ""
+    if error_kind is None and _DENIED.search(complaint):
+        return AccessDenied(said, _SEE_ALL)
     if error_kind is None:
         return ClusterError(said, remedy)
     return ClusterUnavailable(said, remedy, error_kind=error_kind)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from scavenger.doctor.facts import Missing, SiteFacts, SiteRequirements
+from scavenger.doctor.facts import Association, Missing, SiteFacts, SiteRequirements
 from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.harvest.decide.free_capacity import NO_MEMORY_MB
 
@@ -93,15 +94,16 @@ def exclusive(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
 def shape(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     """An engine of one GPU shall fit beside others: no more CPUs and memory than its GPU's share of a node."""
     facts.partition(wanted.partition)
-    here = [node for node in facts.nodes if wanted.partition in node.partitions and node.gpus]
+    here = [
+        node
+        for node in facts.nodes
+        if wanted.partition in node.partitions and node.gpus and wanted.gpu_type in ("", node.gpu_type)
+    ]
     if not here:
         raise Missing(f"no node of partition {wanted.partition} shows GPUs")
-    small = [
-        node
-        for node in here
-        if wanted.cpus > node.cpus // node.gpus or wanted.memory_mb > node.memory_mb // node.gpus
-    ]
     bare = [node for node in here if node.memory_mb // node.gpus < NO_MEMORY_MB]
+    poor = [node for node in here if node not in bare and wanted.memory_mb > node.memory_mb // node.gpus]
+    slow = [node for node in here if wanted.cpus > node.cpus // node.gpus]
     memory = (
         f"{wanted.memory_mb} MiB"
         if wanted.memory_mb
@@ -110,16 +112,21 @@ def shape(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
         else "its GPUs' share of a node's memory"
     )
     asks = f"an engine asks for {wanted.cpus} CPU{'s' if wanted.cpus > 1 else ''} and {memory}"
-    if small:
-        node = small[0]
-        share = f"{node.cpus // node.gpus} CPUs and {node.memory_mb // node.gpus} MiB on {node.name}"
-        observed = f"{asks}; a GPU's share is {share}: our engines would strand GPUs of {len(small)} nodes"
+    if poor:
+        share = f"{poor[0].memory_mb // poor[0].gpus} MiB on {poor[0].name}"
+        observed = f"{asks}; a GPU's share is {share}: GPUs of {len(poor)} nodes get no engine"
         return SiteFinding(
             "shape",
             Level.WARNING,
             observed,
-            "lower harvest.cpus_per_engine and harvest.memory_mb_per_engine to a GPU's share",
+            "lower harvest.memory_mb_per_engine to a GPU's share, or set it to 0",
         )
+    share = f"{slow[0].cpus // slow[0].gpus} CPUs on {slow[0].name}" if slow else ""
+    if slow and not wanted.pinned:
+        observed = f"{asks}; a GPU's share is {share}: our engines would strand GPUs of {len(slow)} nodes"
+        return SiteFinding("shape", Level.WARNING, observed, "lower harvest.cpus_per_engine to a GPU's share")
+    if slow:
+        asks += f"; on {len(slow)} nodes it gets its GPU's share instead, {share}"
     row = facts.partition_words(wanted.partition)
     allocated = "MEMORY" in facts.value("SelectTypeParameters").upper()
     if bare and not wanted.memory_mb and row.get("DefMemPerNode") == "UNLIMITED" and allocated:
@@ -192,6 +199,64 @@ def qos(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
             "qos", Level.WARNING, observed, f"sacctmgr modify qos {ours.name} set usagefactor=0"
         )
     return SiteFinding("qos", Level.OK, f"{observed}; UsageFactor=0: harvesting lowers no user's fair share")
+
+
+def account_limits(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
+    """A limit that other users share is used up by engines, and no preemption gives it back."""
+    name = "account limits"
+    if not facts.accounting:
+        return SiteFinding(name, Level.OK, "no slurmdbd: no account has a limit")
+    enforced = set(facts.words("AccountingStorageEnforce"))
+    if not enforced & {"limits", "qos", "safe", "associations", "all"}:
+        return SiteFinding(
+            name, Level.OK, "AccountingStorageEnforce has no limits: none of an account is enforced"
+        )
+    default = facts.text("admin").strip().split("|")
+    account = wanted.account or (default[1] if len(default) == 3 else "")
+    found = facts.associations
+    own = [one for one in found if one.user == wanted.user and one.account == account]
+    if not own:
+        observed = f"user {wanted.user} is not in account {account!r}, and Slurm enforces associations: it takes no job of ours"
+        remedy = f"sacctmgr add user {wanted.user} account={account or 'scavenger'}; harvest.account names another one"
+        return SiteFinding(name, Level.PROBLEM, observed, remedy)
+    parents = {one.account: one for one in found if not one.user}
+    above = []
+    while (one := parents.get(account)) is not None and one not in above:
+        above.append(one)
+        account = one.parent
+    told = [f"{key}={value} of {wanted.user} in it" for one in own for key, value in one.limits]
+    told += [f"{key}={value} of account {one.account}" for one in above for key, value in one.limits]
+    if not told:
+        return SiteFinding(name, Level.OK, f"account {own[0].account} has no limit")
+    observed = (
+        f"account {own[0].account}: {', '.join(told)}; more engines are not asked for than that lets start"
+    )
+    for one in above:
+        shared = [f"{key}={value}" for key, value in one.limits if key.startswith("Grp")]
+        users = sorted(
+            {
+                other.user
+                for other in found
+                if other.user not in ("", wanted.user) and _is_below(other.account, one.account, parents)
+            }
+        )
+        if shared and users:
+            some = ", ".join(users[:3]) + (f" and {len(users) - 3} more" if len(users) > 3 else "")
+            observed += (
+                f"; {', '.join(shared)} of account {one.account} is also that of {some}, whose jobs would wait for our engines: "
+                "Slurm preempts for GPUs, not for a limit"
+            )
+            remedy = f"an account of its own, beside {one.account}, for {wanted.user} (harvest.account)"
+            return SiteFinding(name, Level.WARNING, observed, remedy)
+    return SiteFinding(name, Level.OK, observed)
+
+
+def _is_below(account: str, ancestor: str, parents: Mapping[str, Association]) -> bool:
+    seen = set[str]()
+    while account != ancestor and account in parents and account not in seen:
+        seen.add(account)
+        account = parents[account].parent
+    return account == ancestor
 
 
 def compute_node(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:

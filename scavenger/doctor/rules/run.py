@@ -27,6 +27,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("requeue", preemption.requeue),
     ("requeue delay", preemption.requeue_delay),
     ("qos", limits.qos),
+    ("account limits", limits.account_limits),
     ("private data", site.private_data),
     ("gpus", site.gpus),
     ("partition limits", limits.partition_limits),

@@ -22,7 +22,9 @@ SKEW_S = 5.0
 REQUESTS_PER_POLL = 4
 DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
 #: What PrivateData may hide without making us take GPUs that other users' jobs wait for.
-HARMLESS_PRIVATE = {"accounts", "cloud", "events", "reservations", "usage", "users"}
+HARMLESS_PRIVATE = {"accounts", "cloud", "events", "usage", "users"}
+#: What it refuses to show at all, where of jobs and reservations it leaves those of others out: no poll succeeds then.
+NEEDED_PRIVATE = {"nodes", "partitions"}
 
 
 def major_minor(version: str) -> tuple[int, int]:
@@ -77,13 +79,24 @@ def private_data(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     if not hidden:
         return SiteFinding("private data", Level.OK, "the whole queue is visible to every user")
     level = facts.answers.get("admin")
-    admin = level.text.strip().partition("|")[2] if level is not None and not level.error else ""
+    admin = level.text.strip().rpartition("|")[2] if level is not None and not level.error else ""
     if admin.lower() in ("operator", "administrator", "admin"):
         observed = (
             f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same, and may cancel any job; "
             "docs/site.md says what needs less"
         )
         return SiteFinding("private data", Level.OK, observed)
+    if NEEDED_PRIVATE & set(hidden):
+        observed = f"PrivateData hides {', '.join(hidden)} from {wanted.user}: the daemon cannot see idle GPUs, and does not start"
+        remedy = (
+            f"take {', '.join(sorted(NEEDED_PRIVATE & set(hidden)))} out of PrivateData in slurm.conf: nothing less than an operator sees "
+            "them, who may also cancel every job (docs/site.md)"
+        )
+        return SiteFinding("private data", Level.PROBLEM, observed, remedy)
+    if hidden == ["reservations"]:
+        observed = "PrivateData hides reservations: engines leave a node once one has begun there, as the node's state says, not before"
+        remedy = "take reservations out of PrivateData in slurm.conf, or give the harvest partition a short MaxTime"
+        return SiteFinding("private data", Level.WARNING, observed, remedy)
     observed = f"PrivateData hides {', '.join(hidden)} of other users: GPUs that their pending jobs wait for would look idle to us"
     remedy = (
         f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives no user a right (slurmdbd.conf has its own: it may "

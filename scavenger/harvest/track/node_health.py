@@ -204,12 +204,19 @@ class Health:
     # ---------------------------------------------------------------- the next submission
 
     def failed_at_once(self, reason: str, now: float, run_id: int = 0) -> None:
-        """A job of this run died at once, or a submission was refused: wait before the owner's next, or every owner's."""
+        """A job of this run died at once: wait before the owner's next, or everybody's."""
+        self._wait(run_id, "jobs in a row died at once", reason, now)
+
+    def submission_failed(self, reason: str, now: float) -> None:
+        """Slurm took no job of ours, for a limit of the account perhaps: all wait."""
+        self._wait(0, "submissions in a row failed", reason, now)
+
+    def _wait(self, run_id: int, what: str, reason: str, now: float) -> None:
         one = self._backoffs.setdefault(self._owner(run_id), _BackOff())
         one.failures += 1
         one.failed_at = now
         one.not_before = now + backoff_s(self._rules.backoff_s, MAX_BACKOFF_S, one.failures)
-        one.why = f"{one.failures} jobs in a row died at once, the last: {reason}"
+        one.why = f"{one.failures} {what}, the last: {reason}"
 
     def could_not_begin(self, failed: FailedStart, now: float) -> str:
         """An engine ended before it could work. Returns why its node is quarantined from now on, or "": then the set-up is at fault."""

@@ -122,7 +122,7 @@ class Tracker:
     def submit_refused(self, intent_id: str, reason: str, now: float) -> Output:
         """Slurm refused: there is no job."""
         one = self.intents.pop(intent_id)
-        self.health.failed_at_once(f"submission refused: {reason}", now)
+        self.health.submission_failed(reason, now)
         records = (
             rec.JobEnded(intent_id, "REFUSED", reason, now),
             rec.Event("submit_refused", one.intended.run_id, intent_id, reason, "{}", now),
