@@ -212,7 +212,7 @@ def account_limits(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
             name, Level.OK, "AccountingStorageEnforce has no limits: none of an account is enforced"
         )
     default = facts.text("admin").strip().split("|")
-    account = wanted.account or (default[1] if len(default) == 3 else "")
+    account = wanted.account.lower() or (default[1] if len(default) == 3 else "")  # as slurmdbd has it
     found = facts.associations
     own = [one for one in found if one.user == wanted.user and one.account == account]
     if not own:
