@@ -204,7 +204,7 @@ class Health:
     # ---------------------------------------------------------------- the next submission
 
     def failed_at_once(self, reason: str, now: float, run_id: int = 0) -> None:
-        """A job of this run died at once: wait before the owner's next, or everybody's."""
+        """A job of this run died at once: wait before the owner's next, or every owner's."""
         self._wait(run_id, "jobs in a row died at once", reason, now)
 
     def submission_failed(self, reason: str, now: float) -> None:
