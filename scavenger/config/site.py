@@ -194,6 +194,20 @@ class ClusterSection(Section):
     command_output: Literal["fields", "json"] = "fields"
     """Output format of Slurm's commands. `json` takes them ten times as long, and an observation then takes 3
     requests instead of 4. The schemas of Slurm 22.05 to 26.05 are read."""
+    submit_socket: Path | None = None
+    """Socket of `scavenger slurm-proxy --role submit`: it submits and cancels as `engines_user`, so that engines cannot
+    read the daemon's keys and ledger ([site.md](site.md#engines-as-a-user-of-their-own)). Needs `engines_user`,
+    `engines_dir` and `daemon.public_dir`. None: engines run as the daemon's user."""
+    engines_user: Annotated[
+        str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$"), Allowed("user name")
+    ] = ""
+    """Unix user of that process, and so of all engines. The daemon trusts no other process at the socket."""
+    engines_dir: Path | None = None
+    """Absolute path of the folder of `engines_user` for engines' keys and logs, mode 0700, on a file system that compute
+    nodes share: `--dir` of that process."""
+    view_socket: Path | None = None
+    """Socket of `scavenger slurm-proxy --role view`: it reads nodes and queue as a user who sees every job, and does
+    nothing else. None: the daemon reads them as its own user."""
 
 
 class Hours(Section):
@@ -453,6 +467,34 @@ class DaemonConfig(Section):
         if (self.owners.users or self.owners.groups) and self.daemon.public_dir is None:
             raise ValueError("[owners] needs daemon.public_dir: where those users find the daemon")
         return self
+
+    @model_validator(mode="after")
+    def _proxies_are_whole(self) -> DaemonConfig:
+        c = self.cluster
+        proxied = c.submit_socket is not None
+        if {proxied, bool(c.engines_user), c.engines_dir is not None} != {proxied}:
+            raise ValueError(
+                "cluster.submit_socket, engines_user and engines_dir are set together, or none is"
+            )
+        for name, path in (
+            ("submit_socket", c.submit_socket),
+            ("view_socket", c.view_socket),
+            ("engines_dir", c.engines_dir),
+        ):
+            if path is not None and not path.is_absolute():
+                raise ValueError(f"cluster.{name} = {str(path)!r} is relative; write an absolute path")
+        if proxied and self.daemon.public_dir is None:
+            raise ValueError("cluster.submit_socket needs daemon.public_dir: where engines find the daemon")
+        if (proxied or c.view_socket) and (c.backend in ("local", "pyslurm") or c.local_dir is not None):
+            raise ValueError(
+                'cluster.submit_socket and view_socket need Slurm\'s commands: backend = "slurm"'
+            )
+        return self
+
+    @property
+    def engines_home(self) -> Path:
+        """Where engines' keys and logs lie."""
+        return (self.cluster.engines_dir or self.daemon.state_dir).resolve()
 
     @property
     def ledger_url(self) -> str:

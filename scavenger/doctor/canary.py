@@ -34,7 +34,7 @@ import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from scavenger.cluster import choose, reach
+from scavenger.cluster import choose, job_logs, reach
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
@@ -42,7 +42,7 @@ from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown, WireError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Submit
-from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.execute import job_script
 from scavenger.harvest.harvester import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, limits_of
 from scavenger.harvest.track import observed_jobs, set_up
