@@ -1,4 +1,4 @@
-"""scripts/scavenger.service is a unit that systemd takes, and one that it calls well hardened."""
+"""The units in scripts/ are taken by systemd, and it calls them well hardened."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import typer
 
 from scavenger import toml
+from scavenger.cli import main as cli
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.errors import LedgerError
@@ -23,6 +25,8 @@ from tests.clusters import wait_for
 from tests.ledger.histories import fetch
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
+PROXIES = tuple(UNIT.with_name(f"scavenger-slurm-{role}.service") for role in ("submit", "view"))
+every_unit = pytest.mark.parametrize("unit", [UNIT, *PROXIES], ids=lambda path: path.stem)
 MOST_EXPOSURE = 2.0
 
 
@@ -38,11 +42,12 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path) -> None:
+@every_unit
+def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path, unit: Path) -> None:
     # verify looks for the program, which is not installed where tests run
-    copy = tmp_path / "scavenger.service"
-    text = UNIT.read_text()
-    assert "/opt/scavenger/bin/scavenger daemon" in text
+    copy = tmp_path / unit.name
+    text = unit.read_text()
+    assert f"/opt/scavenger/bin/scavenger {'daemon' if unit is UNIT else 'slurm-proxy'}" in text
     copy.write_text(text.replace("/opt/scavenger/bin/scavenger", sys.executable))
     done = run(analyze, "verify", "--man=no", str(copy))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
@@ -58,8 +63,9 @@ def test_a_misspelt_line_would_be_found(analyze: str, tmp_path: Path) -> None:
     assert "ProtectClok" in run(analyze, "verify", "--man=no", str(copy)).stderr
 
 
-def test_the_unit_s_exposure_is_low(analyze: str) -> None:
-    done = run(analyze, "security", "--offline=true", "--no-pager", str(UNIT))
+@every_unit
+def test_the_unit_s_exposure_is_low(analyze: str, unit: Path) -> None:
+    done = run(analyze, "security", "--offline=true", "--no-pager", str(unit))
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze has no --offline (it came with 250)")
     match = re.search(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)
@@ -81,6 +87,27 @@ def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
     assert {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"} == set(
         settings["RestrictAddressFamilies"].split()
     ), "munge, slurmctld, workers"
+
+
+@pytest.mark.parametrize("unit", PROXIES, ids=lambda path: path.stem)
+def test_the_units_of_other_users_start_the_command_as_it_is(unit: Path) -> None:
+    text = unit.read_text().replace("\\\n", " ")
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"^[A-Z]\w+=", line))
+    _, *argv = settings["ExecStart"].split()
+    given = dict(zip(argv[1::2], argv[2::2], strict=True))
+    known = {name for one in slurm_proxy_options() for name in one.opts}
+    assert argv[0] == "slurm-proxy"
+    assert set(given) <= known
+    assert given["--socket"] == f"/run/{settings['RuntimeDirectory']}/socket"
+    assert given["--role"] in unit.stem
+    assert settings["User"] != given["--allow-user"] == settings["SupplementaryGroups"]
+    if "--dir" in given:
+        assert settings["ReadWritePaths"] == f"-{given['--dir']}"
+
+
+def slurm_proxy_options() -> list[Any]:
+    commands: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    return list(commands["slurm-proxy"].params)
 
 
 # ---------------------------------------------------------------- what the filter lets through

@@ -28,6 +28,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("requeue delay", preemption.requeue_delay),
     ("qos", limits.qos),
     ("private data", site.private_data),
+    ("engines' user", site.engines_user),
     ("gpus", site.gpus),
     ("partition limits", limits.partition_limits),
     ("enforce limits", limits.enforce_limits),
