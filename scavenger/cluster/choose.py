@@ -50,8 +50,7 @@ def backend(config: DaemonConfig) -> Cluster:
             reason="cluster.submit_socket or view_socket is set: Slurm's commands, by processes of other users",
             jobs_of=client.jobs_user(config),
         )
-        lines = client.view_line(config), client.submit_line(config)
-        return client.ProxyCluster(commands, *lines, client.jobs_user(config))
+        return client.over(config, commands)
     if section.backend == "slurm":
         log.info("backend", chosen="slurm", reason='backend = "slurm": Slurm\'s commands')
         return commands

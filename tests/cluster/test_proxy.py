@@ -25,6 +25,7 @@ from scavenger.cluster.proxy import messages as wire
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
+from scavenger.doctor import probe
 from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import job_spec, log_path, read_template
@@ -301,6 +302,15 @@ def test_a_process_that_died_is_a_slurm_that_does_not_answer_and_its_successor_g
     with listening_as(ENGINES, site.submit, site.submitter):
         assert site.as_daemon(lambda: site.cluster().cancel((job_id,))) == "None"
         assert site.as_daemon(lambda: site.submit_engine(INTENTS[1])).isdigit()
+
+
+def test_doctor_s_test_job_runs_as_the_engines_user(site: Site, processes: Process) -> None:
+    said = site.as_daemon(lambda: probe.run(site.config, site.sandbox.env).text)
+    told = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    assert {told.get(name) for name in ("state_dir", "python", "port", "step", "requeue")} == {"ok"}, said
+    site.public.chmod(0o700)
+    said = site.as_daemon(lambda: probe.run(site.config, site.sandbox.env).text)
+    assert f"state_dir={site.public} cannot be entered" in said
 
 
 def test_a_folder_that_others_may_enter_and_a_user_that_keeps_nothing_apart_are_refused(site: Site) -> None:

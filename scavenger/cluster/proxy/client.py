@@ -184,6 +184,12 @@ class ProxyCluster:
         """Nothing is held between calls."""
 
 
+def over(config: DaemonConfig, own: SlurmCluster) -> SlurmCluster | ProxyCluster:
+    """`own`, or what asks the processes that the configuration names."""
+    lines = view_line(config), submit_line(config)
+    return ProxyCluster(own, *lines, jobs_user(config)) if any(lines) else own
+
+
 def jobs_user(config: DaemonConfig) -> str:
     """The Unix user of engines' jobs."""
     return config.cluster.engines_user or pwd.getpwuid(os.getuid()).pw_name

@@ -252,7 +252,8 @@ NO_ENGINE = (
 CLOSED = "let compute nodes reach the daemon's port and the weights' ports of training nodes (docs/admin.md, Firewall)"
 #: What a probe says "ok" of, with the remedy where it does not.
 PROBED = {
-    "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user",
+    "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user (with cluster.submit_socket: "
+    "daemon.public_dir and cluster.engines_dir, for cluster.engines_user)",
     "python": "install scavenger there at the same path, or set harvest.python",
     "port": "set daemon.listen, daemon.advertise and daemon.port to what the firewall lets compute nodes reach",
     "slurmctld": "let compute nodes reach SlurmctldPort: without it no engine can put itself back into the queue",
