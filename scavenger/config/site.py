@@ -23,7 +23,7 @@ class DaemonSection(Section):
 
     state_dir: Path
     """Directory of the keys, the rendezvous file, the engines' logs and, by default, the ledger. Daemon
-    and engines must see it, under one path and one user id. A relative path is relative to this file."""
+    and engines must see it, under one path and one user id; with `cluster.submit_socket` the daemon alone. A relative path is relative to this file."""
     public_dir: Path | None = None
     """Folder that all users of the site can read, of the daemon's user: where other users find the daemon
     (`run.state_dir` of their runs), and ask it to accept their keys (`scavenger join`, `[owners]`). The daemon
@@ -394,7 +394,7 @@ class HarvestSection(Section):
         tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Allowed("names")
     ] = ()
     """Engine arguments of vLLM that harvested engines take of a run's `[engine.vllm]` besides numbers, switches
-    and plain names. Such an option may name files or code, and engines run as the daemon's user."""
+    and plain names. Such an option may name files or code, and engines run as the daemon's user, or as `cluster.engines_user`."""
     python: Annotated[str, Allowed("path")] = ""
     """Python interpreter of the engines on the compute nodes. Empty: the path of the daemon's own."""
     logs_mb: Positive = 512
