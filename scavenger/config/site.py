@@ -23,7 +23,8 @@ class DaemonSection(Section):
 
     state_dir: Path
     """Directory of the keys, the rendezvous file, the engines' logs and, by default, the ledger. Daemon
-    and engines must see it, under one path and one user id; with `cluster.submit_socket` the daemon alone. A relative path is relative to this file."""
+    and engines must see it, under one path and one user id; with `cluster.submit_socket` the daemon alone. A
+    relative path is relative to this file."""
     public_dir: Path | None = None
     """Folder that all users of the site can read, of the daemon's user: where other users find the daemon
     (`run.state_dir` of their runs), and ask it to accept their keys (`scavenger join`, `[owners]`). The daemon

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scavenger.cluster import choose, framing
@@ -30,7 +31,7 @@ from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import job_spec, log_path, read_template
 from scavenger.protocol import key_requests, keys
-from tests.clusters import wait_for
+from tests.clusters import layout_for_tests, wait_for
 from tests.proxies import DAEMON, ENGINES, STRANGER, VIEWER, Process, do_as, listening_as
 
 pytestmark = [
@@ -302,6 +303,40 @@ def test_a_process_that_died_is_a_slurm_that_does_not_answer_and_its_successor_g
     with listening_as(ENGINES, site.submit, site.submitter):
         assert site.as_daemon(lambda: site.cluster().cancel((job_id,))) == "None"
         assert site.as_daemon(lambda: site.submit_engine(INTENTS[1])).isdigit()
+
+
+@pytest.mark.accounting
+def test_an_operator_s_process_shows_the_daemon_the_jobs_that_private_data_hides_from_it() -> None:
+    shape = layout_for_tests()
+    with (
+        tempfile.TemporaryDirectory(prefix="scv-") as short,
+        SlurmSandbox(msgspec.structs.replace(shape, qos=True)) as sandbox,
+    ):
+        conf, folder = Path(sandbox.env["SLURM_CONF"]), Path(short)
+        conf.write_text(f"{conf.read_text()}PrivateData=jobs\n")
+        sandbox.run("scontrol", "reconfigure")
+        sandbox.run("sacctmgr", "-i", "add", "user", VIEWER, "Account=site", "AdminLevel=Operator")
+        sandbox.dir.chmod(0o755)
+        own = SlurmCluster(sandbox.env)
+        theirs = own.submit(JobSpec("theirs", "", "normal", "#!/bin/bash\nsleep 60\n", workdir="/tmp"))
+        assert do_as(DAEMON, lambda: [job.job_id for job in own.jobs()]) == "[]", "hidden"
+        folder.chmod(0o755)
+        (folder / "view").mkdir()
+        os.chown(folder / "view", pwd.getpwnam(VIEWER).pw_uid, pwd.getpwnam(VIEWER).pw_gid)
+        socket_path = folder / "view/socket"
+
+        def made() -> tuple[server.Viewer, SlurmCluster]:
+            cluster = SlurmCluster(sandbox.env)
+            return server.Viewer(cluster, server.Operator(cluster.environment, 20.0)), cluster
+
+        with listening_as(VIEWER, socket_path, made):
+            line = client.Line("view", socket_path, "", 20.0)
+            proxied = client.ProxyCluster(own, line, None, DAEMON)
+            assert do_as(DAEMON, lambda: [job.job_id for job in proxied.jobs()]) == f"[{theirs}]"
+            assert do_as(DAEMON, lambda: "jobs" in own.info().private) == "True"
+            assert do_as(DAEMON, lambda: "jobs" in proxied.info().private) == "False"
+            assert do_as(DAEMON, lambda: proxied.cancel((theirs,))).startswith("ClusterError")
+            assert str(theirs) in do_as(DAEMON, lambda: [job.job_id for job in proxied.view().jobs])
 
 
 def test_doctor_s_test_job_runs_as_the_engines_user(site: Site, processes: Process) -> None:
