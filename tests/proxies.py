@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scavenger.cluster.proxy.client import Line, ProxyCluster
-from scavenger.cluster.proxy.server import Listener, Submitter, Viewer
+from scavenger.cluster.proxy.client import ProxyCluster, ProxyLine
+from scavenger.cluster.proxy.server import ProxyListener, SubmitRole, ViewRole
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ScavengerError
 from tests.clusters import wait_for
@@ -24,9 +24,9 @@ ENGINES, DAEMON, VIEWER, STRANGER = "games", "news", "list", "backup"
 
 
 @contextlib.contextmanager
-def served(path: Path, role: Submitter | Viewer, cluster: SlurmCluster) -> Iterator[Path]:
+def served(path: Path, role: SubmitRole | ViewRole, cluster: SlurmCluster) -> Iterator[Path]:
     """In a thread of this process, for this user."""
-    listener = Listener(path, pwd.getpwuid(os.getuid()), role, cluster.rpc.counts)
+    listener = ProxyListener(path, pwd.getpwuid(os.getuid()), role, cluster.rpc.counts)
     listener.open()
     thread = threading.Thread(target=_serve, args=(listener,), daemon=True)
     thread.start()
@@ -37,7 +37,7 @@ def served(path: Path, role: Submitter | Viewer, cluster: SlurmCluster) -> Itera
         thread.join(10)
 
 
-def _serve(listener: Listener) -> None:
+def _serve(listener: ProxyListener) -> None:
     with contextlib.suppress(OSError):  # closed
         listener.serve()
 
@@ -48,13 +48,13 @@ def proxied(env: dict[str, str], folder: Path) -> Iterator[ProxyCluster]:
     eyes, hands = SlurmCluster(env), SlurmCluster(env)
     user = pwd.getpwuid(os.getuid()).pw_name
     with (
-        served(folder / "view", Viewer(eyes), eyes) as view,
-        served(folder / "submit", Submitter(hands, folder, lambda _spec: None), hands) as submit,
+        served(folder / "view", ViewRole(eyes), eyes) as view,
+        served(folder / "submit", SubmitRole(hands, folder, lambda _spec: None), hands) as submit,
     ):
         yield ProxyCluster(
             SlurmCluster({"PATH": "/nonexistent"}),
-            Line("view", view, user, 20.0),
-            Line("submit", submit, user, 20.0),
+            ProxyLine("view", view, user, 20.0),
+            ProxyLine("submit", submit, user, 20.0),
             user,
         )
 
@@ -122,13 +122,13 @@ def _listens(path: Path) -> bool:
 
 @contextlib.contextmanager
 def listening_as(
-    user: str, path: Path, make: Callable[[], tuple[Submitter | Viewer, SlurmCluster]]
+    user: str, path: Path, make: Callable[[], tuple[SubmitRole | ViewRole, SlurmCluster]]
 ) -> Iterator[Process]:
     """A process of `user` that serves the daemon's, as `scavenger slurm-proxy` does; its socket is there."""
 
     def work() -> None:
         role, cluster = make()
-        listener = Listener(path, pwd.getpwnam(DAEMON), role, cluster.rpc.counts)
+        listener = ProxyListener(path, pwd.getpwnam(DAEMON), role, cluster.rpc.counts)
         listener.open()
         listener.serve()
 

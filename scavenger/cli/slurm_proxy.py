@@ -44,15 +44,15 @@ def slurm_proxy(
     allowed = pwd.getpwuid(client.uid_of(allow_user))
     server.check_separate(allowed, os.getuid())
     cluster = SlurmCluster(timeout_s=command_timeout_s)
-    part: server.Submitter | server.Viewer
+    part: server.SubmitRole | server.ViewRole
     if folder is not None:
         if not folder.is_absolute():
             raise ConfigError(f"--dir {folder} is relative", "write the absolute path of cluster.engines_dir")
         folder = folder.resolve()
         server.prepare(folder)
-        allow = server.Allowed(folder, frozenset(partition or ()))
-        part = server.Submitter(cluster, folder, allow.check)
+        allow = server.EngineJobRules(folder, frozenset(partition or ()))
+        part = server.SubmitRole(cluster, folder, allow.check)
     else:
-        part = server.Viewer(cluster, server.Operator(cluster.environment, command_timeout_s))
+        part = server.ViewRole(cluster, server.OperatorCheck(cluster.environment, command_timeout_s))
     with server.listening(socket, allowed, part, cluster.rpc.counts) as listener:
         listener.serve()

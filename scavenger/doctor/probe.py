@@ -95,7 +95,7 @@ sleep {limit}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProbePlace:
     """Of the test job. `folder`: where it can write, and begins; `said`: where it says what it sees, which `read` gives; `there`: where
     engines look for the daemon. `state`: (state, reason, restarts); the state is "" when Slurm cannot say."""
 
@@ -110,7 +110,7 @@ class Place:
 
 
 def script(
-    place: Place,
+    place: ProbePlace,
     python: str,
     host: str,
     port: int,
@@ -147,7 +147,7 @@ def script(
     )
 
 
-def job(config: DaemonConfig, text: str, place: Place) -> JobSpec:
+def job(config: DaemonConfig, text: str, place: ProbePlace) -> JobSpec:
     """Pure. It asks for what an engine of one GPU asks for."""
     h = config.harvest
     return JobSpec(
@@ -215,7 +215,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[Place]:
+def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[ProbePlace]:
     """A folder below the state directory, which is removed again. Raises `OSError`."""
     state_dir = config.daemon.state_dir.resolve()
     folder, new = state_dir / f"doctor-{secrets.token_hex(4)}", not state_dir.exists()
@@ -226,7 +226,7 @@ def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[
         return said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
 
     try:
-        yield Place(folder, said, state_dir, read, lambda job_id: _state(job_id, env))
+        yield ProbePlace(folder, said, state_dir, read, lambda job_id: _state(job_id, env))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if new:
@@ -236,7 +236,7 @@ def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[
 
 def _place_of(
     account: client.EngineAccount, config: DaemonConfig, cluster: SlurmCluster | client.ProxyCluster
-) -> Place:
+) -> ProbePlace:
     """In the folder of the engines' user, whose process gives the job's log; the daemon has that removed with others."""
     home, public_dir = config.engines_home, config.daemon.public_dir
     assert public_dir is not None  # by the configuration
@@ -253,7 +253,7 @@ def _place_of(
                     return one.state, one.reason, one.restart_count
         return "", "", 0
 
-    return Place(home, log, public_dir.resolve(), read, state, name, str(log), str(home))
+    return ProbePlace(home, log, public_dir.resolve(), read, state, name, str(log), str(home))
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def _listening(config: DaemonConfig) -> Iterator[tuple[str, int]]:
         yield host, d.port or ours.getsockname()[1]
 
 
-def _wait(place: Place, job_id: int, wait_s: float) -> CommandOutput:
+def _wait(place: ProbePlace, job_id: int, wait_s: float) -> CommandOutput:
     deadline = time.monotonic() + wait_s
     text = ""
     while time.monotonic() < deadline:
@@ -301,7 +301,7 @@ def _silent(job_id: int, state: str) -> str:
 
 
 def _state(job_id: int, env: Mapping[str, str] | None) -> tuple[str, str, int]:
-    """As `Place.state`, asked by this user."""
+    """As `ProbePlace.state`, asked by this user."""
     argv = ["squeue", "-h", "-t", "all", "-j", str(job_id), "-O", "State:32,Reason:64,RestartCnt:16"]
     answer = collect.ask(argv, collect.environment(env), collect.DEADLINE_S)
     words = (answer.text[:32].strip(), answer.text[32:96].strip(), answer.text[96:112].strip())

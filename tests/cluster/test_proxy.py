@@ -102,17 +102,17 @@ class Site:
             self.public, keys.Rendezvous("tcp://127.0.0.1:1", "k" * 40, 1, 1, "here"), public=True
         )
 
-    def serves_jobs(self, partitions: frozenset[str] = frozenset()) -> server.Submitter:
+    def serves_jobs(self, partitions: frozenset[str] = frozenset()) -> server.SubmitRole:
         server.prepare(self.engines)
-        allow = server.Allowed(self.engines, partitions)
-        return server.Submitter(SlurmCluster(self.sandbox.env), self.engines, allow.check)
+        allow = server.EngineJobRules(self.engines, partitions)
+        return server.SubmitRole(SlurmCluster(self.sandbox.env), self.engines, allow.check)
 
-    def submitter(self) -> tuple[server.Submitter, SlurmCluster]:
+    def submitter(self) -> tuple[server.SubmitRole, SlurmCluster]:
         return self.serves_jobs(frozenset({"scavenge"})), SlurmCluster(self.sandbox.env)
 
-    def viewer(self) -> tuple[server.Viewer, SlurmCluster]:
+    def viewer(self) -> tuple[server.ViewRole, SlurmCluster]:
         cluster = SlurmCluster(self.sandbox.env)
-        return server.Viewer(cluster), cluster
+        return server.ViewRole(cluster), cluster
 
     def cluster(self) -> Cluster:
         """As the daemon has it: Slurm's own commands would not even be found."""
@@ -228,7 +228,7 @@ def test_what_is_no_request_is_refused_and_the_process_goes_on(site: Site, proce
 
     assert site.as_daemon(garbage) == "None"
     path = wire.PutKey("scv-../../../x", keys.generate())
-    hands = client.Line("submit", site.submit, ENGINES, 20.0)
+    hands = client.ProxyLine("submit", site.submit, ENGINES, 20.0)
     assert "malformed" in site.as_daemon(lambda: hands.ask(path, wire.DoneReply))
     assert site.as_daemon(lambda: site.submit_engine(INTENTS[0])).isdigit()
 
@@ -270,17 +270,17 @@ def test_each_role_takes_its_own_requests_alone_and_slurm_keeps_foreign_jobs_fro
     ):
         said = site.as_daemon(act)
         assert said.startswith("ClusterError"), said
-    view = client.Line("view", site.view, VIEWER, 20.0)
+    view = client.ProxyLine("view", site.view, VIEWER, 20.0)
     said = site.as_daemon(lambda: view.ask(wire.CancelJobs((theirs,)), wire.DoneReply))
     assert "malformed" in said
-    hands = client.Line("submit", site.submit, ENGINES, 20.0)
+    hands = client.ProxyLine("submit", site.submit, ENGINES, 20.0)
     assert "malformed" in site.as_daemon(lambda: hands.ask(wire.GetView(), wire.ViewReply))
     assert site.state_of(theirs) is JobState.RUNNING
 
 
 def test_keys_are_sent_to_no_other_user_s_process(site: Site) -> None:
     with listening_as(VIEWER, site.view, site.viewer):
-        wrong = client.Line("submit", site.view, ENGINES, 20.0)
+        wrong = client.ProxyLine("submit", site.view, ENGINES, 20.0)
         account = client.EngineAccount(wrong, site.engines)
         said = site.as_daemon(lambda: account.put_key(keys.generate("run", INTENTS[0])))
         assert f"listens at {site.view}, and not {ENGINES}" in said
@@ -325,12 +325,12 @@ def test_an_operator_s_process_shows_the_daemon_the_jobs_that_private_data_hides
         os.chown(folder / "view", pwd.getpwnam(VIEWER).pw_uid, pwd.getpwnam(VIEWER).pw_gid)
         socket_path = folder / "view/socket"
 
-        def made() -> tuple[server.Viewer, SlurmCluster]:
+        def made() -> tuple[server.ViewRole, SlurmCluster]:
             cluster = SlurmCluster(sandbox.env)
-            return server.Viewer(cluster, server.Operator(cluster.environment, 20.0)), cluster
+            return server.ViewRole(cluster, server.OperatorCheck(cluster.environment, 20.0)), cluster
 
         with listening_as(VIEWER, socket_path, made):
-            line = client.Line("view", socket_path, "", 20.0)
+            line = client.ProxyLine("view", socket_path, "", 20.0)
             proxied = client.ProxyCluster(own, line, None, DAEMON)
             assert do_as(DAEMON, lambda: [job.job_id for job in proxied.jobs()]) == f"[{theirs}]"
             assert do_as(DAEMON, lambda: "jobs" in own.info().private) == "True"
@@ -359,7 +359,7 @@ def test_a_folder_that_others_may_enter_and_a_user_that_keeps_nothing_apart_are_
 
 
 def test_another_folder_than_the_process_has_is_named(site: Site, processes: Process) -> None:
-    other = client.EngineAccount(client.Line("submit", site.submit, ENGINES, 20.0), site.folder)
+    other = client.EngineAccount(client.ProxyLine("submit", site.submit, ENGINES, 20.0), site.folder)
     assert "give both one path" in site.as_daemon(other.check)
     engines = client.account(site.config)
     assert engines is not None
@@ -368,7 +368,9 @@ def test_another_folder_than_the_process_has_is_named(site: Site, processes: Pro
 
 def test_a_socket_in_use_is_not_taken_away(site: Site, processes: Process) -> None:
     cluster = SlurmCluster(site.sandbox.env)
-    listener = server.Listener(site.submit, pwd.getpwnam(DAEMON), server.Viewer(cluster), cluster.rpc.counts)
+    listener = server.ProxyListener(
+        site.submit, pwd.getpwnam(DAEMON), server.ViewRole(cluster), cluster.rpc.counts
+    )
     with pytest.raises(ConfigError, match="another process serves"):
         listener.open()
     assert site.as_daemon(lambda: client.account(site.config).check()) == "None"  # type: ignore[union-attr]

@@ -376,7 +376,7 @@ def test_on_slurm_an_engine_is_harvested_by_the_process_of_the_engines_user(
     monkeypatch.setenv("PATH", sandbox.env["PATH"])
     engines, public, hands = tmp_path / "engines", tmp_path / "public", SlurmCluster(sandbox.env)
     server.prepare(engines)
-    role = server.Submitter(hands, engines, server.Allowed(engines, frozenset({"scavenge"})).check)
+    role = server.SubmitRole(hands, engines, server.EngineJobRules(engines, frozenset({"scavenge"})).check)
     with (
         tempfile.TemporaryDirectory(prefix="scv-") as short,
         served(Path(short) / "submit", role, hands) as at,

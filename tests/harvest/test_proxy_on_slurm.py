@@ -62,10 +62,10 @@ def test_a_process_that_dies_loses_no_engine_and_its_successor_submits_again(
 ) -> None:
     own, hands, engines = SlurmCluster(sandbox.env), SlurmCluster(sandbox.env), tmp_path / "engines"
     server.prepare(engines)
-    role = server.Submitter(hands, engines, server.Allowed(engines, frozenset({"scavenge"})).check)
+    role = server.SubmitRole(hands, engines, server.EngineJobRules(engines, frozenset({"scavenge"})).check)
     with tempfile.TemporaryDirectory(prefix="scv-") as short:
         socket = Path(short) / "submit"
-        line = client.Line("submit", socket, getpass.getuser(), 20.0)
+        line = client.ProxyLine("submit", socket, getpass.getuser(), 20.0)
         site = client.ProxyCluster(own, None, line, getpass.getuser())
         world = Proxied(site, tmp_path, tmp_path / "state", socket=socket, engines=engines)
 

@@ -32,7 +32,7 @@ R = TypeVar("R")
 COMMANDS = 5
 
 
-class Line:
+class ProxyLine:
     """A socket's client. `user`: of the process that listens there; "" = any that could make the socket."""
 
     def __init__(self, role: wire.Role, path: Path, user: str, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class Line:
     def _who(self) -> str:
         return f"scavenger slurm-proxy --role {self._role}"
 
-    def _exchange(self, request: wire.Request) -> wire.Answer:
+    def _exchange(self, request: wire.Request) -> wire.ProxyAnswer:
         data, sent = framing.frame(request), False
         if len(data) > wire.MAX_REQUEST_BYTES:
             raise ClusterError(f"a request of {len(data)} bytes is too large", "shorten the job script")
@@ -99,7 +99,7 @@ class Line:
 class EngineAccount:
     """The engines' user, by its process: what lies in its folder."""
 
-    def __init__(self, line: Line, folder: Path) -> None:
+    def __init__(self, line: ProxyLine, folder: Path) -> None:
         self._line, self._folder = line, folder
 
     def put_key(self, pair: keys.KeyPair) -> None:
@@ -125,7 +125,9 @@ class EngineAccount:
 class ProxyCluster:
     """See the module. `own`: for what no process is named."""
 
-    def __init__(self, own: SlurmCluster, view: Line | None, submit: Line | None, jobs_user: str) -> None:
+    def __init__(
+        self, own: SlurmCluster, view: ProxyLine | None, submit: ProxyLine | None, jobs_user: str
+    ) -> None:
         self._own, self._view, self._submit, self._user = own, view, submit, jobs_user
         for line in (view, submit):
             if line is not None:
@@ -195,18 +197,18 @@ def jobs_user(config: DaemonConfig) -> str:
     return config.cluster.engines_user or pwd.getpwuid(os.getuid()).pw_name
 
 
-def submit_line(config: DaemonConfig) -> Line | None:
+def submit_line(config: DaemonConfig) -> ProxyLine | None:
     c = config.cluster
     return (
         None
         if c.submit_socket is None
-        else Line("submit", c.submit_socket, c.engines_user, c.command_timeout_s)
+        else ProxyLine("submit", c.submit_socket, c.engines_user, c.command_timeout_s)
     )
 
 
-def view_line(config: DaemonConfig) -> Line | None:
+def view_line(config: DaemonConfig) -> ProxyLine | None:
     c = config.cluster
-    return None if c.view_socket is None else Line("view", c.view_socket, "", c.command_timeout_s)
+    return None if c.view_socket is None else ProxyLine("view", c.view_socket, "", c.command_timeout_s)
 
 
 def account(config: DaemonConfig) -> EngineAccount | None:

@@ -141,7 +141,7 @@ Reply = (
 )
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProxyAnswer(msgspec.Struct, frozen=True):
     """`rpc`: requests to slurmctld that it took, as `port.RpcCounter` counts them."""
 
     reply: Reply
@@ -150,4 +150,4 @@ class Answer(msgspec.Struct, frozen=True):
 
 submit_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(SubmitRequest)
 view_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(ViewRequest)
-answers = msgspec.msgpack.Decoder(Answer)
+answers = msgspec.msgpack.Decoder(ProxyAnswer)

@@ -50,7 +50,7 @@ _DIRECTIVE = re.compile(r"^#SBATCH\b", re.M)
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class EngineJobRules:
     """What jobs role submit takes. `partitions`: none named = any that Slurm lets the user use."""
 
     folder: Path
@@ -82,7 +82,7 @@ class Allowed:
             )
 
 
-class Submitter:
+class SubmitRole:
     """Role submit. `allow` raises for a job that is not taken. Its folder holds `workers/NAME.key` and `logs/NAME.log`."""
 
     def __init__(self, cluster: Cluster, folder: Path, allow: Callable[[JobSpec], None]) -> None:
@@ -136,7 +136,7 @@ class Submitter:
         job_logs.bound(self._folder / "logs", {f"{name}.log" for name in live}, most_bytes)
 
 
-class Viewer:
+class ViewRole:
     """Role view. `sees_all`: whether PrivateData hides no job from this user, as far as is known."""
 
     def __init__(self, cluster: Cluster, sees_all: Callable[[], bool] = lambda: False) -> None:
@@ -167,7 +167,7 @@ class Viewer:
         return info
 
 
-class Operator:
+class OperatorCheck:
     """Whether slurmdbd has this process's user as operator or above, to whom PrivateData hides nothing. A yes is remembered."""
 
     def __init__(self, env: Mapping[str, str], timeout_s: float) -> None:
@@ -216,10 +216,12 @@ def check_separate(allowed: pwd.struct_passwd, uid: int) -> None:
         )
 
 
-class Listener:
+class ProxyListener:
     """The socket of a role, which one Unix user may connect to."""
 
-    def __init__(self, path: Path, allowed: pwd.struct_passwd, role: Submitter | Viewer, rpc: Counts) -> None:
+    def __init__(
+        self, path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole, rpc: Counts
+    ) -> None:
         self._path, self._allowed, self._role, self._rpc = path, allowed, role, rpc
         self._room = threading.Semaphore(MOST_CLIENTS)
         self._socket: socket.socket | None = None
@@ -247,7 +249,7 @@ class Listener:
             ) from error
 
     def serve(self) -> None:
-        """Answer until the process ends."""
+        """ProxyAnswer until the process ends."""
         assert self._socket is not None  # by `open`
         while True:
             client, _ = self._socket.accept()
@@ -257,7 +259,9 @@ class Listener:
                 with client, contextlib.suppress(OSError):
                     client.settimeout(0)
                     client.send(
-                        framing.frame(wire.Answer(wire.FailedReply("refused", f"uid {uid} may not ask this")))
+                        framing.frame(
+                            wire.ProxyAnswer(wire.FailedReply("refused", f"uid {uid} may not ask this"))
+                        )
                     )
                 continue
             self._room.acquire()
@@ -277,7 +281,7 @@ class Listener:
                     reply = failed(error)
                     log.warning("failed", reason=reply.cause)
                 spent = {name: n - before.get(name, 0) for name, n in self._rpc().items()}
-                client.sendall(framing.frame(wire.Answer(reply, spent)))
+                client.sendall(framing.frame(wire.ProxyAnswer(reply, spent)))
         except OSError as error:
             log.warning("the daemon did not take the reply", reason=str(error))
         finally:
@@ -308,9 +312,9 @@ def failed(error: ScavengerError | OSError) -> wire.FailedReply:
 
 @contextlib.contextmanager
 def listening(
-    path: Path, allowed: pwd.struct_passwd, role: Submitter | Viewer, rpc: Counts
-) -> Iterator[Listener]:
-    listener = Listener(path, allowed, role, rpc)
+    path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole, rpc: Counts
+) -> Iterator[ProxyListener]:
+    listener = ProxyListener(path, allowed, role, rpc)
     try:
         listener.open()
         yield listener

@@ -109,11 +109,11 @@ def _admin(facts: SiteFacts, question: str) -> str:
 
 
 def engines_user(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
-    """Whether whoever gets out of an engine can read the daemon's keys and everybody's samples, or cancel others' jobs."""
+    """Whether a process that escapes from an engine can read the daemon's keys and all owners' samples, or cancel others' jobs."""
     daemon = wanted.daemon_user or wanted.user
     facts.text("config")  # a Slurm that does not answer has not said who is an operator
     if admin := _admin(facts, "engines admin"):
-        observed = f"engines run as {wanted.user}, which is {admin}: whoever gets out of one may cancel every job of the site"
+        observed = f"engines run as {wanted.user}, which is {admin}: a process that escapes from one may cancel every job of the site"
         remedy = (
             f"sacctmgr modify user {wanted.user} set adminlevel=none; what reads the queue instead: cluster.view_socket "
             "(docs/site.md)"
@@ -124,9 +124,7 @@ def engines_user(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
             f"engines run as {wanted.user}, and the daemon as {daemon}: they cannot read its keys and ledger"
         )
         return SiteFinding("engines' user", Level.OK, observed)
-    observed = (
-        f"engines run as {daemon}, as the daemon does: whoever gets out of one can read its keys and ledger"
-    )
+    observed = f"engines run as {daemon}, as the daemon does: a process that escapes from one can read its keys and ledger"
     if not wanted.shared:
         return SiteFinding(
             "engines' user", Level.OK, f"{observed}, which are this user's own (daemon.public_dir is not set)"
