@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ import typer
 
 from scavenger import toml
 from scavenger.cli import main as cli
+from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.model import JobSpec
+from scavenger.cluster.proxy import client
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import LedgerError
 from scavenger.protocol import keys
 from tests.clusters import wait_for
@@ -170,6 +176,66 @@ def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refus
     assert "epoll_wait" in used
     assert used - allowed == set()
     assert used & refused == set()
+
+
+#: As `scavenger slurm-proxy`, which this user may not be: it is the daemon's.
+PROXY = """
+import sys
+from pathlib import Path
+from scavenger.cli import slurm_proxy
+from scavenger.cluster.proxy import server
+server.check_separate = lambda allowed, uid: None
+role, socket, user, folder = sys.argv[1:]
+slurm_proxy.slurm_proxy(role, Path(socket), user, Path(folder) if role == "submit" else None, None, 20.0)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_the_processes_of_other_users_need_no_system_call_that_their_units_refuse(
+    analyze: str, tmp_path: Path
+) -> None:
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed here")
+    user = getpass.getuser()
+    with SlurmSandbox(demo_layout(nodes=2, gpus=1)) as sandbox, tempfile.TemporaryDirectory() as short:
+        for unit in PROXIES:
+            lines = re.findall(r"^SystemCallFilter=~?(.*)$", unit.read_text(), re.M)
+            allowed, refused = (
+                {c for group in line.split() for c in calls_in(analyze, group)} for line in lines
+            )
+            role, socket, calls = unit.stem.rpartition("-")[2], Path(short) / unit.stem, tmp_path / unit.stem
+            engines = Path(short).resolve() / "engines"
+            engines.mkdir(mode=0o700, exist_ok=True)
+            program = [sys.executable, "-c", PROXY, role, str(socket), user, str(engines)]
+            env = {**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}
+            traced = subprocess.Popen([strace, "-f", "-c", "-o", str(calls), *program], env=env)
+            try:
+                wait_for("it listens", lambda at=socket: at.exists(), 60)
+                line = client.ProxyLine("submit" if role == "submit" else "view", socket, user, 20.0)
+                asks = client.ProxyCluster(SlurmCluster(sandbox.env), line, line, user)
+                if role == "submit":
+                    account = client.EngineAccount(line, engines)
+                    account.put_key(keys.generate("run", "scv-a"))
+                    log = str(engines / "logs/scv-a.log")
+                    script = "#!/bin/bash\nsleep 9\n"
+                    job = asks.submit(
+                        JobSpec("scv-a", "", "scavenge", script, output=log, workdir=str(engines))
+                    )
+                    account.tidy((), 2**20)
+                    asks.cancel((job,))
+                else:
+                    assert len(asks.view().nodes) == 2
+                    assert asks.info().user == user
+            finally:
+                for pid in processes.descendants(traced.pid, processes.snapshot()):
+                    os.kill(pid, signal.SIGTERM)
+                traced.wait(30)
+            used = {row.split()[-1] for row in calls.read_text().splitlines()[2:-2]}
+            assert "accept4" in used
+            assert used - allowed == set()
+            assert used & refused == set()
 
 
 def ledger_has(url: str, sql: str) -> bool:
