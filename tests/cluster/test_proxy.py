@@ -10,6 +10,7 @@ import pwd
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +28,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import probe
-from scavenger.errors import ConfigError
+from scavenger.errors import ClusterUnavailable, ConfigError
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import job_spec, log_path, read_template
 from scavenger.protocol import key_requests, keys
@@ -223,7 +224,7 @@ def test_what_is_no_request_is_refused_and_the_process_goes_on(site: Site, proce
                 sock.connect(str(site.submit))
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
-                reply = framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES, "it").reply
+                reply = framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES["submit"], "it").reply
                 assert isinstance(reply, wire.FailedReply)
 
     assert site.as_daemon(garbage) == "None"
@@ -346,6 +347,44 @@ def test_doctor_s_test_job_runs_as_the_engines_user(site: Site, processes: Proce
     site.public.chmod(0o700)
     said = site.as_daemon(lambda: probe.run(site.config, site.sandbox.env).text)
     assert f"state_dir={site.public} cannot be entered" in said
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (framing.HEADER.pack(wire.MAX_REPLY_BYTES["submit"] + 1), "more than the bound"),
+        (framing.HEADER.pack(4) + b"\xff" * 4, "malformed"),
+        (framing.HEADER.pack(40) + b"x", "closed the connection"),
+        (framing.frame(wire.ProxyAnswer(wire.SubmitReply(7))), "replies SubmitReply to Greet"),
+        (framing.frame(wire.ProxyAnswer(wire.Greeting("submit", "e"), {"submit": 10**12})), ""),
+    ],
+    ids=["large", "malformed", "cut", "other", "counts"],
+)
+def test_a_process_that_another_one_took_the_place_of_is_bounded(sent: bytes, error: str) -> None:
+    """The engines' user may end its process and listen there itself."""
+    with tempfile.TemporaryDirectory(prefix="scv-") as short, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(short) / "submit"
+        listener.bind(str(path))
+        listener.listen()
+
+        def reply() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                taken.recv(1 << 16)
+                taken.sendall(sent)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        line = client.ProxyLine("submit", path, "", 5.0)
+        try:
+            if error:
+                with pytest.raises(ClusterUnavailable, match=error):
+                    line.ask(wire.Greet(), wire.Greeting)
+            else:
+                assert line.ask(wire.Greet(), wire.Greeting).user == "e"
+        finally:
+            thread.join()
+    assert line.rpc.total == 0
 
 
 def test_a_folder_that_others_may_enter_and_a_user_that_keeps_nothing_apart_are_refused(site: Site) -> None:

@@ -42,7 +42,8 @@ class ProxyLine:
     def ask(self, request: wire.Request, kind: type[R]) -> R:
         """Raises `ClusterError` as `port.Cluster` does."""
         answer = self._exchange(request)
-        self.rpc.add(answer.rpc)
+        if all(0 <= count <= wire.MOST_RPC for count in answer.rpc.values()):  # polls are paced by it
+            self.rpc.add(answer.rpc)
         reply = answer.reply
         if isinstance(reply, kind):
             return reply
@@ -76,7 +77,7 @@ class ProxyLine:
                     BrokenPipeError, ConnectionResetError
                 ):  # it was refused unread: it says why
                     sock.sendall(data)
-                return framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES, self._who)
+                return framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES[self._role], self._who)
         except (OSError, ClusterUnavailable) as error:
             cause = f"{self._who} does not answer at {self._path}: {error}"
             if sent and isinstance(request, wire.SubmitJob):

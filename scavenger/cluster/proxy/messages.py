@@ -8,6 +8,7 @@ Each role decodes its own requests only: what the other one answers is no messag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,7 +19,10 @@ from scavenger.protocol.keys import KeyPair
 Role = Literal["submit", "view"]
 
 MAX_REQUEST_BYTES = 1 << 20
-MAX_REPLY_BYTES = 512 << 20  # a view of 100,000 jobs takes about 60 MB
+#: A view of 100,000 jobs takes about 60 MB; role submit has nothing large to say.
+MAX_REPLY_BYTES: Mapping[Role, int] = {"view": 512 << 20, "submit": 1 << 20}
+#: A reply that counts more than this took no request: no command does.
+MOST_RPC = 1000
 #: Of a job's log, so much of its end is given.
 LOG_BYTES = 64 * 1024
 
