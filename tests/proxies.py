@@ -115,7 +115,7 @@ def _become(user: str, groups: tuple[str, ...]) -> None:
     os.umask(0o077)
 
 
-def _listens(path: Path) -> bool:
+def listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
@@ -134,7 +134,7 @@ def listening_as(
 
     process = start_as(user, work, DAEMON)
     try:
-        wait_for(f"{path} is served", lambda: _listens(path), 20.0)
+        wait_for(f"{path} is served", lambda: listens(path), 20.0)
         yield process
     finally:
         process.end()

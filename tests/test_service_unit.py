@@ -29,6 +29,7 @@ from scavenger.errors import LedgerError
 from scavenger.protocol import keys
 from tests.clusters import wait_for
 from tests.ledger.histories import fetch
+from tests.proxies import listens
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
 PROXIES = tuple(UNIT.with_name(f"scavenger-slurm-{role}.service") for role in ("submit", "view"))
@@ -212,7 +213,7 @@ def test_the_processes_of_other_users_need_no_system_call_that_their_units_refus
             env = {**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}
             traced = subprocess.Popen([strace, "-f", "-c", "-o", str(calls), *program], env=env)
             try:
-                wait_for("it listens", lambda at=socket: at.exists(), 60)
+                wait_for("it listens", lambda at=socket: listens(at), 60)
                 line = client.ProxyLine("submit" if role == "submit" else "view", socket, user, 20.0)
                 asks = client.ProxyCluster(SlurmCluster(sandbox.env), line, line, user)
                 if role == "submit":
