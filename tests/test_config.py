@@ -304,3 +304,28 @@ def test_a_boolean_is_written_as_one(value: str, said: str, tmp_path: Path) -> N
     path = tmp_path / "run.toml"
     path.write_text(f"[run]\nharvest = {value}\n")
     assert said in refused(read_run, path)
+
+
+ENGINES = 'submit_socket = "/run/s"\nengines_user = "e"\nengines_dir = "/e"\n'
+
+
+@pytest.mark.parametrize(
+    ("daemon", "cluster", "said"),
+    [
+        ('public_dir = "/p"', ENGINES.replace('engines_user = "e"\n', ""), "set together, or none is"),
+        ('public_dir = "/p"', 'engines_dir = "/e"\n', "set together, or none is"),
+        ("", ENGINES, "needs daemon.public_dir"),
+        ('public_dir = "/p"', ENGINES.replace('"/e"', '"e"'), "is relative"),
+        ('public_dir = "/p"', ENGINES + 'backend = "pyslurm"\n', "need Slurm's commands"),
+        ('public_dir = "/p"', 'view_socket = "/run/v"\nlocal_dir = "/l"\n', "need Slurm's commands"),
+        ('public_dir = "/p"', ENGINES.replace('"e"', '"e;f"'), "engines_user"),
+    ],
+)
+def test_half_a_set_up_of_engines_as_another_user_is_refused(
+    daemon: str, cluster: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "scavenger.toml"
+    path.write_text(f'[daemon]\nstate_dir = "/s"\n{daemon}\n[cluster]\n{cluster}')
+    assert said in refused(read_daemon, path)
+    path.write_text(f'[daemon]\nstate_dir = "/s"\npublic_dir = "/p"\n[cluster]\n{ENGINES}')
+    assert str(read_daemon(path).engines_home) == "/e"

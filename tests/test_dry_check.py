@@ -60,6 +60,26 @@ def test_a_configuration_that_a_daemon_would_take_is_explained_and_leaves_no_tra
         assert text in said
 
 
+def test_whose_rights_engines_have_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shared: dict[str, Any] = {"public_dir": str(tmp_path / "public")}
+    _, said = asked(written(tmp_path, daemon=shared, cluster={"backend": "slurm"}))
+    assert "the daemon's own user: their processes can read its keys and ledger" in said
+    assert "engines' user (WARNING: engines of all owners run as the daemon's user" in said
+    _, said = asked(written(tmp_path, cluster={"backend": "slurm"}))
+    assert "WARNING" not in said, "one user's own daemon"
+    proxied = {
+        "submit_socket": str(tmp_path / "s"),
+        "engines_user": "nobody",
+        "engines_dir": str(tmp_path / "e"),
+    }
+    code, said = asked(written(tmp_path, daemon=shared, cluster={"backend": "slurm", **proxied}))
+    assert code == 2
+    assert f"engines   run as nobody, by {tmp_path}/s; their keys and logs are in {tmp_path}/e" in said
+    assert "REFUSED  engines' user" in said
+    assert "systemctl status scavenger-slurm-submit" in said
+
+
 def test_all_that_a_daemon_would_refuse_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

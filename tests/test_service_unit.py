@@ -1,28 +1,39 @@
-"""scripts/scavenger.service is a unit that systemd takes, and one that it calls well hardened."""
+"""The units in scripts/ are taken by systemd, and it calls them well hardened."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import typer
 
 from scavenger import toml
+from scavenger.cli import main as cli
+from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.model import JobSpec
+from scavenger.cluster.proxy import client
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
+from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import LedgerError
 from scavenger.protocol import keys
 from tests.clusters import wait_for
 from tests.ledger.histories import fetch
+from tests.proxies import listens
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
+PROXIES = tuple(UNIT.with_name(f"scavenger-slurm-{role}.service") for role in ("submit", "view"))
+every_unit = pytest.mark.parametrize("unit", [UNIT, *PROXIES], ids=lambda path: path.stem)
 MOST_EXPOSURE = 2.0
 
 
@@ -38,11 +49,12 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path) -> None:
+@every_unit
+def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path, unit: Path) -> None:
     # verify looks for the program, which is not installed where tests run
-    copy = tmp_path / "scavenger.service"
-    text = UNIT.read_text()
-    assert "/opt/scavenger/bin/scavenger daemon" in text
+    copy = tmp_path / unit.name
+    text = unit.read_text()
+    assert f"/opt/scavenger/bin/scavenger {'daemon' if unit is UNIT else 'slurm-proxy'}" in text
     copy.write_text(text.replace("/opt/scavenger/bin/scavenger", sys.executable))
     done = run(analyze, "verify", "--man=no", str(copy))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
@@ -58,8 +70,9 @@ def test_a_misspelt_line_would_be_found(analyze: str, tmp_path: Path) -> None:
     assert "ProtectClok" in run(analyze, "verify", "--man=no", str(copy)).stderr
 
 
-def test_the_unit_s_exposure_is_low(analyze: str) -> None:
-    done = run(analyze, "security", "--offline=true", "--no-pager", str(UNIT))
+@every_unit
+def test_the_unit_s_exposure_is_low(analyze: str, unit: Path) -> None:
+    done = run(analyze, "security", "--offline=true", "--no-pager", str(unit))
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze has no --offline (it came with 250)")
     match = re.search(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)
@@ -81,6 +94,27 @@ def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
     assert {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"} == set(
         settings["RestrictAddressFamilies"].split()
     ), "munge, slurmctld, workers"
+
+
+@pytest.mark.parametrize("unit", PROXIES, ids=lambda path: path.stem)
+def test_the_units_of_other_users_start_the_command_as_it_is(unit: Path) -> None:
+    text = unit.read_text().replace("\\\n", " ")
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"^[A-Z]\w+=", line))
+    _, *argv = settings["ExecStart"].split()
+    given = dict(zip(argv[1::2], argv[2::2], strict=True))
+    known = {name for one in slurm_proxy_options() for name in one.opts}
+    assert argv[0] == "slurm-proxy"
+    assert set(given) <= known
+    assert given["--socket"] == f"/run/{settings['RuntimeDirectory']}/socket"
+    assert given["--role"] in unit.stem
+    assert settings["User"] != given["--allow-user"] == settings["SupplementaryGroups"]
+    if "--dir" in given:
+        assert settings["ReadWritePaths"] == f"-{given['--dir']}"
+
+
+def slurm_proxy_options() -> list[Any]:
+    commands: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    return list(commands["slurm-proxy"].params)
 
 
 # ---------------------------------------------------------------- what the filter lets through
@@ -143,6 +177,66 @@ def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refus
     assert "epoll_wait" in used
     assert used - allowed == set()
     assert used & refused == set()
+
+
+#: As `scavenger slurm-proxy`, which this user may not be: it is the daemon's.
+PROXY = """
+import sys
+from pathlib import Path
+from scavenger.cli import slurm_proxy
+from scavenger.cluster.proxy import server
+server.check_separate = lambda allowed, uid: None
+role, socket, user, folder = sys.argv[1:]
+slurm_proxy.slurm_proxy(role, Path(socket), user, Path(folder) if role == "submit" else None, None, 20.0)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_the_processes_of_other_users_need_no_system_call_that_their_units_refuse(
+    analyze: str, tmp_path: Path
+) -> None:
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed here")
+    user = getpass.getuser()
+    with SlurmSandbox(demo_layout(nodes=2, gpus=1)) as sandbox, tempfile.TemporaryDirectory() as short:
+        for unit in PROXIES:
+            lines = re.findall(r"^SystemCallFilter=~?(.*)$", unit.read_text(), re.M)
+            allowed, refused = (
+                {c for group in line.split() for c in calls_in(analyze, group)} for line in lines
+            )
+            role, socket, calls = unit.stem.rpartition("-")[2], Path(short) / unit.stem, tmp_path / unit.stem
+            engines = Path(short).resolve() / "engines"
+            engines.mkdir(mode=0o700, exist_ok=True)
+            program = [sys.executable, "-c", PROXY, role, str(socket), user, str(engines)]
+            env = {**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}
+            traced = subprocess.Popen([strace, "-f", "-c", "-o", str(calls), *program], env=env)
+            try:
+                wait_for("it listens", lambda at=socket: listens(at), 60)
+                line = client.ProxyLine("submit" if role == "submit" else "view", socket, user, 20.0)
+                asks = client.ProxyCluster(SlurmCluster(sandbox.env), line, line, user)
+                if role == "submit":
+                    account = client.EngineAccount(line, engines)
+                    account.put_key(keys.generate("run", "scv-a"))
+                    log = str(engines / "logs/scv-a.log")
+                    script = "#!/bin/bash\nsleep 9\n"
+                    job = asks.submit(
+                        JobSpec("scv-a", "", "scavenge", script, output=log, workdir=str(engines))
+                    )
+                    account.tidy((), 2**20)
+                    asks.cancel((job,))
+                else:
+                    assert len(asks.view().nodes) == 2
+                    assert asks.info().user == user
+            finally:
+                for pid in processes.descendants(traced.pid, processes.snapshot()):
+                    os.kill(pid, signal.SIGTERM)
+                traced.wait(30)
+            used = {row.split()[-1] for row in calls.read_text().splitlines()[2:-2]}
+            assert "accept4" in used
+            assert used - allowed == set()
+            assert used & refused == set()
 
 
 def ledger_has(url: str, sql: str) -> bool:

@@ -38,11 +38,13 @@ def wanted_of(settings: DaemonConfig) -> SiteRequirements:
         c.poll_interval_s,
         c.fast_poll_interval_s,
         c.absent_s,
-        getpass.getuser(),
+        c.engines_user or getpass.getuser(),
         settings.daemon.listen,
         settings.daemon.advertise,
         socket.gethostname(),
         pinned=h.placement == "node" and not h.constraint,
+        daemon_user=getpass.getuser(),
+        shared=settings.daemon.public_dir is not None,
     )
 
 
@@ -146,9 +148,13 @@ def _harvest_one(
 def _slurm(
     settings: DaemonConfig, wanted: SiteRequirements, submit: bool, others: Sequence[str]
 ) -> Sequence[SiteFinding]:
+    from scavenger.cluster.proxy import client
+    from scavenger.cluster.proxy import messages as wire
     from scavenger.doctor import collect, probe
     from scavenger.doctor.rules import limits, run
 
+    if (line := client.view_line(settings)) is not None:
+        wanted = dataclasses.replace(wanted, viewer=line.ask(wire.Greet(), wire.Greeting).user)
     facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
     if submit and not facts.answers["config"].error:  # else there is no Slurm to submit to
         changed = {

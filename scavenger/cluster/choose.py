@@ -16,6 +16,7 @@ from scavenger.cluster import reach
 from scavenger.cluster.local.client import LocalCluster
 from scavenger.cluster.model import ClusterInfo
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.proxy import client
 from scavenger.cluster.pyslurm.client import PyslurmCluster, unfit
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -42,6 +43,14 @@ def backend(config: DaemonConfig) -> Cluster:
             '`scavenger demo --backend local` to try it, or backend = "local" and local_dir in [cluster]',
         )
     commands = SlurmCluster(timeout_s=section.command_timeout_s, output=section.command_output)
+    if section.submit_socket is not None or section.view_socket is not None:
+        log.info(
+            "backend",
+            chosen="slurm",
+            reason="cluster.submit_socket or view_socket is set: Slurm's commands, by processes of other users",
+            jobs_of=client.jobs_user(config),
+        )
+        return client.over(config, commands)
     if section.backend == "slurm":
         log.info("backend", chosen="slurm", reason='backend = "slurm": Slurm\'s commands')
         return commands
@@ -97,6 +106,8 @@ def preflight(config: DaemonConfig, cluster: Cluster) -> None:
     Raises `ConfigError`.
     """
     if config.harvest.enabled:
+        if (engines := client.account(config)) is not None:
+            engines.check()
         harvest, info = config.harvest, answer(cluster)
         partitions = cluster.view().partitions
         checks.check(info, partitions, harvest.partition, harvest.qos)

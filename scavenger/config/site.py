@@ -23,7 +23,8 @@ class DaemonSection(Section):
 
     state_dir: Path
     """Directory of the keys, the rendezvous file, the engines' logs and, by default, the ledger. Daemon
-    and engines must see it, under one path and one user id. A relative path is relative to this file."""
+    and engines must see it, under one path and one user id; with `cluster.submit_socket` the daemon alone. A
+    relative path is relative to this file."""
     public_dir: Path | None = None
     """Folder that all users of the site can read, of the daemon's user: where other users find the daemon
     (`run.state_dir` of their runs), and ask it to accept their keys (`scavenger join`, `[owners]`). The daemon
@@ -194,6 +195,20 @@ class ClusterSection(Section):
     command_output: Literal["fields", "json"] = "fields"
     """Output format of Slurm's commands. `json` takes them ten times as long, and an observation then takes 3
     requests instead of 4. The schemas of Slurm 22.05 to 26.05 are read."""
+    submit_socket: Path | None = None
+    """Socket of `scavenger slurm-proxy --role submit`: it submits and cancels as `engines_user`, so that engines cannot
+    read the daemon's keys and ledger ([site.md](site.md#engines-as-a-user-of-their-own)). Needs `engines_user`,
+    `engines_dir` and `daemon.public_dir`. None: engines run as the daemon's user."""
+    engines_user: Annotated[
+        str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$"), Allowed("user name")
+    ] = ""
+    """Unix user of that process, and so of all engines. The daemon trusts no other process at the socket."""
+    engines_dir: Path | None = None
+    """Absolute path of the folder of `engines_user` for engines' keys and logs, mode 0700, on a file system that compute
+    nodes share: `--dir` of that process."""
+    view_socket: Path | None = None
+    """Socket of `scavenger slurm-proxy --role view`: it reads nodes and queue as a user who sees every job, and does
+    nothing else. None: the daemon reads them as its own user."""
 
 
 class Hours(Section):
@@ -380,7 +395,7 @@ class HarvestSection(Section):
         tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Allowed("names")
     ] = ()
     """Engine arguments of vLLM that harvested engines take of a run's `[engine.vllm]` besides numbers, switches
-    and plain names. Such an option may name files or code, and engines run as the daemon's user."""
+    and plain names. Such an option may name files or code, and engines run as the daemon's user, or as `cluster.engines_user`."""
     python: Annotated[str, Allowed("path")] = ""
     """Python interpreter of the engines on the compute nodes. Empty: the path of the daemon's own."""
     logs_mb: Positive = 512
@@ -453,6 +468,34 @@ class DaemonConfig(Section):
         if (self.owners.users or self.owners.groups) and self.daemon.public_dir is None:
             raise ValueError("[owners] needs daemon.public_dir: where those users find the daemon")
         return self
+
+    @model_validator(mode="after")
+    def _proxies_are_whole(self) -> DaemonConfig:
+        c = self.cluster
+        proxied = c.submit_socket is not None
+        if {proxied, bool(c.engines_user), c.engines_dir is not None} != {proxied}:
+            raise ValueError(
+                "cluster.submit_socket, engines_user and engines_dir are set together, or none is"
+            )
+        for name, path in (
+            ("submit_socket", c.submit_socket),
+            ("view_socket", c.view_socket),
+            ("engines_dir", c.engines_dir),
+        ):
+            if path is not None and not path.is_absolute():
+                raise ValueError(f"cluster.{name} = {str(path)!r} is relative; write an absolute path")
+        if proxied and self.daemon.public_dir is None:
+            raise ValueError("cluster.submit_socket needs daemon.public_dir: where engines find the daemon")
+        if (proxied or c.view_socket) and (c.backend in ("local", "pyslurm") or c.local_dir is not None):
+            raise ValueError(
+                'cluster.submit_socket and view_socket need Slurm\'s commands: backend = "slurm"'
+            )
+        return self
+
+    @property
+    def engines_home(self) -> Path:
+        """Where engines' keys and logs lie."""
+        return (self.cluster.engines_dir or self.daemon.state_dir).resolve()
 
     @property
     def ledger_url(self) -> str:

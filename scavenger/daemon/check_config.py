@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from scavenger.cluster import choose
+from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.errors import LedgerError, ScavengerError, StartFinding
 from scavenger.harvest.decide.decide import Submit
@@ -179,7 +180,12 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         "drop": f"a sample's tokens are dropped, {keep.retention_steps} steps after no kept checkpoint needs them",
     }[keep.retention]
     said = [
-        f"state     {d.state_dir}: keys and the rendezvous file; the daemon and its engines read it, as one user (you are {user})",
+        f"state     {d.state_dir}: keys and the rendezvous file; "
+        + (
+            f"the daemon alone reads it (you are {user})"
+            if c.submit_socket
+            else f"the daemon and its engines read it, as one user (you are {user})"
+        ),
         _owners(config, user),
         f"ledger    {store.parse(config.ledger_url).render_as_string()}; {kept}",
         f"address   listens on {d.listen}, port {d.port or 'given by the system'}; engines and trainers connect to {reached}",
@@ -205,6 +211,13 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         for name, value in (("account", h.account), ("QOS", h.qos), ("constraint", h.constraint))
         if value
     ]
+    said.append(
+        f"engines   run as {c.engines_user}, by {c.submit_socket}; their keys and logs are in {c.engines_dir}"
+        if c.submit_socket
+        else f"engines   run as {user}, the daemon's own user: their processes can read its keys and ledger"
+    )
+    if c.view_socket:
+        said.append(f"queue     read by {c.view_socket}, as its user sees it")
     return [
         *said,
         f"harvest   partition {h.partition}, backend {c.backend}; at most {h.max_engines} engines, {h.max_pending} of them pending; "
@@ -223,6 +236,7 @@ def check(config: DaemonConfig) -> Iterator[StartFinding]:
     yield _ask("ledger", lambda: _ledger(config))
     if config.harvest.enabled:
         yield _ask("job template", lambda: _template(config))
+        yield _ask("engines' user", lambda: _engines(config))
         yield _ask("cluster and partition", lambda: _cluster(config))
 
 
@@ -276,6 +290,17 @@ def _template(config: DaemonConfig) -> None:
     job_spec(
         config, read_template(config.harvest.job_template), config.cluster.backend, "probe", "probe", probe
     )
+
+
+def _engines(config: DaemonConfig) -> str:
+    if (engines := client.account(config)) is not None:
+        engines.check()
+    elif config.daemon.public_dir is not None and not choose.is_local(config):
+        return (
+            "WARNING: engines of all owners run as the daemon's user, and can read its keys and ledger; cluster.submit_socket "
+            "runs them as another (docs/site.md)"
+        )
+    return ""
 
 
 def _cluster(config: DaemonConfig) -> None:

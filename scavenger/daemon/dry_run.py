@@ -9,14 +9,13 @@ Owns the rhythm and the words; `harvest.decide.decide` decides. Nothing here can
 
 from __future__ import annotations
 
-import os
-import pwd
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from scavenger.cluster.model import ClusterView
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
 from scavenger.harvest.decide import decide as policy
@@ -67,9 +66,7 @@ def run(
     """Print decisions, one poll every `cluster.poll_interval_s`; `polls` of them, 0 = until it is stopped."""
     say("dry run: nothing is submitted, and no ledger and no key is written")
     stop_state, info, done = StopState(lambda: config), None, 0
-    tracker = Tracker(
-        rules_of(config, "dry-run", pwd.getpwuid(os.getuid()).pw_name)
-    )  # of a daemon without jobs
+    tracker = Tracker(rules_of(config, "dry-run", client.jobs_user(config)))  # of a daemon without jobs
     while True:
         try:
             info = info or cluster.info()

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import pwd
 import signal
 import socket
 import time
@@ -484,7 +485,7 @@ class Daemon:
     def _follow_training(self, view: ClusterView) -> None:
         """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
         assert self.harvester is not None  # whose view it is
-        user = self.harvester.tracker.rules.user
+        user = pwd.getpwuid(os.getuid()).pw_name  # not that of engines
         runs = [run for run in self.server.router.core.runs.values() if not run.ended]
         users = {run.id: self._enrolment.unix_user(run.owner_key, user) for run in runs}
         opened = [  # a trainer without a connection was heard by the daemon before this one, if at all

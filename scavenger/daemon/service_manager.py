@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import structlog
 
+from scavenger.cluster import job_logs
 from scavenger.config import DaemonConfig
 from scavenger.daemon import reload
 from scavenger.daemon.systemd import Notifier
 from scavenger.errors import ScavengerError
-from scavenger.harvest.execute import job_logs
 from scavenger.harvest.harvester import Harvester
 from scavenger.ledger import records as rec
 from scavenger.ledger.records import Event, Record
@@ -95,13 +95,7 @@ class ServiceManager:
             reloader = Reloader(self.config, self._reread, obey, server.write, self.notifier, clock)
             found.append(reloader.run(self._asked))
         if harvester is not None:
-            logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
-            tracker = harvester.tracker
-
-            def live() -> set[str]:
-                return {f"{intent_id}.log" for intent_id in tracker.intents}
-
-            found.append(job_logs.watch(logs, live, most_bytes, stop))
+            found.append(job_logs.watch(harvester.bound_logs, lambda: harvester.tracker.intents.keys(), stop))
         if self._exporter is not None and self._tally is not None and self._counted is not None:
             tally, counted, core = self._tally, self._counted, server.router.core
 

@@ -34,15 +34,16 @@ import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from scavenger.cluster import choose, reach
+from scavenger.cluster import choose, job_logs, reach
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.doctor.findings import Level, SiteFinding
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown, WireError
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Submit
-from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.execute import job_script
 from scavenger.harvest.harvester import DRAIN_NOTICE_S
 from scavenger.harvest.limits import StopState, limits_of
 from scavenger.harvest.track import observed_jobs, set_up
@@ -188,7 +189,9 @@ def sweep(state_dir: Path, now: float) -> None:
 
 
 @contextlib.contextmanager
-def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair, fixed_port: int) -> Iterator[_Daemon]:
+def _serving(
+    config: DaemonConfig, folder: Path, worker: keys.KeyPair, fixed_port: int, *, public: bool
+) -> Iterator[_Daemon]:
     d = config.daemon
     host = reach.announced(d.listen, d.advertise, socket.gethostname())
     pair, context = keys.generate(), zmq.Context()
@@ -218,7 +221,9 @@ def _serving(config: DaemonConfig, folder: Path, worker: keys.KeyPair, fixed_por
         port = int(bound.rstrip(b"\0").rpartition(b":")[2])
         endpoint = f"tcp://{host}:{port}"
         keys.write_rendezvous(
-            folder, keys.Rendezvous(endpoint, pair.public, 1, os.getpid(), socket.gethostname())
+            folder,
+            keys.Rendezvous(endpoint, pair.public, 1, os.getpid(), socket.gethostname()),
+            public=public,
         )
         yield _Daemon(router, endpoint)
     finally:
@@ -265,9 +270,13 @@ class Canary:
         self._stage, self._began = "", time.monotonic()
         self._job_id, self._asked = 0, False  # `_asked`: Slurm may have a job, known or not
         self._port = config.daemon.port if daemon_port else 0
-        state_dir = config.daemon.state_dir.resolve()
-        self._folder, self._new = state_dir / f"canary-{secrets.token_hex(4)}", not state_dir.exists()
-        daemon = config.daemon.model_copy(update={"state_dir": self._folder})
+        # Engines of another user find it where they find the daemon; their key and their log are that user's.
+        self._engines = client.account(config)
+        home = config.daemon.state_dir if self._engines is None else config.daemon.public_dir
+        assert home is not None  # by the configuration
+        home = home.resolve()
+        self._folder, self._new = home / f"canary-{secrets.token_hex(4)}", not home.exists()
+        daemon = config.daemon.model_copy(update={"state_dir": self._folder, "public_dir": self._folder})
         self._own = config.model_copy(update={"daemon": daemon})
 
     def run(self) -> list[SiteFinding]:
@@ -305,11 +314,21 @@ class Canary:
         if why := stopped(self._config, time.time()):
             raise _Failed(why, "ask again when that is over (`scavenger status`, check-config)", busy=True)
         worker = keys.generate(RUN, self._intent)
+        if self._engines is not None and self._new:
+            why = f"the public folder {self._folder.parent} is not there"
+            raise _Failed(why, "start the daemon once, which makes it: engines look for the daemon there")
         (self._folder / "logs").mkdir(mode=0o700, parents=True)
-        keys.write_keypair(keys.worker_key_path(self._folder, self._intent), worker)
         manifest, blob = weights()
         source = Spool(self._folder / "weights").write(manifest, blob)
-        with _serving(self._config, self._folder, worker, self._port) as daemon:
+        if self._engines is None:
+            keys.write_keypair(keys.worker_key_path(self._folder, self._intent), worker)
+        else:
+            self._engines.put_key(worker)
+            for path in (self._folder, *self._folder.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)  # weights that chance drew
+        with _serving(
+            self._config, self._folder, worker, self._port, public=self._engines is not None
+        ) as daemon:
             self._done(f"partition {self._config.harvest.partition}; engines connect to {daemon.endpoint}")
             self._enter("submitted")
             self._submit()
@@ -487,8 +506,12 @@ class Canary:
         return (f"job {self._job_id} runs on {node}, and its engine did not reach {daemon.endpoint}", remedy)
 
     def _log(self) -> str:
-        with contextlib.suppress(OSError):
-            if words := job_logs.last_words(job_script.log_path(self._folder, self._intent)):
+        with contextlib.suppress(OSError, ClusterError):
+            if self._engines is not None:
+                words = job_logs.words_of(self._engines.end_of_log(self._intent))
+            else:
+                words = job_logs.last_words(job_script.log_path(self._folder, self._intent))
+            if words:
                 return f"; its log ends: {words}"
         return "; it wrote no log: its node may not see the state directory"
 

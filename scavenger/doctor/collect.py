@@ -40,7 +40,13 @@ def accounting_questions(wanted: SiteRequirements, cluster: str) -> Mapping[str,
     quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
     return {
         "qos": commands.qos_argv(),
-        "admin": [*quiet, "user", wanted.user, "format=User,DefaultAccount,AdminLevel"],
+        "admin": [
+            *quiet,
+            "user",
+            wanted.viewer or wanted.daemon_user or wanted.user,
+            "format=User,AdminLevel",
+        ],
+        "engines admin": [*quiet, "user", wanted.user, "format=User,DefaultAccount,AdminLevel"],
         "accounts": [*quiet, "assoc", f"user={wanted.user}", "format=Account"],
         "associations": [*quiet, "assoc", f"cluster={cluster}", f"format={','.join(ASSOCIATION_FIELDS)}"],
     }

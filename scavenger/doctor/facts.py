@@ -75,6 +75,9 @@ class SiteRequirements:
     host: str = ""
     engine: str = ""  # that a run will name; "": any that can be imported will do
     pinned: bool = True  # whether the daemon chooses the node, and so an engine's share of it
+    daemon_user: str = ""  # `user` is that of engines' jobs
+    viewer: str = ""  # who reads the queue by cluster.view_socket; "" = the daemon's user
+    shared: bool = False  # other users train: daemon.public_dir is set
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ Boundary: the only check that submits a job.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shlex
 import shutil
@@ -16,10 +17,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger import __version__
 from scavenger.cluster.model import JobSpec
+from scavenger.cluster.proxy import client
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import collect
@@ -53,10 +56,11 @@ _SCRIPT = """\
 # scavenger doctor: what does this node see? It is cancelled as soon as it has said it.
 dir={dir}
 [ -w "$dir" ] || exit 1
-say() {{ printf '%s\\n' "$1" >>"$dir/said"; }}
+say() {{ printf '%s\\n' "$1" >>{said}; }}
+exec >/dev/null 2>&1
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then exit 0; fi
 say "node=${{SLURMD_NODENAME:-$(hostname)}}"
-say state_dir=ok
+if [ -x {there} ]; then say state_dir=ok; else say "state_dir="{there}" cannot be entered"; fi
 if [ -n "${{CUDA_VISIBLE_DEVICES:-}}" ]; then say gpu=ok; else say "gpu=CUDA_VISIBLE_DEVICES is empty"; fi
 python() {{ timeout {import_s} {container}{python} "$@" 2>&1 </dev/null; }}
 last() {{ words=$(grep -v '^srun: ' <<<"$1"); printf '%s' "${{words##*$'\\n'}}"; }}
@@ -90,8 +94,23 @@ sleep {limit}
 """
 
 
+@dataclass(frozen=True, slots=True)
+class ProbePlace:
+    """Of the test job. `folder`: where it can write, and begins; `said`: where it says what it sees, which `read` gives; `there`: where
+    engines look for the daemon. `state`: (state, reason, restarts); the state is "" when Slurm cannot say."""
+
+    folder: Path
+    said: Path
+    there: Path
+    read: Callable[[], str]
+    state: Callable[[int], tuple[str, str, int]]
+    name: str = "scv-doctor"
+    output: str = "/dev/null"
+    workdir: str = os.sep
+
+
 def script(
-    folder: Path,
+    place: ProbePlace,
     python: str,
     host: str,
     port: int,
@@ -111,7 +130,9 @@ def script(
         f"srun --ntasks=1 --mpi=none --input=none {job_script.shell_words(container)} " if container else ""
     )
     return _SCRIPT.format(
-        dir=quote(str(folder)),
+        dir=quote(str(place.folder)),
+        said=quote(str(place.said)),
+        there=quote(str(place.there)),
         container=step,
         python=quote(python),
         host=quote(host),
@@ -126,11 +147,12 @@ def script(
     )
 
 
-def job(config: DaemonConfig, text: str) -> JobSpec:
+def job(config: DaemonConfig, text: str, place: ProbePlace) -> JobSpec:
     """Pure. It asks for what an engine of one GPU asks for."""
     h = config.harvest
     return JobSpec(
-        name="scv-doctor",
+        name=place.name,
+        output=place.output,
         comment="scavenger doctor",
         partition=h.partition,
         script=text,
@@ -139,7 +161,7 @@ def job(config: DaemonConfig, text: str) -> JobSpec:
         cpus_per_task=h.cpus_per_engine,
         memory_mb=h.memory_mb_per_engine,
         time_s=LIMIT_S,
-        workdir="/",
+        workdir=place.workdir,
         account=job_script.of_owner(h.account, ""),
         qos=h.qos,
         wckey=job_script.of_owner(h.wckey, ""),
@@ -160,36 +182,78 @@ def run(
 
     `engines`: those whose imports are tried. `say` is called with a line on the submitted job and how long it is waited for.
     """
-    cluster = SlurmCluster(env, config.cluster.command_timeout_s)
-    state_dir = config.daemon.state_dir.resolve()
-    folder, new = state_dir / f"doctor-{secrets.token_hex(4)}", not state_dir.exists()
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except OSError as error:
-        return CommandOutput(error=f"the state directory cannot be written: {error}")
+    cluster = client.over(config, SlurmCluster(env, config.cluster.command_timeout_s))
+    account = client.account(config)
     job_id = 0
-    try:
-        with _listening(config) as (host, port):
+    with contextlib.ExitStack() as stack:
+        try:
+            place = (
+                stack.enter_context(_own_place(config, env))
+                if account is None
+                else _place_of(account, config, cluster)
+            )
+        except OSError as error:
+            return CommandOutput(error=f"the state directory cannot be written: {error}")
+        try:
             h = config.harvest
             python = h.python or sys.executable
-            text = script(folder, python, host, port, h.container, engines, controllers, others)
-            job_id = cluster.submit(job(config, text))
+            host, port = stack.enter_context(_listening(config))
+            text = script(place, python, host, port, h.container, engines, controllers, others)
+            job_id = cluster.submit(job(config, text, place))
             say(
                 f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most"
             )
-            return _wait(folder / SAID, job_id, env, wait_s)
-    except (ClusterError, OSError) as error:
-        return CommandOutput(error=f"the test job could not be run: {error}")
+            return _wait(place, job_id, wait_s)
+        except (ClusterError, OSError) as error:
+            return CommandOutput(error=f"the test job could not be run: {error}")
+        finally:
+            with contextlib.suppress(
+                ClusterError
+            ):  # the answer stands; a job that stays ends by its limit of a minute
+                if job_id:
+                    cluster.cancel((job_id,))
+
+
+@contextlib.contextmanager
+def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[ProbePlace]:
+    """A folder below the state directory, which is removed again. Raises `OSError`."""
+    state_dir = config.daemon.state_dir.resolve()
+    folder, new = state_dir / f"doctor-{secrets.token_hex(4)}", not state_dir.exists()
+    folder.mkdir(mode=0o700, parents=True)
+    said = folder / SAID
+
+    def read() -> str:
+        return said.read_text(encoding="utf-8", errors="replace") if said.exists() else ""
+
+    try:
+        yield ProbePlace(folder, said, state_dir, read, lambda job_id: _state(job_id, env))
     finally:
-        with contextlib.suppress(
-            ClusterError
-        ):  # the answer stands; a job that stays ends by its limit of a minute
-            if job_id:
-                cluster.cancel((job_id,))
         shutil.rmtree(folder, ignore_errors=True)
         if new:
             with contextlib.suppress(OSError):  # another process put a file there meanwhile: it stays
                 state_dir.rmdir()
+
+
+def _place_of(
+    account: client.EngineAccount, config: DaemonConfig, cluster: SlurmCluster | client.ProxyCluster
+) -> ProbePlace:
+    """In the folder of the engines' user, whose process gives the job's log; the daemon has that removed with others."""
+    home, public_dir = config.engines_home, config.daemon.public_dir
+    assert public_dir is not None  # by the configuration
+    name = f"scv-doctor-{secrets.token_hex(4)}"
+    log = job_script.log_path(home, name)
+
+    def read() -> str:
+        return account.end_of_log(name).decode("utf-8", "replace")
+
+    def state(job_id: int) -> tuple[str, str, int]:
+        with contextlib.suppress(ClusterError):
+            for one in cluster.jobs():
+                if one.job_id == job_id:
+                    return one.state, one.reason, one.restart_count
+        return "", "", 0
+
+    return ProbePlace(home, log, public_dir.resolve(), read, state, name, str(log), str(home))
 
 
 @contextlib.contextmanager
@@ -208,16 +272,14 @@ def _listening(config: DaemonConfig) -> Iterator[tuple[str, int]]:
         yield host, d.port or ours.getsockname()[1]
 
 
-def _wait(observed: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float) -> CommandOutput:
+def _wait(place: ProbePlace, job_id: int, wait_s: float) -> CommandOutput:
     deadline = time.monotonic() + wait_s
     text = ""
     while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            began = not text
-            text = observed.read_text(encoding="utf-8", errors="replace")
-            if began and text:
-                deadline = max(deadline, time.monotonic() + LIMIT_S)
-        state, reason, restarts = _state(job_id, env)
+        began, text = not text, place.read()
+        if began and text:
+            deadline = max(deadline, time.monotonic() + LIMIT_S)
+        state, reason, restarts = place.state(job_id)
         if "requeue=" in text and ("requeue=ok" not in text or restarts):
             return CommandOutput(text)
         if restarts:  # it was put back before it could say that it was
@@ -239,7 +301,7 @@ def _silent(job_id: int, state: str) -> str:
 
 
 def _state(job_id: int, env: Mapping[str, str] | None) -> tuple[str, str, int]:
-    """(state, reason, restarts); the state is "" when Slurm cannot say."""
+    """As `ProbePlace.state`, asked by this user."""
     argv = ["squeue", "-h", "-t", "all", "-j", str(job_id), "-O", "State:32,Reason:64,RestartCnt:16"]
     answer = collect.ask(argv, collect.environment(env), collect.DEADLINE_S)
     words = (answer.text[:32].strip(), answer.text[32:96].strip(), answer.text[96:112].strip())

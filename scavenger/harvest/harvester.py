@@ -16,22 +16,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import pwd
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
 from scavenger.asyncio_helpers import first, patience_s
+from scavenger.cluster import job_logs
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.cluster.port import Cluster, OneThread
+from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable
 from scavenger.harvest.decide import decide
 from scavenger.harvest.decide.actions import Cancel, DrainKind, HarvestCode, Limits, Submit
 from scavenger.harvest.decide.drain import must_end_by, unseen
-from scavenger.harvest.execute import job_logs, job_script
+from scavenger.harvest.execute import job_script
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources, WorkerKeys
 from scavenger.harvest.limits import StopState, limits_of, pace_of, rules_of, stale_s
 from scavenger.harvest.pace import PollKind, PollPace
@@ -132,11 +132,12 @@ class Harvester:
         self._clock, self._monotonic, self._drain_notice_s = sources.clock, sources.monotonic, drain_notice_s
         self._state_dir = config.daemon.state_dir
         self._template, self._token = self._read_template(config), sources.token
-        self.session = HarvestSession(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name), self._mint)
+        self.session = HarvestSession(rules_of(config, uid, client.jobs_user(config)), self._mint)
         self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config)
         self._thread = OneThread("cluster")
-        self._keys = WorkerKeys(self._state_dir, router)
+        self._engines = client.account(config)
+        self._keys = WorkerKeys(self._state_dir, router, self._engines)
         self._durable = Durable(
             ledger, lambda: patience_s(self.config.cluster.fast_poll_interval_s), sources.clock
         )
@@ -329,10 +330,8 @@ class Harvester:
         """What the log of an engine that could not start ended with belongs to the reason why no more are submitted."""
         for failed in failed_starts[-MOST_EXPLAINED:]:
             words = ""
-            with contextlib.suppress(OSError):  # the exit code stands
-                words = await asyncio.to_thread(
-                    job_logs.last_words, job_script.log_path(self._state_dir, failed.intent_id)
-                )
+            with contextlib.suppress(OSError, ClusterError):  # the exit code stands
+                words = await asyncio.to_thread(self._last_words, failed.intent_id)
             if words:
                 self.tracker.health.explain(failed, words)
             why = f"{failed.words}: {words}" if words else failed.words
@@ -346,6 +345,19 @@ class Harvester:
                 reason=why,
                 remedy=REMEDIES[failed.code],
             )
+
+    def _last_words(self, intent_id: str) -> str:
+        if self._engines is not None:
+            return job_logs.words_of(self._engines.end_of_log(intent_id))
+        return job_logs.last_words(job_script.log_path(self._state_dir, intent_id))
+
+    def bound_logs(self, live: Collection[str]) -> None:
+        """Hold the logs of all jobs to `harvest.logs_mb`. Blocks; raises `OSError`, `ClusterError`."""
+        most_bytes = self.config.harvest.logs_mb * 2**20
+        if self._engines is not None:
+            self._engines.tidy(live, most_bytes)
+        else:
+            job_logs.bound(self._state_dir / "logs", {f"{name}.log" for name in live}, most_bytes)
 
     def _poll_when_drains_are_due(self, limits: Limits) -> None:
         """The next full poll comes no later than the first drained engine's job must be gone: other users were promised its GPUs.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.errors import ClusterError
 from tests import slurm_faults
 from tests.clusters import wait_for
+from tests.proxies import proxied
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +49,12 @@ ON_PYSLURM = [pytest.mark.slurm, pytest.mark.pyslurm]
 
 
 @pytest.fixture(
-    params=[pytest.param("slurm", marks=ON_SLURM), pytest.param("pyslurm", marks=ON_PYSLURM), "local"]
+    params=[
+        pytest.param("slurm", marks=ON_SLURM),
+        pytest.param("pyslurm", marks=ON_PYSLURM),
+        pytest.param("proxy", marks=ON_SLURM),
+        "local",
+    ]
 )
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "local":
@@ -67,6 +75,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     cluster: Cluster = SlurmCluster(sandbox.env)
     if request.param == "pyslurm":
         cluster = PyslurmCluster(SlurmCluster(sandbox.env))
+    stack = contextlib.ExitStack()
+    if request.param == "proxy":
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="scv-"))  # a socket's path is short
+        cluster = stack.enter_context(proxied(sandbox.env, Path(folder)))
     try:
         yield Backend(
             cluster,
@@ -80,6 +92,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         )
     finally:
         cluster.close()
+        stack.close()
 
 
 def find(view: ClusterView, job_id: int) -> Job:

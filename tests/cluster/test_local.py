@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import processes
+from scavenger.cluster import framing, processes
 from scavenger.cluster.local import messages
 from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.local.server import expand_output
@@ -149,7 +149,7 @@ def test_a_server_and_its_jobs_end_with_a_user_that_was_killed(tmp_path: Path) -
         b"\0\0",
         b"\xff\xff\xff\xff",
         b"\0\0\0\x04abcd",
-        messages.HEADER.pack(1 << 30),
+        framing.HEADER.pack(1 << 30),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import getpass
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -23,6 +25,7 @@ from scavenger.cli.main import app
 from scavenger.cluster.layout import ClusterLayout, PartitionLayout
 from scavenger.cluster.local.client import LocalCluster, LocalServer
 from scavenger.cluster.model import JobSpec, PreemptMode
+from scavenger.cluster.proxy import server
 from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -31,6 +34,7 @@ from scavenger.errors import SubmitUnknown
 from scavenger.harvest.limits import drain
 from tests.clusters import unfinished, wait_for
 from tests.harvest.world import spec
+from tests.proxies import served
 
 pytest.importorskip("torch", reason="the reference engine needs the [trainer] extra")
 STAGES = ["checked", "submitted", "started", "connected", "loaded", "generated", "drained", "cleaned up"]
@@ -360,6 +364,32 @@ def test_on_slurm_an_engine_is_harvested_beside_what_holds_the_daemon_s_port(
     found = told(done)
     assert list(found) == STAGES
     assert "on node" in found["started"]["observed"]
+    wait_for("its job has ended", lambda: not unfinished(SlurmCluster(sandbox.env).view()))
+
+
+@pytest.mark.slurm
+def test_on_slurm_an_engine_is_harvested_by_the_process_of_the_engines_user(
+    sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they are two users is `tests/cluster/test_proxy.py`'s: there no engine can be imported."""
+    monkeypatch.setenv("SLURM_CONF", sandbox.env["SLURM_CONF"])
+    monkeypatch.setenv("PATH", sandbox.env["PATH"])
+    engines, public, hands = tmp_path / "engines", tmp_path / "public", SlurmCluster(sandbox.env)
+    server.prepare(engines)
+    role = server.SubmitRole(hands, engines, server.EngineJobRules(engines, frozenset({"scavenge"})).check)
+    with (
+        tempfile.TemporaryDirectory(prefix="scv-") as short,
+        served(Path(short) / "submit", role, hands) as at,
+    ):
+        cluster = {"submit_socket": at, "engines_user": getpass.getuser(), "engines_dir": engines}
+        found = told(ask(tmp_path, daemon={"public_dir": public}, cluster=cluster))
+        assert "start the daemon once" in found["checked"]["remedy"]
+        public.mkdir()
+        done = ask(tmp_path, daemon={"public_dir": public}, cluster=cluster)
+    assert done.exit_code == 0, done.output
+    assert list(told(done)) == STAGES
+    assert list(public.iterdir()) == [], "its folder is gone"
+    assert sorted(path.parent.name for path in engines.rglob("scv-*")) == ["logs", "workers"]
     wait_for("its job has ended", lambda: not unfinished(SlurmCluster(sandbox.env).view()))
 
 

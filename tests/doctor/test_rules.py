@@ -55,7 +55,7 @@ def accounts(*rows: str, default: str = "ours") -> dict[str, CommandOutput]:
         lines.append("|".join([*named, *(told.get(limit, "") for limit in ASSOCIATION_LIMITS)]))
     return {
         "associations": CommandOutput("\n".join(lines) + "\n"),
-        "admin": CommandOutput(f"scavenger|{default}|None\n"),
+        "engines admin": CommandOutput(f"scavenger|{default}|None\n"),
     }
 
 
@@ -332,6 +332,30 @@ CASES = [
         WANTED,
         OK,
         "scavenger is Operator",
+    ),
+    (
+        "private data",
+        site({"PrivateData": "jobs"}, answers={"admin": CommandOutput("scavenger-view|Operator\n")}),
+        replace(WANTED, viewer="scavenger-view"),
+        OK,
+        "shows it to the daemon alone",
+    ),
+    # engines' user
+    ("engines' user", site(), WANTED, OK, "this user's own"),
+    ("engines' user", site(), replace(WANTED, shared=True), WARNING, "can read its keys and ledger"),
+    (
+        "engines' user",
+        site(),
+        replace(WANTED, shared=True, user="scavenger-engines", daemon_user="scavenger"),
+        OK,
+        "the daemon as scavenger: they cannot read",
+    ),
+    (
+        "engines' user",
+        site(answers={"engines admin": CommandOutput("scavenger-engines|Administrator\n")}),
+        replace(WANTED, user="scavenger-engines", daemon_user="scavenger"),
+        WARNING,
+        "may cancel every job",
     ),
     # gpus
     ("gpus", site({"AccountingStorageTRES": "cpu,mem,gres/gpu"}), WANTED, OK, "12 GPUs"),
@@ -635,10 +659,11 @@ def test_the_notice_with_slurm_s_defaults(grace_s: float, least_s: float, most_s
 
 
 def test_operator_rights_are_named_last_where_jobs_are_hidden() -> None:
-    """Engines run as the same user: whoever got out of one would be an operator."""
+    """Of the daemon's user, and of the engines': whoever got out of one would be an operator."""
     one = found("private data", site({"PrivateData": "jobs,usage"}), WANTED)
     told = [
-        one.remedy.index(word) for word in ("out of PrivateData", "AllowAccounts", "coordinator", "operator")
+        one.remedy.index(word)
+        for word in ("out of PrivateData", "AllowAccounts", "cluster.view_socket", "coordinator", "operator")
     ]
     assert told == sorted(told)
     assert "adminlevel=operator" not in one.remedy

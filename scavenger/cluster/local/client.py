@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from scavenger.cluster import framing
 from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.layout import ClusterLayout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.local import messages as wire
@@ -99,7 +100,7 @@ class LocalCluster:
         return reply
 
     def _exchange(self, request: wire.Request) -> wire.Reply:
-        data, sent = wire.frame(request), False
+        data, sent = framing.frame(request), False
         if len(data) > wire.MAX_REQUEST_BYTES:
             raise ClusterError(
                 f"a request of {len(data)} bytes is too large", "shorten the job script or its environment"

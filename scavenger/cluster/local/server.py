@@ -15,7 +15,6 @@ import pwd
 import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from scavenger.asyncio_helpers import within
-from scavenger.cluster import processes
+from scavenger.cluster import framing, processes
 from scavenger.cluster.layout import ClusterLayout
 from scavenger.cluster.local import messages as wire
 from scavenger.cluster.local.client import socket_path
@@ -183,15 +182,15 @@ class LocalClusterServer:
         try:
             async with asyncio.timeout(_REQUEST_S):
                 _check_peer(writer.get_extra_info("socket"))
-                (length,) = wire.HEADER.unpack(await reader.readexactly(wire.HEADER.size))
+                (length,) = framing.HEADER.unpack(await reader.readexactly(framing.HEADER.size))
                 if length > wire.MAX_REQUEST_BYTES:
                     raise ClusterError(f"a request of {length} bytes is too large")
-                writer.write(wire.frame(self._reply_to(await reader.readexactly(length))))
+                writer.write(framing.frame(self._reply_to(await reader.readexactly(length))))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass  # the client went away or sent half a request: nothing was done for it
         except ClusterError as error:
-            writer.write(wire.frame(wire.RefusedReply(error.cause, error.remedy)))
+            writer.write(framing.frame(wire.RefusedReply(error.cause, error.remedy)))
         finally:
             writer.close()
 
@@ -286,7 +285,7 @@ def _members(running: _Running) -> tuple[int, ...]:
 
 def _check_peer(sock: socket.socket) -> None:
     """The folder's mode keeps others out already; the kernel's word on who is there costs nothing more."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    uid = framing.peer_uid(sock)
     if uid != os.getuid():
         raise ClusterError(f"user {uid} may not use this cluster")
 

@@ -211,7 +211,7 @@ def account_limits(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
         return SiteFinding(
             name, Level.OK, "AccountingStorageEnforce has no limits: none of an account is enforced"
         )
-    default = facts.text("admin").strip().split("|")
+    default = facts.text("engines admin").strip().split("|")
     account = wanted.account.lower() or (default[1] if len(default) == 3 else "")  # as slurmdbd has it
     found = facts.associations
     own = [one for one in found if one.user == wanted.user and one.account == account]
@@ -317,7 +317,8 @@ NO_ENGINE = (
 CLOSED = "let compute nodes reach the daemon's port and the weights' ports of training nodes (docs/admin.md, Firewall)"
 #: What a probe says "ok" of, with the remedy where it does not.
 PROBED = {
-    "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user",
+    "state_dir": "mount daemon.state_dir on the compute nodes, readable for the daemon's user (with cluster.submit_socket: "
+    "daemon.public_dir and cluster.engines_dir, for cluster.engines_user)",
     "python": "install scavenger there at the same path, or set harvest.python",
     "port": "set daemon.listen, daemon.advertise and daemon.port to what the firewall lets compute nodes reach",
     "slurmctld": "let compute nodes reach SlurmctldPort: without it no engine can put itself back into the queue",

@@ -29,6 +29,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("qos", limits.qos),
     ("account limits", limits.account_limits),
     ("private data", site.private_data),
+    ("engines' user", site.engines_user),
     ("gpus", site.gpus),
     ("partition limits", limits.partition_limits),
     ("enforce limits", limits.enforce_limits),

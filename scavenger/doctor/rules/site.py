@@ -78,19 +78,24 @@ def private_data(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     hidden = sorted(set(facts.words("PrivateData")) - HARMLESS_PRIVATE)
     if not hidden:
         return SiteFinding("private data", Level.OK, "the whole queue is visible to every user")
-    level = facts.answers.get("admin")
-    admin = level.text.strip().rpartition("|")[2] if level is not None and not level.error else ""
-    if admin.lower() in ("operator", "administrator", "admin"):
+    reader = wanted.viewer or wanted.daemon_user or wanted.user
+    if admin := _admin(facts, "admin"):
         observed = (
-            f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same, and may cancel any job; "
-            "docs/site.md says what needs less"
+            f"PrivateData={','.join(hidden)}, and {reader} is {admin}: it sees the whole queue all the same"
         )
-        return SiteFinding("private data", Level.OK, observed)
+        if wanted.viewer:
+            return SiteFinding("private data", Level.OK, f"{observed}, and shows it to the daemon alone")
+        return SiteFinding(
+            "private data",
+            Level.OK,
+            f"{observed}, and may cancel any job; docs/site.md says what needs less (cluster.view_socket)",
+        )
     if NEEDED_PRIVATE & set(hidden):
-        observed = f"PrivateData hides {', '.join(hidden)} from {wanted.user}: the daemon cannot see idle GPUs, and does not start"
+        observed = f"PrivateData hides {', '.join(hidden)} from {reader}: the daemon cannot see idle GPUs, and does not start"
         remedy = (
-            f"take {', '.join(sorted(NEEDED_PRIVATE & set(hidden)))} out of PrivateData in slurm.conf: nothing less than an operator sees "
-            "them, who may also cancel every job (docs/site.md)"
+            f"take {', '.join(sorted(NEEDED_PRIVATE & set(hidden)))} out of PrivateData in slurm.conf, or let a process of an operator "
+            "read the queue for the daemon (cluster.view_socket, docs/site.md): nothing less than an operator sees them, who may "
+            "also cancel every job"
         )
         return SiteFinding("private data", Level.PROBLEM, observed, remedy)
     if hidden == ["reservations"]:
@@ -101,11 +106,45 @@ def private_data(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
     remedy = (
         f"take {', '.join(hidden)} out of PrivateData in slurm.conf, which gives no user a right (slurmdbd.conf has its own: it may "
         "stay); or let only named users into the partition (AllowAccounts), or set harvest.sole_user = true: then it is harvested "
-        f"without seeing who waits; or make {wanted.user} coordinator of the accounts whose jobs wait there (sacctmgr add coordinator "
-        f"account=NAME names={wanted.user}), with harvest.sees_all_jobs = true: it may then cancel these accounts' jobs. An operator "
-        "sees all jobs too, but may cancel every job and change the accounts, and engines run as the same user (docs/site.md)"
+        "without seeing who waits; or let a small process of another user, who sees every job, read the queue for the daemon and do "
+        "nothing else (scripts/scavenger-slurm-view.service, cluster.view_socket); or make "
+        f"{reader} coordinator of the accounts whose jobs wait there (sacctmgr add coordinator account=NAME names={reader}), with "
+        "harvest.sees_all_jobs = true: it may then cancel these accounts' jobs. Make the user of daemon or engines no operator: that "
+        "may cancel every job (docs/site.md)"
     )
     return SiteFinding("private data", Level.WARNING, observed, remedy)
+
+
+def _admin(facts: SiteFacts, question: str) -> str:
+    """The level of a user in slurmdbd where it is one that may do more than others, else ""."""
+    level = facts.answers.get(question)
+    admin = level.text.strip().rpartition("|")[2] if level is not None and not level.error else ""
+    return admin if admin.lower() in ("operator", "administrator", "admin") else ""
+
+
+def engines_user(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:
+    """Whether a process that escapes from an engine can read the daemon's keys and all owners' samples, or cancel others' jobs."""
+    daemon = wanted.daemon_user or wanted.user
+    facts.text("config")  # a Slurm that does not answer has not said who is an operator
+    if admin := _admin(facts, "engines admin"):
+        observed = f"engines run as {wanted.user}, which is {admin}: a process that escapes from one may cancel every job of the site"
+        remedy = (
+            f"sacctmgr modify user {wanted.user} set adminlevel=none; what reads the queue instead: cluster.view_socket "
+            "(docs/site.md)"
+        )
+        return SiteFinding("engines' user", Level.WARNING, observed, remedy)
+    if wanted.user != daemon:
+        observed = (
+            f"engines run as {wanted.user}, and the daemon as {daemon}: they cannot read its keys and ledger"
+        )
+        return SiteFinding("engines' user", Level.OK, observed)
+    observed = f"engines run as {daemon}, as the daemon does: a process that escapes from one can read its keys and ledger"
+    if not wanted.shared:
+        return SiteFinding(
+            "engines' user", Level.OK, f"{observed}, which are this user's own (daemon.public_dir is not set)"
+        )
+    remedy = "run engines as a user of their own: cluster.submit_socket, scripts/scavenger-slurm-submit.service (docs/site.md)"
+    return SiteFinding("engines' user", Level.WARNING, observed, remedy)
 
 
 def clock(facts: SiteFacts, wanted: SiteRequirements) -> SiteFinding:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from scavenger.cluster.proxy.client import EngineAccount
 from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
@@ -67,9 +68,11 @@ class Sources:
 
 
 class WorkerKeys:
-    """The key files under `state_dir`, and what the daemon's key ring has of them."""
+    """The key files under `state_dir`, and what the daemon's key ring has of them. `account`: where engines are another user's, which has
+    a copy of its own; the daemon believes its own."""
 
-    def __init__(self, state_dir: Path, router: RouterLink) -> None:
+    def __init__(self, state_dir: Path, router: RouterLink, account: EngineAccount | None = None) -> None:
+        self._account = account
         self._state_dir, self._register, self._unregister = state_dir, router.register, router.unregister
         self._minted: dict[str, keys.KeyPair] = {}  # by intent that is not submitted yet
         self._public: dict[str, str] = {}  # intent -> public key that we let in
@@ -80,8 +83,11 @@ class WorkerKeys:
         return pair.public
 
     def write(self, intent_id: str) -> None:
-        """Put the pair where its job will read it. Blocks; raises `OSError`."""
-        keys.write_keypair(keys.worker_key_path(self._state_dir, intent_id), self._minted[intent_id])
+        """Put the pair where its job will read it. Blocks; raises `OSError`, `ClusterError`."""
+        pair = self._minted[intent_id]
+        keys.write_keypair(keys.worker_key_path(self._state_dir, intent_id), pair)
+        if self._account is not None:
+            self._account.put_key(pair)
 
     def allow(self, intent_id: str) -> None:
         """Let the holder of a minted pair in, as the worker of its run and intent."""
@@ -112,6 +118,7 @@ class WorkerKeys:
     def _drop_files(self, intent_id: str) -> None:
         try:
             keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
-            drop_empty_log(self._state_dir, intent_id)
+            if self._account is None:
+                drop_empty_log(self._state_dir, intent_id)
         except OSError as error:  # its key opens nothing; the next daemon's start tries again
             log.warning("a closed job's files stay", intent=intent_id, reason=str(error))

@@ -34,7 +34,8 @@ TEMPLATE = "scripts/rollout.sbatch.j2"
 
 @dataclass(frozen=True, slots=True)
 class JobScript:
-    """The template's variables. `key` and `state_dir` are paths on the cluster's shared file system;
+    """The template's variables. `key` and `state_dir` (where the daemon announces itself: its public folder for engines
+    of another user) are paths on the cluster's shared file system;
     `local_dir` is the local backend's directory (unused on Slurm). `engine` is imported while the daemon is
     asked, whose answer decides what is built. `container`: what stands before the engine's command, or "".
     `after_drain`: what the job does on Slurm's notice. `code`: the release that is to run, "" for any.
@@ -124,7 +125,9 @@ def job_spec(
     config: DaemonConfig, template: str, backend: str, uid: str, intent_id: str, submit: Submit
 ) -> JobSpec:
     """The job for one engine. Raises `ConfigError` when the template cannot be rendered."""
-    harvest, state_dir = config.harvest, config.daemon.state_dir.resolve()
+    harvest, home = config.harvest, config.engines_home
+    there = config.daemon.state_dir if config.cluster.submit_socket is None else config.daemon.public_dir
+    assert there is not None  # by the configuration
     kind: Literal["slurm", "local"] = "local" if backend == "local" else "slurm"
     local_dir = config.cluster.local_dir
     cpus = submit.cpus or harvest.cpus_per_engine
@@ -137,8 +140,8 @@ def job_spec(
     script = JobScript(
         backend=kind,
         python=harvest.python or sys.executable,
-        state_dir=str(state_dir),
-        key=str(keys.worker_key_path(state_dir, intent_id)),
+        state_dir=str(there.resolve()),
+        key=str(keys.worker_key_path(home, intent_id)),
         run=submit.run,
         engine=submit.engine,
         omp_threads=cpus,
@@ -164,8 +167,8 @@ def job_spec(
         begin_s=BEGIN_S if submit.standby else 0.0,
         nodelist=submit.nodelist,
         exclude=submit.exclude,
-        output=str(log_path(state_dir, intent_id)),
-        workdir=str(state_dir),
+        output=str(log_path(home, intent_id)),
+        workdir=str(home),
         account=of_owner(harvest.account, submit.owner),
         qos=harvest.qos,
         wckey=of_owner(harvest.wckey, submit.owner),

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 
 from scavenger.asyncio_helpers import within
+from scavenger.errors import ClusterError
 
 log = structlog.get_logger()
 
@@ -80,13 +84,23 @@ def bound(folder: Path, live: Collection[str], most_bytes: int) -> Plan:
 
 
 def last_words(path: Path, most: int = 300) -> str:
-    """What the job said last, on one line, best its worker's own word; "" where it left no log. Raises `OSError`."""
+    """`words_of` the log; "" where the job left none. Raises `OSError`."""
+    return words_of(end_of(path), most)
+
+
+def end_of(path: Path) -> bytes:
+    """The last `TAIL_BYTES` of a log; b"" where there is none. Raises `OSError`."""
     try:
-        with path.open("rb") as file:
+        with _open(path, os.O_RDONLY) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+            return file.read()
     except FileNotFoundError:
-        return ""
+        return b""
+
+
+def words_of(end: bytes, most: int = 300) -> str:
+    """What the job said last, on one line, best its worker's own word. Pure."""
+    lines = end.decode("utf-8", "replace").splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
     own = [line.removeprefix(_OF_WORKER) for line in said if line.startswith(_OF_WORKER)]
     return "".join(c if c.isprintable() else "?" for c in (own or said or [""])[-1])[:most]
@@ -94,29 +108,37 @@ def last_words(path: Path, most: int = 300) -> str:
 
 def _cut(path: Path) -> None:
     """What the job writes between the reading and the cut is lost; it is a log."""
-    with path.open("r+b") as file:
+    with _open(path, os.O_RDWR) as file:
         file.seek(-TAIL_BYTES, os.SEEK_END)
         tail = file.read(TAIL_BYTES)
         file.truncate(0)
-    with path.open("ab") as file:
+    with _open(path, os.O_WRONLY | os.O_APPEND) as file:
         file.write(
             b"[scavenger: this log was too large; its beginning was cut off]\n" + tail.partition(b"\n")[2]
         )
 
 
+def _open(path: Path, how: int) -> IO[bytes]:
+    """A job may put anything where its log was: no link is followed, and no writer of a pipe is waited for. Raises `OSError`."""
+    descriptor = os.open(path, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, {os.O_RDONLY: "rb", os.O_RDWR: "r+b"}.get(how, "ab"))
+
+
 async def watch(
-    folder: Path,
+    bound: Callable[[Collection[str]], object],
     live: Callable[[], Collection[str]],
-    most_bytes: int,
     stop: asyncio.Event,
     check_interval_s: float = CHECK_INTERVAL_S,
 ) -> None:
-    """Keep the bound until `stop`. A fault ends nothing."""
+    """Keep the bound until `stop`: `bound` is called with the names of jobs that may still write. A fault ends nothing."""
     while not stop.is_set():
         try:
-            await asyncio.to_thread(bound, folder, frozenset(live()), most_bytes)
-        except FileNotFoundError:
-            log.debug("no job has written a log yet", folder=str(folder))
-        except OSError as error:
-            log.warning("job logs not bounded; tried again", folder=str(folder), reason=str(error))
+            await asyncio.to_thread(bound, frozenset(live()))
+        except FileNotFoundError as error:
+            log.debug("no job has written a log yet", folder=error.filename)
+        except (OSError, ClusterError) as error:
+            log.warning("job logs not bounded; tried again", reason=str(error))
         await within(stop, check_interval_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scavenger.harvest.execute.job_logs import TAIL_BYTES, LogFile, Plan, bound, last_words, plan
+from scavenger.cluster.job_logs import TAIL_BYTES, LogFile, Plan, bound, last_words, plan
 
 MB = 2**20
 

@@ -1,0 +1,157 @@
+"""What the daemon and the processes that act on Slurm for it say to each other: one typed request and one reply a connection.
+
+    role submit   Greet PutKey SubmitJob CancelJobs RequeueJob ReleaseJob ReadLog Tidy
+    role view     Greet GetInfo GetView GetJobs GetAccounting
+
+Each role decodes its own requests only: what the other one answers is no message to it. Owns the types and the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
+from scavenger.protocol.keys import KeyPair
+
+Role = Literal["submit", "view"]
+
+MAX_REQUEST_BYTES = 1 << 20
+#: A view of 100,000 jobs takes about 60 MB; role submit has nothing large to say.
+MAX_REPLY_BYTES: Mapping[Role, int] = {"view": 512 << 20, "submit": 1 << 20}
+#: A reply that counts more than this took no request: no command does.
+MOST_RPC = 1000
+#: Of a job's log, so much of its end is given.
+LOG_BYTES = 64 * 1024
+
+JobName = Annotated[str, msgspec.Meta(pattern=r"^scv-[a-z0-9-]{1,40}$")]
+
+
+class Greet(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class PutKey(msgspec.Struct, frozen=True, tag=True):
+    """The key of one engine, before its job is submitted."""
+
+    intent: JobName
+    pair: KeyPair
+
+
+class SubmitJob(msgspec.Struct, frozen=True, tag=True):
+    spec: JobSpec
+
+
+class CancelJobs(msgspec.Struct, frozen=True, tag=True):
+    job_ids: tuple[int, ...]
+
+
+class RequeueJob(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+
+
+class ReleaseJob(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+    node: str
+
+
+class ReadLog(msgspec.Struct, frozen=True, tag=True):
+    name: JobName
+
+
+class Tidy(msgspec.Struct, frozen=True, tag=True):
+    """Keep the keys and the logs of these jobs, and of others the newest logs within the bound."""
+
+    live: tuple[JobName, ...]
+    most_bytes: int
+
+
+class GetInfo(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetView(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetJobs(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetAccounting(msgspec.Struct, frozen=True, tag=True):
+    job_ids: tuple[int, ...]
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    """Who is there. `folder`: of engines' keys and logs; "" in role view."""
+
+    role: Role
+    user: str
+    folder: str = ""
+
+
+class InfoReply(msgspec.Struct, frozen=True, tag=True):
+    info: ClusterInfo
+
+
+class ViewReply(msgspec.Struct, frozen=True, tag=True):
+    view: ClusterView
+
+
+class JobsReply(msgspec.Struct, frozen=True, tag=True):
+    jobs: tuple[Job, ...]
+
+
+class AccountingReply(msgspec.Struct, frozen=True, tag=True):
+    lives: tuple[JobLife, ...]
+
+
+class SubmitReply(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+
+
+class LogReply(msgspec.Struct, frozen=True, tag=True):
+    end: bytes  # b"" where there is none
+
+
+class DoneReply(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class FailedReply(msgspec.Struct, frozen=True, tag=True):
+    """`kind`: which error it becomes again. `error_kind`: of `unavailable`."""
+
+    kind: Literal["refused", "unavailable", "unknown"]
+    cause: str
+    remedy: str = ""
+    error_kind: str = ""
+
+
+SubmitRequest = Greet | PutKey | SubmitJob | CancelJobs | RequeueJob | ReleaseJob | ReadLog | Tidy
+ViewRequest = Greet | GetInfo | GetView | GetJobs | GetAccounting
+Request = SubmitRequest | ViewRequest
+Reply = (
+    Greeting
+    | InfoReply
+    | ViewReply
+    | JobsReply
+    | AccountingReply
+    | SubmitReply
+    | LogReply
+    | DoneReply
+    | FailedReply
+)
+
+
+class ProxyAnswer(msgspec.Struct, frozen=True):
+    """`rpc`: requests to slurmctld that it took, as `port.RpcCounter` counts them."""
+
+    reply: Reply
+    rpc: dict[str, int] = {}
+
+
+submit_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(SubmitRequest)
+view_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(ViewRequest)
+answers = msgspec.msgpack.Decoder(ProxyAnswer)
