@@ -31,7 +31,7 @@ from scavenger import config as configs
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.protocol import keys
-from trainer import embedded, engine_control, failure, mpi_settings, reserved
+from trainer import embedded, engine_control, failure, mpi_settings, reach, reserved
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
 from trainer.mpi_settings import GiveUp, Library, MpiChoice, Trial
@@ -42,6 +42,8 @@ POLL_S = 0.2
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Of a tiny world: MPI's start and a byte each way; and of its Python's start as well, on a slow file system.
 WORLD_S, TRIAL_S = 10.0, 60.0
+#: Where a host of the job drops connections: it meets soon, or not at all.
+SILENT_TRIAL_S = 20.0
 VERSION_S = 20.0
 LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -190,16 +192,28 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
         return RankStart(made.trainer, environ, "one rank needs no launcher")
     found = _library(made, environ)
     launchers, trials = _launchers(made, found, environ), list[Trial]()
+    silent = reach.silent_hosts(_other_hosts(environ)) if made.slurm else ()
     while True:
-        chosen = mpi_settings.decide(found, launchers, made.ranks, trials)
+        chosen = mpi_settings.decide(found, launchers, made.ranks, trials, silent)
         if isinstance(chosen, GiveUp):
             raise ConfigError(chosen.reason, chosen.remedy)
         whole = dict(chosen.settings.environ) | dict(environ)
         if isinstance(chosen, MpiChoice):
             return RankStart(tuple(_launched(chosen.launcher, made, made.trainer)), whole, chosen.reason)
         probe = [made.python, "-m", "trainer.world_probe", str(made.ranks), f"{WORLD_S:g}"]
-        code, error_text = _tried(_launched(chosen.launcher, made, probe), whole, TRIAL_S)
+        limit_s = SILENT_TRIAL_S if silent else TRIAL_S
+        print(f"launch: trying {made.ranks} ranks under {chosen.launcher}", flush=True)
+        code, error_text = _tried(_launched(chosen.launcher, made, probe), whole, limit_s)
         trials.append(Trial(chosen.launcher, chosen.settings, code, error_text))
+
+
+def _other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The job's hosts but this one; none where Slurm does not say."""
+    nodes, here = environ.get("SLURM_JOB_NODELIST", ""), environ.get("SLURMD_NODENAME", "")
+    if environ.get("SLURM_JOB_NUM_NODES", "1") == "1" or not nodes or not here:
+        return ()
+    named = _output(["scontrol", "show", "hostnames", nodes], environ).split()
+    return tuple(name for name in named if name != here)
 
 
 def _launchers(made: LaunchPlan, found: Library, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -27,6 +27,10 @@ OVERSUBSCRIBE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
+_OPEN_TCP = (
+    "try it in such an allocation: `mpirun -n 2 python -m trainer.world_probe 2 10`; open TCP between the nodes, "
+    "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun and SLURM_MPI_TYPE"
+)
 _TCP = {"OMPI_MCA_btl": "self,tcp"}
 #: Open MPI 5 asks the kernel for routes by netlink; where that finds none to the host's own address, its
 #: TCP calls
@@ -126,11 +130,12 @@ def candidates(found: Library) -> tuple[MpiSettings, ...]:
 
 
 def decide(
-    found: Library, launchers: Sequence[str], ranks: int, trials: Sequence[Trial]
+    found: Library, launchers: Sequence[str], ranks: int, trials: Sequence[Trial], silent: Sequence[str] = ()
 ) -> Try | MpiChoice | GiveUp:
     """The next trial, or the first candidate whose world met.
 
-    `launchers` in the order in which they are preferred.
+    `launchers` in the order in which they are preferred. `silent`: the job's hosts that drop connections from here; after one trial that
+    did not meet, no other is made.
     """
     if trials and trials[-1].code == 0:
         last = trials[-1]
@@ -142,6 +147,10 @@ def decide(
             "install mpi4py for SCAVENGER_PYTHON and an MPI library (openmpi-bin), on every node of the job"
         )
         return GiveUp(f"ranks cannot load MPI: {trials[-1].words}", remedy)
+    if trials and silent:
+        several = len(silent) > 1
+        dropped = f"{', '.join(silent)} {'drop' if several else 'drops'} TCP connections from this host"
+        return GiveUp(f"{ranks} ranks cannot reach one another: {dropped}; {_describe(trials)}", _OPEN_TCP)
     #: Singletons: launcher and library do not know one another, and no transport changes that.
     hopeless = {trial.launcher for trial in trials if trial.code == WRONG_SIZE}
     tried = {(trial.launcher, trial.settings.name) for trial in trials}
@@ -149,11 +158,7 @@ def decide(
         for settings in candidates(found):
             if launcher not in hopeless and (launcher, settings.name) not in tried:
                 return Try(launcher, settings)
-    remedy = (
-        "try it in such an allocation: `mpirun -n 2 python -m trainer.world_probe 2 10`; open TCP between the nodes, "
-        "or set the OMPI_MCA_* variables that this network needs, or SCAVENGER_MPI=srun|mpirun and SLURM_MPI_TYPE"
-    )
-    return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_describe(trials)}", remedy)
+    return GiveUp(f"{ranks} ranks cannot reach one another by MPI ({found}): {_describe(trials)}", _OPEN_TCP)
 
 
 def _describe(trials: Sequence[Trial]) -> str:

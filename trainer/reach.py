@@ -5,9 +5,11 @@ Owns the two checks and their words. MPI is handed in: this module imports neith
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,6 +20,8 @@ TAG = 3
 #: MPI_Init has met before: what is left is one small message each way.
 LIMIT_S = 20.0
 CONNECT_S = 5.0
+#: Of those that Linux gives by itself (32768 to 60999); how long an answer may take between nodes of one cluster.
+SILENT_PORTS, SILENT_S = (34567, 45678, 56789), 3.0
 _POLL_S = 0.002
 
 
@@ -75,6 +79,31 @@ def connects(host: str, port: int, limit_s: float = CONNECT_S) -> str:
             return ""
     except OSError as error:
         return f"{host}:{port}: {error.strerror or error}"
+
+
+def silent_hosts(
+    hosts: Sequence[str], ports: Sequence[int] = SILENT_PORTS, limit_s: float = SILENT_S
+) -> tuple[str, ...]:
+    """Hosts that neither accept nor refuse a connection at any of these ports: something drops TCP on the way, as firewalls do.
+
+    Srun, MPI and torch connect at ports that the system gives. Names that do not resolve are left to them: they say so at once.
+    """
+    if not hosts:
+        return ()
+
+    def is_dropped(host: str, port: int) -> bool:
+        try:
+            socket.create_connection((host, port), limit_s).close()
+        except TimeoutError:
+            return True
+        except OSError as error:
+            return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        return False
+
+    pairs = [(host, port) for host in hosts for port in ports]
+    with ThreadPoolExecutor(min(64, len(pairs))) as pool:
+        dropped = dict(zip(pairs, pool.map(lambda pair: is_dropped(*pair), pairs), strict=True))
+    return tuple(host for host in hosts if all(dropped[host, port] for port in ports))
 
 
 def check_tcp(comm: Any, limit_s: float = CONNECT_S) -> None:

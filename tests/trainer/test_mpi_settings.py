@@ -3,6 +3,7 @@ and the tiny world, under a real mpirun."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -121,6 +122,33 @@ def test_a_launcher_that_starts_worlds_of_one_is_tried_once_whatever_the_transpo
     second = chosen(OPEN_MPI_4, Trial("srun", first.settings, WRONG_SIZE, "a world of 1 and not of 2"))
     assert isinstance(second, Try)
     assert second.launcher == "mpirun"
+
+
+def test_where_a_host_drops_connections_one_trial_is_enough() -> None:
+    library, launchers = mpi_settings.library(OPEN_MPI_5), ("srun", "mpirun")
+    first = mpi_settings.decide(library, launchers, 2, (), ("node2",))
+    assert isinstance(first, Try), "a port range of their own may be open"
+    failed = Trial(first.launcher, first.settings, None, "did not end within 20 s")
+    given_up = mpi_settings.decide(library, launchers, 2, (failed,), ("node2",))
+    assert isinstance(given_up, GiveUp)
+    assert "cannot reach one another: node2 drops TCP connections from this host; " in given_up.reason
+    assert "open TCP between the nodes" in given_up.remedy
+    met = Trial(first.launcher, first.settings, 0)
+    assert isinstance(mpi_settings.decide(library, launchers, 2, (met,), ("node2",)), MpiChoice)
+
+
+def test_a_host_that_refuses_is_there_and_one_that_says_nothing_is_silent() -> None:
+    """A listener whose queue is full drops what comes next, as a firewall does."""
+    with contextlib.ExitStack() as kept:
+        full = kept.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        port = full.getsockname()[1]
+        for _ in range(8):
+            waiting = kept.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        assert reach.silent_hosts(("127.0.0.1", "127.0.0.2"), (port,), 0.5) == ("127.0.0.2",)
+        assert reach.silent_hosts(("no-such-host.invalid",), (port,), 0.5) == ()
+        assert reach.silent_hosts((), (port,), 0.5) == ()
 
 
 def test_when_no_candidate_is_left_each_one_s_words_are_told() -> None:
