@@ -47,6 +47,12 @@ class Case:
     targets: tuple[str, ...] = ()
     reference: bool = False
     rows: int = 1
+    padded: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """A deterministic run computes in float64."""
+        return self.compute == 8
 
     @property
     def shape(self) -> ModelShape:
@@ -69,6 +75,7 @@ class Case:
             lora_rank=self.lora_rank,
             targets=self.targets,
             compute=self.compute,
+            master=8 if self.exact else 4,
             flash=False,
         )
 
@@ -80,6 +87,8 @@ CASES = {
     "dense, 8 ranks, few tokens": Case(QWEN, 8, 64),
     "dense, 8 ranks, recomputed": Case(QWEN, 8, 1024, recompute=True),
     "dense, several samples": Case(LLAMA, 2, 512, 4, rows=4),
+    "dense, padded": Case(QWEN, 1, 512, 4, rows=4, padded=True),
+    "dense, deterministic": Case(LLAMA, 2, 256, 8, head_chunk=0, rows=2, padded=True),
     "dense, reference model": Case(LLAMA, 2, 256, reference=True),
     "large vocabulary": Case(LLAMA | {"vocab_size": 16384, "num_hidden_layers": 2}, 8, 32),
     "large tied vocabulary": Case(QWEN | {"vocab_size": 16384, "num_hidden_layers": 2}, 8, 32),

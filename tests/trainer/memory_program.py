@@ -75,14 +75,14 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def micro(case: Case) -> Micro:
-    """All rows together have the case's tokens; one is `longest`, if that is named."""
+    """All rows together have the case's tokens."""
     rows = []
     for number in range(case.rows):
         answer = case.tokens // case.rows - PROMPT
         tokens = messages.pack_tokens([3 + place % 11 for place in range(PROMPT + answer)])
         logprobs = messages.pack_logprobs([-2.0] * answer)
         rows.append(TrainRow(number, tokens[: 4 * PROMPT], tokens[4 * PROMPT :], logprobs, 0.5))
-    return Micro(tuple(rows), 0)
+    return Micro(tuple(rows), case.tokens // case.rows if case.padded else 0)
 
 
 def measured(case: Case) -> dict[str, int]:
@@ -98,12 +98,13 @@ def measured(case: Case) -> dict[str, int]:
             recipe=resolve(AlgorithmSection(kl_coef=0.1 if case.reference else 0.0), 8),
             optimizer=OptimizerSection(lr=1e-3),
             temperature=1.0,
-            deterministic=False,
+            deterministic=case.exact,
             trainer=TrainerSection(
                 offload="always",
                 compute_dtype="bfloat16" if case.compute == 2 else "float32",
                 activation_checkpointing=case.recompute,
                 head_chunk_tokens=case.head_chunk,
+                packing=not case.padded,
             ),
             lora=LoraSection(rank=case.lora_rank, targets=case.targets) if case.lora_rank else LoraSection(),
             gpu=RankGpu(gpu),
