@@ -260,3 +260,15 @@ def test_the_simulator_counts_states_and_keys_as_the_trainer_and_its_engines_do(
             capacity = presets.H100.memory_bytes
             live = training.offloads("auto", resident=states, engine=share * capacity, capacity=capacity)
             assert settings.offloads(states, presets.H100) is live
+
+
+def test_an_engine_that_is_too_small_is_told_how_many_gpus_hold_it() -> None:
+    large = MODELS["32B"]
+    small = job(large, ranks=64, gpu_gb=80.0)
+    cause, remedy = fit.problem(large, replace(small, engine_share=0.6))
+    assert "an engine's weights take 65.5 GB of each of its 1 GPUs" in cause
+    assert "this fits: run.gpus_per_engine = 2" in remedy
+    assert fit.cache_problem(large, replace(small, engine_gpus=2, reserved_gpus=2), 40960) == ("", "")
+    cause, remedy = fit.cache_problem(large, small, 40960)
+    assert "an engine (run.gpus_per_engine = 1) has 1.5 GB for its KV cache" in cause
+    assert remedy.endswith("this fits: run.gpus_per_engine = 2")

@@ -86,7 +86,8 @@ def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> 
         return (
             f"an engine's weights take {asks.engine:.1f} GB of each of its {job.engine_gpus} GPUs, of which it may have "
             f"{engine:.1f} GB: too little is left for its cache",
-            "raise run.gpus_per_engine, or engine.gpu_memory_share",
+            "raise run.gpus_per_engine, or engine.gpu_memory_share"
+            + _wider(shape, job, "run.gpus_per_engine", job.longest),
         )
     each = engines.weight_nbytes(shape, job.reserved_gpus) / GB
     if job.reserved and each > _WEIGHTS_SHARE * engine:
@@ -122,9 +123,23 @@ def cache_problem(shape: ModelShape, job: TrainJob, context: int) -> tuple[str, 
             return (
                 f"{who} ({key} = {gpus}) has {max(0, cache.nbytes) / GB:.1f} GB for its KV cache, and one sample of model.context_length = "
                 f"{context} tokens takes {context * cache.token / GB:.1f} GB",
-                f"raise {key} or engine.gpu_memory_share, or lower sampling.max_tokens and model.context_length",
+                f"raise {key} or engine.gpu_memory_share, or lower sampling.max_tokens and model.context_length"
+                + _wider(shape, job, key, context),
             )
     return "", ""
+
+
+def _wider(shape: ModelShape, job: TrainJob, key: str, context: int) -> str:
+    """The fewest GPUs of an engine that hold the weights and one sample of `context` tokens, as a remedy; "" where 8 do not."""
+    most = job.engine_share * job.gpu_gb * GB
+    for gpus in (1, 2, 4, 8):
+        if shape.heads and shape.heads % gpus:
+            continue
+        room = engines.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
+        holds = not room.token or room.tokens >= context
+        if engines.weight_nbytes(shape, gpus) <= _WEIGHTS_SHARE * most and holds:
+            return f"; this fits: {key} = {gpus}"
+    return ""
 
 
 def host_problem(shape: ModelShape, job: TrainJob, node_gb: float) -> tuple[str, str]:
