@@ -245,35 +245,28 @@ class Peak:
             self.account.close()
 
 
-def predicted(model: Dense, tokens: int, *, recompute: bool, head_chunk: int) -> Any:
+def predicted(model: Dense, tokens: int, *, recompute: bool, head_chunk: int, device: str) -> Any:
     """What `scavenger init --check` adds up for one rank without an engine."""
-    from trainer.prepare import memory
+    from scavenger.sizing import fit
+    from scavenger.sizing.shape import of_config
+    from scavenger.sizing.training import TrainJob
 
-    shape = memory.ModelShape(
-        model.parameters,
-        model.layers,
-        model.hidden,
-        model.inner,
-        model.vocabulary,
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-    )
-    known = {field.name for field in dataclasses.fields(memory.TrainJob)}
-    more: dict[str, Any] = {"head_chunk": head_chunk} if "head_chunk" in known else {}
-    job = memory.TrainJob(
+    shape = of_config(model.config())
+    job = TrainJob(
         ranks=1,
         gpu_gb=80.0,
         micro_tokens=tokens,
         checkpointing=recompute,
-        trained=model.parameters,
+        trained=shape.parameters,
         reference=False,
         reserved=False,
         engine_share=0.9,
         engine_gpus=1,
-        **more,
+        head_chunk=head_chunk,
+        compute=2 if device == "cuda" else 4,
+        flash=device == "cuda",
     )
-    return memory.need(shape, job)
+    return fit.need(shape, job)
 
 
 def head_chunk() -> int:
@@ -404,7 +397,7 @@ def _peaks(bench: Bench, what: str, model: Dense, recompute: bool, sizes: list[i
             rank.release()
             peak.reset()
             _step(rank, micro(model, [tokens]), 2, tokens)
-            asks = predicted(model, tokens, recompute=recompute, head_chunk=head_chunk())
+            asks = predicted(model, tokens, recompute=recompute, head_chunk=head_chunk(), device=bench.device)
             said = (asks.states + asks.step) * GB
             note = f"{peak.most() / GB:.4g} GB, {said / GB:.4g} predicted"
             bench.figure(name, "peak over predicted", peak.most() / said, least=0.9, most=1.1, note=note)

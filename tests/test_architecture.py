@@ -27,6 +27,7 @@ SHARED = {
     "parsing",
     "protocol",
     "resources",
+    "sizing",
     "toml",
     "weights",
     "__version__",
@@ -37,6 +38,7 @@ ORDER = (
     "errors",
     "parsing",
     "backoff",
+    "sizing",
     "toml",
     "resources",
     "asyncio_helpers",
@@ -102,6 +104,7 @@ PURE = (
     "scavenger/weights/shards.py",
     "scavenger/weights/transfer.py",
     "scavenger/simulate/**/*.py",
+    "scavenger/sizing/*.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {

@@ -158,7 +158,7 @@ def test_missing_packages_are_named_with_the_way_to_bring_them(tmp_path: Path) -
             gpu.LEARNER,
             (
                 "trainer.model.learner",
-                "trainer.prepare.memory",
+                "scavenger.sizing.fit",
                 "scavenger.simulate.presets",
                 "trainer.loop.comm",
             ),

@@ -7,33 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.prepare import memory, sizes
-from trainer.prepare.memory import ModelShape, TrainJob
+from scavenger.sizing import fit, phases
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import GB, TrainJob
+from tests.public_models import MODELS
+from trainer.prepare import sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, COMPLETION = 1024, 8192
-VOCABULARY = 151_936
-
-
-def qwen3(
-    name: str, layers: int, hidden: int, heads: int, inner: int, *, tied: bool = False
-) -> tuple[str, ModelShape]:
-    """Qwen3's dense models, by their config.json: 8 KV heads of 128."""
-    layer = hidden * 128 * 2 * (heads + 8) + 3 * hidden * inner + 2 * hidden + 2 * 128
-    parameters = layers * layer + (1 if tied else 2) * VOCABULARY * hidden + hidden
-    return name, ModelShape(parameters, layers, hidden, inner, VOCABULARY, heads, 8, 128)
-
-
-MODELS = dict(
-    (
-        qwen3("0.6B", 28, 1024, 16, 3072, tied=True),
-        qwen3("1.7B", 28, 2048, 16, 6144, tied=True),
-        qwen3("4B", 36, 2560, 32, 9728, tied=True),
-        qwen3("8B", 36, 4096, 32, 12288),
-        qwen3("14B", 40, 5120, 40, 17408),
-        qwen3("32B", 64, 5120, 64, 25600),
-    )
-)
 GPUS = {"H100, A100 of 80 GB": 80.0, "H200 of 141 GB": 141.0}
 #: Of one node, then whole nodes.
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -67,22 +48,24 @@ def row(name: str, shape: ModelShape, gpu: str, gpu_gb: float) -> str:
             reserved_gpus=found.engine_gpus,
             longest=PROMPT + COMPLETION,
             head_chunk=1024,
+            per_node=min(count, 8),
         )
-        if memory.problem(shape, job)[0]:
+        if fit.problem(shape, job)[0]:
             continue
-        asks = memory.need(shape, job)
+        asks = fit.need(shape, job)
         cells = [
             name,
             gpu,
             f"{count}",
             f"{asks.states:.1f}",
             f"{asks.step:.1f}, {found.micro_tokens:,} tokens{', recomputed' * found.checkpointing}",
+            f"{phases.node_nbytes(shape, job) / GB:.0f}",
             f"{found.engine_gpus} x {found.share:.2f}",
             f"{found.max_batch}",
             f"{found.memory_mb / 1024:.0f} GiB, {found.cpus}",
         ]
         return f"| {' | '.join(cells)} |"
-    return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | |"
+    return f"| {name} | {gpu} | more than {COUNTS[-1]} | | | | | | |"
 
 
 def table() -> str:

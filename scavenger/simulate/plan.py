@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.simulate.decode import GpuDatasheet, Model
 from scavenger.simulate.lengths import Lengths, Lognormal, Sampled
+from scavenger.sizing import training
 
 _SHAPE = {
     "layers": "num_hidden_layers",
@@ -50,10 +51,6 @@ class RunAssumptions:
         return Lognormal.with_capped_share(self.sigma, cap, self.capped_share, self.correlation, self.drift)
 
 
-#: Of a GPU's memory, beside contexts and buffers of communication: as the trainer counts.
-USABLE = 0.94
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
     """What a run's training job does live: settings of `run.toml`, not of a published system. Seconds, tokens, shares of a GPU's memory.
@@ -61,7 +58,7 @@ class TrainingSettings:
     `forwards`: passes of each sample without gradients, for the reference model and for later mini-batches.
     """
 
-    offload: Literal["auto", "never", "always"] = "auto"
+    offload: training.Mode = "auto"
     memory_share: float = 0.9
     recompute: bool = False
     forwards: int = 0
@@ -70,10 +67,9 @@ class TrainingSettings:
     sleep_timeout_s: float = 60.0
 
     def offloads(self, state_nbytes: float, gpu: GpuDatasheet) -> bool:
-        """Whether `state_nbytes` of training state leave a GPU while engines have it: the trainer's own rule (`trainer.model.offload`)."""
-        if self.offload != "auto":
-            return self.offload == "always"
-        return state_nbytes + self.memory_share * gpu.memory_bytes > USABLE * gpu.memory_bytes
+        """Whether `state_nbytes` of training state leave a GPU while engines have it: the trainer's own rule."""
+        engine, capacity = self.memory_share * gpu.memory_bytes, gpu.memory_bytes
+        return training.offloads(self.offload, resident=state_nbytes, engine=engine, capacity=capacity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ import pytest
 
 from rollout.engines.base import EngineHost
 from scavenger.errors import EngineError
+from scavenger.sizing import engine as engine_sizes
+from scavenger.sizing.shape import of_config
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
@@ -69,6 +72,7 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
 
     kind: Any = Wide()
     trained = Trained(kind)
+    padded = of_config(json.loads(kind.text()) | {"vocab_size": 128})
 
     async def answers(gpus: int) -> list[Any]:
         engine = await vllm.build(kind.spec(), EngineHost("run", gpus))
@@ -93,6 +97,13 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
                 with pytest.raises(EngineError, match="does not sit in the engine as published"):
                     verify(9, swapped)
             assert engine.info().gpus == gpus
+            taken = await engine._llm.collective_rpc("scavenger_bytes_taken")
+            assert len(taken) == gpus
+            said_nbytes = engine_sizes.weight_nbytes(padded, gpus, 4)
+            assert all(one["weights"] == pytest.approx(said_nbytes, rel=0.1) for one in taken), (
+                taken,
+                said_nbytes,
+            )
         finally:
             await engine.close()
         return made

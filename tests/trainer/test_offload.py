@@ -32,7 +32,6 @@ from trainer.model import offload
 from trainer.model.learner import Learner
 from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.offload import Offload, choose
-from trainer.prepare import memory as prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
@@ -334,10 +333,6 @@ def test_the_rule_says_why(how: tuple[Any, ...], offloads: bool, reason: str) ->
     mode, resident, engine, capacity = how
     chosen = choose(mode, resident=resident, engine=engine, capacity=capacity)
     assert (chosen.offload, chosen.reason) == (offloads, reason)
-
-
-def test_a_run_keeps_as_much_of_a_gpu_free_as_init_s_check_does() -> None:
-    assert offload.USABLE == prepared.USABLE
 
 
 def test_auto_decides_by_what_engines_were_seen_to_take(

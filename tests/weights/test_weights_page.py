@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scavenger.config import HarvestSection, WeightsSection
 from scavenger.config.reference import default_text
-from trainer.prepare.memory import GPU_MB, PROCESS_MB, PublishedSize, engine_host_mb
+from scavenger.sizing.engine import GPU_MB, PROCESS_MB, PublishedSize, engine_host_mb
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/weights.md").read_text(encoding="utf-8")
 SET = PAGE.split("## What you set", 1)[1].split("\n## ", 1)[0]

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from rollout.engines.account import Account, Uncounted
+from scavenger.sizing.training import Mode
 from trainer.model import offload
-from trainer.model.offload import Mode, Offload, OffloadChoice, nbytes_of
+from trainer.model.offload import Offload, OffloadChoice, nbytes_of
 
 _log = structlog.get_logger(__name__)
 WEIGHTS, OPTIMIZER, GRADIENTS, STEP = "weights", "optimizer", "gradients", "step"

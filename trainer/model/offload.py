@@ -20,19 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from scavenger.sizing import training as sizing
+from scavenger.sizing.training import USABLE, Mode
 from scavenger.weights.memory import Buffer
 from trainer.model.pinned import Pins, cuda_pins
 from trainer.model.sharding import gather_after, layers
 
-Mode = Literal["auto", "never", "always"]
-#: Of a GPU's memory: CUDA contexts and NCCL's buffers take the rest. As `trainer.prepare.memory` has it, which a test holds.
-USABLE = 0.94
 #: Copies begin at multiples of this.
 _ALIGN = 512
 
@@ -58,12 +57,10 @@ def choose(mode: Mode, *, resident: int, engine: int | None, capacity: int) -> O
     if engine is None:
         return OffloadChoice(True, f"what an engine takes of {_gb(capacity)} beside {kept} is not known yet")
     both = f"{kept} and {_gb(engine)} of engines"
-    usable = int(USABLE * capacity)
-    if resident + engine <= usable:
+    if not sizing.offloads(mode, resident=resident, engine=engine, capacity=capacity):
         return OffloadChoice(False, f"{both} fit a GPU of {_gb(capacity)}")
-    return OffloadChoice(
-        True, f"{both} do not fit a GPU of {_gb(capacity)}, of which {_gb(usable)} are usable"
-    )
+    usable = f"of which {_gb(int(USABLE * capacity))} are usable"
+    return OffloadChoice(True, f"{both} do not fit a GPU of {_gb(capacity)}, {usable}")
 
 
 def _gb(nbytes: int) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from scavenger import resources
 from scavenger.errors import ConfigError, ScavengerError
+from scavenger.sizing import engine as engine_sizes
 from trainer.data.prompts import open_tokenizer
-from trainer.prepare import check, draft, kv_cache, model, rows, sizes
+from trainer.prepare import check, draft, model, rows, sizes
 from trainer.prepare.draft import RunOptions
 from trainer.prepare.rows import DataFacts
 
@@ -74,15 +75,15 @@ def gpu_memory(options: argparse.Namespace) -> tuple[float, str]:
     if options.gpu_memory_gb:
         return options.gpu_memory_gb, "as --gpu-memory-gb says"
     if options.gpu:
-        found = kv_cache.gpu_gb(options.gpu)
+        found = engine_sizes.gpu_gb(options.gpu)
         if not found:
-            known = ", ".join(sorted(name for name, _ in kv_cache.GPU_GB))
+            known = ", ".join(sorted(name for name, _ in engine_sizes.GPU_GB))
             raise ConfigError(
                 f"--gpu {options.gpu}: not a type whose memory is known",
                 f"say --gpu-memory-gb N, or one of {known}",
             )
         return found, f"as a {options.gpu} has"
-    found = min((gb for gb in map(kv_cache.gpu_gb, options.slurm_gpu.split(",")) if gb), default=0.0)
+    found = min((gb for gb in map(engine_sizes.gpu_gb, options.slurm_gpu.split(",")) if gb), default=0.0)
     return (found, f"a {options.slurm_gpu}, as Slurm names its GPUs there") if found else (ASSUMED_GPU_GB, "")
 
 

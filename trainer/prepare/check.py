@@ -23,13 +23,16 @@ from scavenger import config as configs
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError, StartFinding
 from scavenger.protocol import engine_options, keys
+from scavenger.sizing import engine as engine_sizes
+from scavenger.sizing import fit, phases
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
-from trainer.prepare import kv_cache, memory, weights
 from trainer.prepare import model as models
+from trainer.prepare import weights
 from trainer.prepare.draft import shape_of
-from trainer.prepare.memory import ModelShape, TrainJob
 from trainer.prepare.model import ModelFacts
 
 #: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
@@ -38,19 +41,21 @@ PROBES = 3
 #: A parameter's float32 master and its two moments.
 CHECKPOINT_NBYTES = 12
 DIRECTIVE = re.compile(
-    r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)",
+    r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)"
+    r"|^#SBATCH\s+--mem[= ](\d+)([KMGT]?)",
     re.MULTILINE,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedGpus:
-    """What the job asks for. `gb`: of one GPU; 0 = not known."""
+    """What the job asks for. `gb`: of one GPU, `node_gb`: of a node's host memory; 0 = not known."""
 
     ranks: int
     per_node: int
     gb: float
     nodes: int = 1
+    node_gb: float = 0.0
 
 
 @dataclass(slots=True)
@@ -66,16 +71,22 @@ class _Seen:
 
 def gpus_of(script: str) -> RequestedGpus:
     """From the text of a train.sbatch. Pure."""
-    found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gb": 0.0}
-    for name, number, gb in DIRECTIVE.findall(script):
-        found[name or "gb"] = float(number or gb)
+    found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gb": 0.0, "mem": 0.0}
+    for name, number, gb, mem, unit in DIRECTIVE.findall(script):
+        found[name or ("gb" if gb else "mem")] = float(number or gb or _nbytes(mem, unit) / GB)
     per_node = int(found["gpus-per-node"])
     return RequestedGpus(
         int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node),
         per_node,
         found["gb"],
         int(found["nodes"]),
+        found["mem"],
     )
+
+
+def _nbytes(number: str, unit: str) -> int:
+    """As Slurm reads `--mem`: mebibytes where there is no unit."""
+    return int(number) << {"K": 10, "M": 20, "": 20, "G": 30, "T": 40}[unit]
 
 
 def host_of(run_toml: Path) -> dict[str, int]:
@@ -83,8 +94,8 @@ def host_of(run_toml: Path) -> dict[str, int]:
     config = configs.read_run(run_toml)
     facts = models.read_facts(config.model.path)
     version, gpus = weights.version_of(config, facts), config.run.gpus_per_engine
-    mb = -(-memory.engine_host_mb(version, config.engine.name, gpus) // 1024) * 1024
-    return {"cpus_per_engine": memory.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
+    mb = -(-engine_sizes.engine_host_mb(version, config.engine.name, gpus) // 1024) * 1024
+    return {"cpus_per_engine": engine_sizes.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
 def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
@@ -286,43 +297,73 @@ def _memory(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
         )
     if not gpus.gb:
         return "not looked at: say --gpu-memory-gb"
+    shape = shape_of(seen.model)
+    longest = _longest(config, seen)
+    job = job_of(config, shape, gpus, longest)
+    vllm = config.engine.name == "vllm"
+    cause, remedy = fit.problem(shape, job)
+    if not cause and vllm:
+        cause, remedy = fit.cache_problem(shape, job, config.model.context_length)
+    if not cause:
+        cause, remedy = fit.host_problem(shape, job, gpus.node_gb)
+    if cause:
+        raise ConfigError(cause, remedy)
+    held = f"; {_held(config, shape, job, longest)}" if vllm and shape.kv_heads else ""
+    return f"{_told(shape, job, gpus)}{held}"
+
+
+def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: int) -> TrainJob:
+    """The training job in the words of the model of memory. `longest`: tokens of the longest sample that can come."""
     from trainer.algorithms.rows import resolve
 
-    shape, trainer, lora = shape_of(seen.model), config.trainer, config.lora
-    longest = _longest(config, seen)
-    adapters = lora.rank * 2 * shape.hidden * len(lora.targets) * shape.layers  # about: some layers are wider
-    job = TrainJob(
+    trainer, lora, exact = config.trainer, config.lora, config.run.deterministic
+    reference = resolve(config.algorithm, config.sampling.max_tokens).needs_reference
+    return TrainJob(
         gpus.ranks,
         gpus.gb,
         trainer.micro_batch_tokens,
         trainer.activation_checkpointing,
-        adapters if lora.rank else shape.parameters,
-        resolve(config.algorithm, config.sampling.max_tokens).needs_reference and not lora.rank,
+        shape.adapters(lora.rank, lora.targets) if lora.rank else shape.parameters,
+        reference and not lora.rank,
         bool(config.reserved.workers) and config.engine.name == "vllm",
         config.engine.gpu_memory_share,
         config.run.gpus_per_engine,
         config.reserved.gpus_per_engine,
-        longest * (config.data.samples_per_prompt if config.run.deterministic else 1),
-        0 if config.run.deterministic else trainer.head_chunk_tokens,
+        longest * (config.data.samples_per_prompt if exact else 1),
+        0 if exact else trainer.head_chunk_tokens,
         trainer.offload,
+        lora_rank=lora.rank,
+        targets=lora.targets if lora.rank else (),
+        compute=8 if exact else 4 if trainer.compute_dtype == "float32" else 2,
+        master=8 if exact else 4,
+        per_node=gpus.per_node,
+        reserved_workers=config.reserved.workers,
     )
-    cause, remedy = memory.problem(shape, job)
-    if not cause and config.engine.name == "vllm":
-        cause, remedy = kv_cache.problem(shape, job, config.model.context_length)
-    if cause:
-        raise ConfigError(cause, remedy)
-    asks = memory.need(shape, job)
-    states = f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch of {job.computed_tokens:,} tokens"
-    held = (
-        f"; {_held(config, shape, job, longest)}" if config.engine.name == "vllm" and shape.kv_heads else ""
+
+
+def _told(shape: ModelShape, job: TrainJob, gpus: RequestedGpus) -> str:
+    """What fits, in figures: of a GPU the largest phase, and of a node."""
+    asks, rows = fit.need(shape, job), phases.table(shape, job)
+    most = max(phases.TRAINING, key=lambda phase: phases.device_nbytes(rows, phase))
+    parts = ", ".join(
+        f"{row.component} {row.device / GB:.1f}"
+        for row in rows
+        if row.phase == most and row.device >= GB / 20
     )
-    away = memory.offloaded_gb(shape, job) * gpus.per_node
+    each = ", ".join(f"{phase} {phases.device_nbytes(rows, phase) / GB:.1f}" for phase in phases.PHASES)
+    larger = fit.largest_micro(shape, job)
+    more = f", the largest that fits has {larger:,}" if larger > job.micro_tokens else ""
+    away = fit.offloaded_gb(shape, job) * job.node_ranks
     host = (
         f"; while reserved engines generate, {away:.1f} GB of states wait in pinned host memory on each training node"
         if away
         else ""
     )
-    return f"{states}, of {gpus.gb:g} GB on each of {gpus.ranks}{host}{held}"
+    return (
+        f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch of {job.computed_tokens:,} tokens{more}, "
+        f"of {gpus.gb:g} GB on each of {gpus.ranks} ({each}; {most}: {parts or 'less than 0.05'}){host}"
+        f"; {phases.node_nbytes(shape, job) / GB:.0f} GB of host memory on each training node"
+    )
 
 
 def _longest(config: RunConfig, seen: _Seen) -> int:
@@ -333,18 +374,17 @@ def _longest(config: RunConfig, seen: _Seen) -> int:
 
 def _held(config: RunConfig, shape: ModelShape, job: TrainJob, longest: int) -> str:
     """What the smaller of the two kinds of engines holds at once."""
-    gpus = min(job.engine_gpus, job.reserved_gpus)
-    cache = kv_cache.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
+    cache = fit.cache_of(shape, job)
     whole, expected = cache.samples(longest), longest - config.sampling.max_tokens // 2
-    fit = cache.samples(expected)
-    read_facts = (
-        f": LOOK, engine.max_batch = {config.engine.max_batch} is more than fits"
-        if fit < config.engine.max_batch
+    room = cache.samples(expected)
+    look = (
+        f": LOOK, engine.max_batch = {config.engine.max_batch} is more than fits, set {max(1, room)}"
+        if room < config.engine.max_batch
         else ""
     )
     return (
-        f"an engine's KV cache ({cache.nbytes / memory.GB:.1f} GB) holds {whole} samples of the longest, {longest:,} tokens, "
-        f"{fit} of {expected:,}{read_facts}"
+        f"an engine's KV cache ({cache.nbytes / GB:.1f} GB) holds {whole} samples of the longest, {longest:,} tokens, "
+        f"{room} of {expected:,}{look}"
     )
 
 
@@ -380,11 +420,11 @@ def _out_dir(config: RunConfig, model: ModelFacts | None) -> str:
     more = max(1, config.checkpoint.keep + 1 - held) * one
     if more > free:
         raise ConfigError(
-            f"run.out_dir = {out_dir}: a checkpoint has {one / memory.GB:,.1f} GB; checkpoint.keep = {config.checkpoint.keep} of them and "
-            f"one being written want {more / memory.GB:,.1f} GB more, {free / memory.GB:,.1f} GB are free",
+            f"run.out_dir = {out_dir}: a checkpoint has {one / GB:,.1f} GB; checkpoint.keep = {config.checkpoint.keep} of them and "
+            f"one being written want {more / GB:,.1f} GB more, {free / GB:,.1f} GB are free",
             "name a file system with more room, or lower checkpoint.keep",
         )
-    return f"a checkpoint has {one / memory.GB:,.1f} GB, {free / memory.GB:,.0f} GB are free; a quota is not looked at"
+    return f"a checkpoint has {one / GB:,.1f} GB, {free / GB:,.0f} GB are free; a quota is not looked at"
 
 
 def _daemon(config: RunConfig) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scavenger.sizing import shape as shapes
+from scavenger.sizing.shape import ModelShape
 from trainer.prepare import sizes
-from trainer.prepare.memory import ModelShape
 from trainer.prepare.model import ModelFacts
 from trainer.prepare.rows import DataFacts
 from trainer.prepare.sizes import Sizes, SizingRequest
@@ -49,18 +50,8 @@ class RunOptions:
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
-    c = model.config
-    hidden, heads = int(c.get("hidden_size") or 0), int(c.get("num_attention_heads") or 0)
-    return ModelShape(
-        model.parameters,
-        int(c.get("num_hidden_layers") or 0),
-        hidden,
-        int(c.get("intermediate_size") or 4 * hidden),
-        model.vocabulary,
-        heads,
-        int(c.get("num_key_value_heads") or heads),
-        int(c.get("head_dim") or hidden // max(1, heads)),
-    )
+    """By config.json, and the weights that the files hold."""
+    return replace(shapes.of_config(model.config, model.parameters), vocabulary=model.vocabulary)
 
 
 def lengths(context: int, longest: int) -> tuple[int, int]:

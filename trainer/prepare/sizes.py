@@ -1,6 +1,6 @@
 """How large a first run's engines are: GPUs of each, how many reserved ones, memory share, batch, CPUs and host memory. Pure.
 
-Owns those choices and the reason of each, which becomes the comment beside the key. What fits is `memory`'s and `kv_cache`'s to say.
+Owns those choices and the reason of each, which becomes the comment beside the key. What fits is `scavenger.sizing`'s to say.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from scavenger.config import TrainerSection
-from trainer.prepare import kv_cache, memory
-from trainer.prepare.memory import GB, ModelShape, PublishedSize, TrainJob
+from scavenger.sizing import engine, fit
+from scavenger.sizing.engine import PublishedSize
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import GB, TrainJob
 
 MICRO_TOKENS = 16384
 #: From this many parameters on, activations are computed again.
@@ -74,31 +76,31 @@ def choose(asked: SizingRequest) -> Sizes:
     )
     job = _micro(shape, job)
     on_gpus = asked.engine == "vllm" and asked.gpus > 0
-    share = memory.share_beside(shape, job) if on_gpus else 0.9
+    share = fit.share_beside(shape, job) if on_gpus else 0.9
     gpus = _engine_gpus(asked, share) if on_gpus else 1
     reserved = max(1, asked.gpus // gpus * asked.nodes)
     batch, why = _batch(asked, gpus, share)
     version = PublishedSize(2 * shape.parameters, 0)  # bfloat16, as weights.dtype has it by default
     asks_gpus = gpus if asked.gpus else 0
-    mb = -(-memory.engine_host_mb(version, asked.engine, asks_gpus) // 1024) * 1024
+    mb = -(-engine.engine_host_mb(version, asked.engine, asks_gpus) // 1024) * 1024
     host = (
         f"{version.nbytes / GB:.1f} GB of weights, {gpus} GPU{'s' if gpus > 1 else ''}"
         if asked.gpus
         else "no GPU"
     )
-    cpus = memory.engine_cpus(version, asks_gpus)
+    cpus = engine.engine_cpus(version, asks_gpus)
     return Sizes(gpus, reserved, share, batch, why, job.micro_tokens, job.checkpointing, cpus, mb, host)
 
 
 def _micro(shape: ModelShape, job: TrainJob) -> TrainJob:
-    """The micro-batch halved until it fits, down to the longest sample."""
-    tokens = job.micro_tokens
-    while (
-        tokens // 2 >= job.longest
-        and memory.need(shape, job).step > memory.need(shape, job).usable - memory.need(shape, job).states
+    """The micro-batch halved until it fits, down to the longest sample; activations are computed again where that does not fit."""
+    least = max(job.longest, 1)
+    if not job.checkpointing and not fit.trains(
+        shape, replace(job, micro_tokens=min(least, job.micro_tokens))
     ):
-        tokens //= 2
-        job = replace(job, micro_tokens=tokens)
+        job = replace(job, checkpointing=True)
+    while job.micro_tokens // 2 >= least and not fit.trains(shape, job):
+        job = replace(job, micro_tokens=job.micro_tokens // 2)
     return job
 
 
@@ -106,11 +108,11 @@ def _engine_gpus(asked: SizingRequest, share: float) -> int:
     """The fewest GPUs of a node that hold the weights in half of their memory, one longest sample and some of the expected length."""
     shape = asked.shape
     most = [n for n in (1, 2, 4, 8) if n <= asked.gpus and shape.heads % n == 0]
-    expected = kv_cache.expected_tokens(asked.prompt, asked.completion)
+    expected = engine.expected_tokens(asked.prompt, asked.completion)
     for gpus in most:
-        cache = kv_cache.of_gpus(shape, gpus, asked.gpu_gb, share)
+        cache = engine.of_gpus(shape, gpus, asked.gpu_gb, share)
         room = not cache.token or cache.tokens >= max(asked.context, LEAST_BATCH * expected)
-        if 2 * shape.parameters / gpus < 0.5 * asked.gpu_gb * GB and room:
+        if engine.weight_nbytes(shape, gpus) < 0.5 * asked.gpu_gb * GB and room:
             return gpus
     return most[-1]
 
@@ -118,19 +120,17 @@ def _engine_gpus(asked: SizingRequest, share: float) -> int:
 def _batch(asked: SizingRequest, gpus: int, share: float) -> tuple[int, tuple[str, ...]]:
     """`engine.max_batch`, and why so many."""
     if asked.engine != "vllm":
-        return kv_cache.PLAIN_BATCH, ("# samples that one engine generates at once",)
-    expected, on_gpus = kv_cache.expected_tokens(asked.prompt, asked.completion), asked.gpus > 0
-    cache = (
-        kv_cache.of_gpus(asked.shape, gpus, asked.gpu_gb, share) if on_gpus else kv_cache.of_cpu(asked.shape)
-    )
+        return engine.PLAIN_BATCH, ("# samples that one engine generates at once",)
+    expected, on_gpus = engine.expected_tokens(asked.prompt, asked.completion), asked.gpus > 0
+    cache = engine.of_gpus(asked.shape, gpus, asked.gpu_gb, share) if on_gpus else engine.of_cpu(asked.shape)
     if not cache.token:
-        return kv_cache.PLAIN_BATCH, (
+        return engine.PLAIN_BATCH, (
             "# samples at once: config.json does not say its attention heads, so this is a guess",
         )
-    most = asked.samples if on_gpus else min(asked.samples, kv_cache.PLAIN_BATCH)
-    fit, chosen = cache.samples(expected), kv_cache.batch(cache, expected, most)
+    most = asked.samples if on_gpus else min(asked.samples, engine.PLAIN_BATCH)
+    room, chosen = cache.samples(expected), engine.batch(cache, expected, most)
     of = f"{share:.2f} of {gpus} x {asked.gpu_gb:g} GB, less weights and work" if on_gpus else "without a GPU"
-    bound = f"{fit} fit; {most} are a step's or enough" if fit > chosen + 7 else f"{fit} fit"
+    bound = f"{room} fit; {most} are a step's or enough" if room > chosen + 7 else f"{room} fit"
     return chosen, (
         f"# max_batch: samples whose KV cache fits. It has {max(0, cache.nbytes) / GB:.1f} GB ({of}),",
         f"# a token takes {cache.token / 1e3:.0f} kB, a sample on average {expected} tokens (the prompt, half a completion): {bound}.",

@@ -1,7 +1,7 @@
 """What would keep weights from engines: adapters that fit no layer, a folder that takes no version, memory that holds none. Starts nothing.
 
 Owns the checks of `[lora]` and `[weights]`, and of what the daemon gives an engine's job, where its configuration can be read. How much
-memory that is: `memory.engine_host_mb`.
+memory that is: `scavenger.sizing.engine`.
 Boundary: the checks of `[lora]` and `[weights]`.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from scavenger import config as configs
 from scavenger.config import DaemonConfig, RunConfig
 from scavenger.errors import ConfigError
+from scavenger.sizing import engine as engine_sizes
+from scavenger.sizing.engine import PublishedSize
 from scavenger.weights import files, manifest, rdma
 from scavenger.weights.source import is_loopback
-from trainer.prepare import memory
-from trainer.prepare.memory import PublishedSize
 from trainer.prepare.model import ModelFacts
 
 MB = 1 << 20
@@ -92,8 +92,8 @@ def _spool(folder: Path, run: str, version: PublishedSize) -> None:
 
 
 def _engine_memory(config: RunConfig, version: PublishedSize, at_hand: Path | None) -> str:
-    least = memory.engine_host_mb(version, config.engine.name, 0)
-    wanted = memory.engine_host_mb(version, config.engine.name, config.run.gpus_per_engine)
+    least = engine_sizes.engine_host_mb(version, config.engine.name, 0)
+    wanted = engine_sizes.engine_host_mb(version, config.engine.name, config.run.gpus_per_engine)
     asks = f"an engine's job wants {wanted:,} MiB of host memory"
     if not config.run.harvest:
         return asks
@@ -102,7 +102,7 @@ def _engine_memory(config: RunConfig, version: PublishedSize, at_hand: Path | No
         return f"{asks} (harvest.memory_mb_per_engine of the daemon, whose configuration was not found from here)"
     path, daemon = found
     given = daemon.harvest.memory_mb_per_engine
-    cpus, has = memory.engine_cpus(version, config.run.gpus_per_engine), daemon.harvest.cpus_per_engine
+    cpus, has = engine_sizes.engine_cpus(version, config.run.gpus_per_engine), daemon.harvest.cpus_per_engine
     few = (
         f"; LOOK: harvest.cpus_per_engine = {has}, and a vLLM engine wants {cpus}"
         if config.engine.name == "vllm" and has < cpus

@@ -130,7 +130,7 @@ class Extension:
 
     def scavenger_bytes_taken(self) -> dict[str, int]:
         """What of this rank lies on its GPU while the engine is awake, or would: weights and cache."""
-        weights = sum(value.nbytes for value in self.model_runner.get_model().parameters())
+        weights = weight_nbytes(self.model_runner.get_model())
         caches = sum(tensor.nbytes for cache in self.model_runner.kv_caches for tensor in _tensors(cache))
         return {"weights": weights, "cache": caches}
 
@@ -192,6 +192,22 @@ def held(model: nn.Module) -> Sums:
             read = Sum(0, 0)  # the copy that computes is not the one that was loaded
         found[f"{name}.weight"] = read
     return {name: _encoded(value) for name, value in found.items()}
+
+
+def weight_nbytes(model: nn.Module) -> int:
+    """Of a rank's weights, as a GPU would hold them: vLLM's CPU kernels empty those that they keep in a layout of their own."""
+    packed = 0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "cpu_linear", None) is not None and weight is not None and not weight.numel():
+            sides = [_size(module, "input_size"), _size(module, "output_size")]
+            packed += sides[0] * sides[1] * int(weight.element_size())
+    return packed + sum(value.nbytes for value in model.parameters())
+
+
+def _size(module: Any, side: str) -> int:
+    """Of this rank's part of a linear layer."""
+    return int(getattr(module, f"{side}_per_partition", 0) or getattr(module, side))
 
 
 def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:

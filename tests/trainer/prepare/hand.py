@@ -8,10 +8,11 @@ from typing import Any
 
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import TrainJob
 from trainer.prepare import __main__ as program
 from trainer.prepare import check, model, weights
 from trainer.prepare.check import RequestedGpus
-from trainer.prepare.memory import ModelShape, TrainJob
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_GPU = RequestedGpus(1, 0, 0.0)

@@ -13,10 +13,11 @@ import pytest
 
 from scavenger.config import read_run
 from scavenger.errors import StartFinding
+from scavenger.sizing import engine, fit
+from scavenger.sizing.engine import PublishedSize
 from tests.trainer.prepare.hand import BIG, FITS, NO_GPU, change, refused, weights_told
-from trainer.prepare import check, memory, model, rows, weights
+from trainer.prepare import check, model, rows, weights
 from trainer.prepare.check import RequestedGpus
-from trainer.prepare.memory import PublishedSize
 
 STAYS = {"reserved": True, "offload": "never"}
 
@@ -54,29 +55,29 @@ STAYS = {"reserved": True, "offload": "never"}
     ],
 )
 def test_what_does_not_fit_is_told_with_its_figures(changes: dict[str, Any], cause: str, remedy: str) -> None:
-    assert memory.problem(BIG, FITS) == ("", "")
-    found = memory.problem(BIG, replace(FITS, **changes))
+    assert fit.problem(BIG, FITS) == ("", "")
+    found = fit.problem(BIG, replace(FITS, **changes))
     assert cause in found[0]
     assert remedy in found[1]
 
 
 def test_states_that_leave_the_gpu_take_host_memory_and_no_room_of_a_reserved_engine() -> None:
     tight = replace(FITS, reserved=True, ranks=2, micro_tokens=512)
-    states = memory.need(BIG, tight).states
-    assert states + 0.9 * 80 > memory.need(BIG, tight).usable
+    states = fit.need(BIG, tight).states
+    assert states + 0.9 * 80 > fit.need(BIG, tight).usable
     for mode, problem, host, share in (
         ("auto", False, states, 0.9),
         ("always", False, states, 0.9),
         ("never", True, 0.0, 0.2),
     ):
         job = replace(tight, offload=mode)  # type: ignore[arg-type]
-        assert bool(memory.problem(BIG, job)[0]) is problem
-        assert memory.offloaded_gb(BIG, job) == host
-        assert memory.share_beside(BIG, job) == share
+        assert bool(fit.problem(BIG, job)[0]) is problem
+        assert fit.offloaded_gb(BIG, job) == host
+        assert fit.share_beside(BIG, job) == share
     roomy = replace(FITS, reserved=True, ranks=64)
-    assert memory.offloaded_gb(BIG, roomy) == 0.0, "both fit"
-    assert memory.offloaded_gb(BIG, replace(roomy, offload="always")) > 0.0
-    assert memory.offloaded_gb(BIG, replace(tight, reserved=False)) == 0.0
+    assert fit.offloaded_gb(BIG, roomy) == 0.0, "both fit"
+    assert fit.offloaded_gb(BIG, replace(roomy, offload="always")) > 0.0
+    assert fit.offloaded_gb(BIG, replace(tight, reserved=False)) == 0.0
 
 
 def test_a_check_takes_trainer_offload_as_the_run_says_it_and_tells_the_host_memory(run: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_check_takes_trainer_offload_as_the_run_says_it_and_tells_the_host_mem
 
 def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Path) -> None:
     beside = replace(FITS, reserved=True, engine_share=0.2, engine_gpus=2, reserved_gpus=2)
-    assert memory.problem(BIG, beside) == ("", "")
+    assert fit.problem(BIG, beside) == ("", "")
     change(
         run,
         "gpus_per_engine = 1                 # of each, on",
@@ -130,7 +131,7 @@ def test_a_run_without_a_reserved_engine_is_refused_and_no_remedy_leads_there(ru
 def test_what_keeps_a_reserved_engine_from_fitting_is_never_mended_by_leaving_it_out(
     changes: dict[str, Any],
 ) -> None:
-    cause, remedy = memory.problem(BIG, replace(FITS, reserved=True, micro_tokens=512, **changes))
+    cause, remedy = fit.problem(BIG, replace(FITS, reserved=True, micro_tokens=512, **changes))
     assert cause
     assert "reserved.workers" not in remedy
 
@@ -162,7 +163,7 @@ def test_what_a_draft_chooses_for_a_large_model_fits(own_model: Path, data: Path
         engine_share=config.engine.gpu_memory_share,
         engine_gpus=config.run.gpus_per_engine,
     )
-    assert memory.problem(drafts.shape_of(large), job) == ("", "")
+    assert fit.problem(drafts.shape_of(large), job) == ("", "")
 
 
 def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +185,7 @@ def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pyte
 def test_what_an_engine_s_host_must_hold_of_a_model_of_8_billion_weights(
     version: PublishedSize, gpus: int, gb: float
 ) -> None:
-    assert memory.engine_host_mb(version, "vllm", gpus) * 2**20 / 1e9 == pytest.approx(gb, abs=0.1)
+    assert engine.engine_host_mb(version, "vllm", gpus) * 2**20 / 1e9 == pytest.approx(gb, abs=0.1)
 
 
 def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(
@@ -196,7 +197,7 @@ def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(
         toml.write_text(f'[daemon]\nstate_dir = "{state}"\n[harvest]\nmemory_mb_per_engine = {given}\n')
         return weights_told(run, at_hand=toml)
 
-    least = memory.engine_host_mb(
+    least = engine.engine_host_mb(
         weights.version_of(read_run(run), model.read_facts(read_run(run).model.path)), "reference", 0
     )
     assert (

@@ -12,16 +12,20 @@ import pytest
 
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
+from scavenger.sizing import engine as engines
+from scavenger.sizing import fit
+from scavenger.sizing.engine import PublishedSize
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import TrainJob
 from tests.trainer.prepare.hand import BIG, ROOT, change, edit, refused
 from trainer.prepare import __main__ as program
-from trainer.prepare import check, kv_cache, memory, model, rows, sizes
+from trainer.prepare import check, model, rows, sizes
 from trainer.prepare import draft as drafts
 from trainer.prepare.check import RequestedGpus
-from trainer.prepare.memory import ModelShape, PublishedSize, TrainJob
 from trainer.prepare.sizes import SizingRequest
 
 # huggingface.co/Qwen: Qwen3-0.6B, Qwen3-8B and Qwen3-32B, and meta-llama/Llama-3.1-70B: config.json
-SMALL = ModelShape(596_000_000, 28, 1024, 3072, 151936, 16, 8, 128)
+SMALL = ModelShape(596_000_000, 28, 1024, 3072, 151936, 16, 8, 128, tied=True, head_norms=True)
 EIGHT = replace(BIG, heads=32, kv_heads=8, head_dim=128)
 LARGE = ModelShape(32_800_000_000, 64, 5120, 25600, 151936, 64, 8, 128)
 HUGE = ModelShape(70_600_000_000, 80, 8192, 28672, 128256, 64, 8, 128)
@@ -51,27 +55,27 @@ def asked(shape: ModelShape, gpus: int = 8, nodes: int = 2, gb: float = 80.0, **
     ],
 )
 def test_a_gpu_s_memory_is_known_by_its_type(kind: str, gb: float) -> None:
-    assert kv_cache.gpu_gb(kind) == gb
+    assert engines.gpu_gb(kind) == gb
 
 
 def test_a_token_takes_what_its_keys_and_values_do() -> None:
-    assert kv_cache.token_nbytes(EIGHT, 1) == 2 * 36 * 8 * 128 * 2
-    assert kv_cache.token_nbytes(EIGHT, 8) == kv_cache.token_nbytes(EIGHT, 1), "8 heads are cut"
-    assert kv_cache.token_nbytes(replace(EIGHT, kv_heads=2), 8) == kv_cache.token_nbytes(EIGHT, 1), (
+    assert engines.token_nbytes(EIGHT, 1) == 2 * 36 * 8 * 128 * 2
+    assert engines.token_nbytes(EIGHT, 8) == engines.token_nbytes(EIGHT, 1), "8 heads are cut"
+    assert engines.token_nbytes(replace(EIGHT, kv_heads=2), 8) == engines.token_nbytes(EIGHT, 1), (
         "2 heads are copied to 8 GPUs"
     )
 
 
 def test_the_batch_is_what_fits_into_the_cache_of_its_expected_length() -> None:
-    cache = kv_cache.of_gpus(EIGHT, 1, 80.0, 0.8)
-    assert cache.nbytes == 0.8 * 80e9 - 16e9 - kv_cache.work_nbytes(EIGHT, 1)
-    expected = kv_cache.expected_tokens(512, 8192)
+    cache = engines.of_gpus(EIGHT, 1, 80.0, 0.8)
+    assert cache.nbytes == 0.8 * 80e9 - 16e9 - engines.work_nbytes(EIGHT, 1)
+    expected = engines.expected_tokens(512, 8192)
     assert expected == 512 + 4096
-    fit = kv_cache.batch(cache, expected, 512)
+    fit = engines.batch(cache, expected, 512)
     assert fit * expected * cache.token <= cache.nbytes < (fit + 8) * expected * cache.token
-    assert kv_cache.batch(cache, expected, 16) == 16
-    assert kv_cache.batch(kv_cache.of_gpus(EIGHT, 8, 141.0, 0.9), 100, 10_000) == kv_cache.MOST_BATCH
-    assert kv_cache.batch(kv_cache.of_gpus(EIGHT, 1, 20.0, 0.8), expected, 512) == 1, (
+    assert engines.batch(cache, expected, 16) == 16
+    assert engines.batch(engines.of_gpus(EIGHT, 8, 141.0, 0.9), 100, 10_000) == engines.MOST_BATCH
+    assert engines.batch(engines.of_gpus(EIGHT, 1, 20.0, 0.8), expected, 512) == 1, (
         "no room at all: the check refuses it"
     )
 
@@ -106,9 +110,10 @@ def test_what_is_chosen_fits_and_reserved_engines_are_never_left_out(
         each,
         each,
         longest=8704,
+        head_chunk=1024,
     )
-    assert memory.problem(shape, job) == ("", "")
-    assert kv_cache.problem(shape, job, 8704) == ("", "")
+    assert fit.problem(shape, job) == ("", "")
+    assert fit.cache_problem(shape, job, 8704) == ("", "")
     assert 8 <= chosen.max_batch <= 512
 
 
@@ -129,19 +134,19 @@ def test_an_engine_gets_only_as_many_gpus_as_its_attention_heads_can_be_cut_into
 
 
 def test_a_small_gpu_gets_a_smaller_micro_batch_down_to_the_longest_sample() -> None:
-    tight = asked(EIGHT, gpus=8, nodes=1, gb=32.0)
+    tight = asked(EIGHT, gpus=8, nodes=1, gb=30.0)
     assert sizes.choose(tight).micro_tokens == 16384, "half of it would not hold the longest sample"
     assert sizes.choose(replace(tight, context=4096, completion=3584)).micro_tokens < 16384
 
 
 def test_an_engine_s_cpus_and_memory_grow_with_the_model_and_its_gpus() -> None:
     assert [
-        memory.engine_cpus(PublishedSize(nbytes, 0), gpus)
+        engines.engine_cpus(PublishedSize(nbytes, 0), gpus)
         for nbytes, gpus in ((10**9, 1), (16 * 10**9, 1), (10**12, 8))
     ] == [4, 6, 15]
     found = sizes.choose(asked(EIGHT))
-    assert found.cpus == memory.engine_cpus(PublishedSize(16 * 10**9, 0), 1)
-    least = memory.engine_host_mb(PublishedSize(16 * 10**9, 0), "vllm", 1)
+    assert found.cpus == engines.engine_cpus(PublishedSize(16 * 10**9, 0), 1)
+    least = engines.engine_host_mb(PublishedSize(16 * 10**9, 0), "vllm", 1)
     assert least <= found.memory_mb < least + 1024
     assert found.memory_mb % 1024 == 0
 
@@ -156,7 +161,7 @@ def test_the_engine_is_vllm_but_for_a_tiny_model_without_a_gpu() -> None:
 
 def test_what_vllm_has_for_its_cache_on_a_cpu_is_what_is_counted() -> None:
     setup = pytest.importorskip("rollout.engines.vllm.setup", reason="the engines need the [trainer] extra")
-    assert kv_cache.CPU_NBYTES == setup.CPU_CACHE_NBYTES
+    assert engines.CPU_NBYTES == setup.CPU_CACHE_NBYTES
 
 
 # ---------------------------------------------------------------- the drafted files
@@ -197,14 +202,14 @@ def test_a_draft_runs_vllm_with_completions_of_8k_and_says_where_each_number_com
         8192 + 192,
     )
     assert (config.run.gpus_per_engine, config.reserved.gpus_per_engine, config.reserved.workers) == (2, 2, 8)
-    cache = kv_cache.of_gpus(LARGE, 2, 80.0, config.engine.gpu_memory_share)
-    assert config.engine.max_batch == kv_cache.batch(cache, 192 + 4096, 512)
+    cache = engines.of_gpus(LARGE, 2, 80.0, config.engine.gpu_memory_share)
+    assert config.engine.max_batch == engines.batch(cache, 192 + 4096, 512)
     assert (
         f"a token takes 262 kB, a sample on average 4288 tokens (the prompt, half a completion): {cache.samples(4288)} fit."
         in text
     )
     assert "the fewest of 80 GB that hold weights and cache" in text
-    mb = memory.engine_host_mb(PublishedSize(2 * LARGE.parameters, 0), "vllm", 2)
+    mb = engines.engine_host_mb(PublishedSize(2 * LARGE.parameters, 0), "vllm", 2)
     assert f"#   cpus_per_engine = 9, memory_mb_per_engine = {-(-mb // 1024) * 1024}" in text
 
 
@@ -287,12 +292,12 @@ def test_the_examples_engines_are_vllm_and_hold_their_batch_beside_the_trainer(
         config.reserved.gpus_per_engine,
         config.model.context_length,
     )
-    assert memory.problem(SMALL, job) == ("", "")
-    assert kv_cache.problem(SMALL, job, config.model.context_length) == ("", "")
-    cache = kv_cache.of_gpus(SMALL, 1, 80.0, config.engine.gpu_memory_share)
+    assert fit.problem(SMALL, job) == ("", "")
+    assert fit.cache_problem(SMALL, job, config.model.context_length) == ("", "")
+    cache = engines.of_gpus(SMALL, 1, 80.0, config.engine.gpu_memory_share)
     prompt = config.model.context_length - config.sampling.max_tokens
     assert config.engine.max_batch <= cache.samples(
-        kv_cache.expected_tokens(prompt, config.sampling.max_tokens)
+        engines.expected_tokens(prompt, config.sampling.max_tokens)
     )
 
 
@@ -319,7 +324,7 @@ def test_a_check_counts_the_longest_sample_that_can_come(run: Path, own_model: P
     lengthen(run, 32768)
     long = memory_told(run, RequestedGpus(2, 2, 80.0))
     assert "for a micro-batch of 32,773 tokens" in long, "the longest prompt has 5 tokens"
-    found = memory.problem(
+    found = fit.problem(
         EIGHT, TrainJob(16, 80.0, 16384, False, EIGHT.parameters, False, False, 0.9, 1, longest=131072)
     )
     assert "the longest sample, 131072 tokens and a micro-batch of its own, does not fit" in found[0]
@@ -333,7 +338,7 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
     change(run, 'name = "reference"', 'name = "vllm"')
     told = memory_told(run, RequestedGpus(2, 2, 80.0))
     shape = drafts.shape_of(model.read_facts(own_model))
-    cache = kv_cache.of_gpus(shape, 1, 80.0, 0.9)
+    cache = engines.of_gpus(shape, 1, 80.0, 0.9)
     assert (
         f"KV cache ({cache.nbytes / 1e9:.1f} GB) holds {cache.samples(37)} samples of the longest, 37 tokens"
         in told
@@ -341,7 +346,7 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
     assert "LOOK" not in told
     lengthen(run, 2048)
     few = (
-        kv_cache.work_nbytes(shape, 1) + 2 * shape.parameters + 4096 * cache.token
+        engines.work_nbytes(shape, 1) + 2 * shape.parameters + 4096 * cache.token
     ) / 0.9e9  # of 64 samples of a thousand tokens
     assert "LOOK, engine.max_batch = 64 is more than fits" in memory_told(run, RequestedGpus(2, 2, few))
     found = refused(run, RequestedGpus(2, 2, 0.9 * few))["memory of the GPUs"]
@@ -372,3 +377,52 @@ def test_the_host_s_part_of_a_drafted_run_s_engine_is_told_as_keys_of_the_daemon
     assert told == {"cpus_per_engine": 4, "memory_mb_per_engine": 3072}
     with pytest.raises(ConfigError):
         check.host_of(run.with_name("nothing.toml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "gb"),
+    [
+        ("--mem=900G", 966.4),
+        ("--mem 512000", 536.9),
+        ("--mem=1T", 1099.5),
+        ("--mem=0", 0.0),
+        ("--mem-per-gpu=8G", 0.0),
+    ],
+)
+def test_a_node_s_memory_is_read_as_slurm_reads_it(line: str, gb: float) -> None:
+    assert check.gpus_of(f"#SBATCH --nodes=2\n#SBATCH {line}\n").node_gb == pytest.approx(gb, abs=0.1)
+
+
+def test_a_check_counts_the_host_s_memory_and_refuses_a_job_that_asks_for_too_little(run: Path) -> None:
+    change(run, 'name = "reference"', 'name = "vllm"')
+    told = memory_told(run, RequestedGpus(2, 2, 80.0))
+    assert " GB of host memory on each training node" in told
+    found = refused(run, RequestedGpus(2, 2, 80.0, node_gb=4.0))["memory of the GPUs"]
+    assert "of host memory, and train.sbatch asks for 4 GB" in found
+    assert "remedy: ask for --mem=" in found
+
+
+def test_a_check_says_what_lies_on_the_gpu_where_most_does_and_how_large_a_micro_batch_could_be(
+    run: Path,
+) -> None:
+    small = memory_told(run, RequestedGpus(2, 2, 1.2))
+    assert re.search(r"tokens, the largest that fits has [\d,]+, of 1\.2 GB on each of 2", small)
+    assert re.search(
+        r"\(load [\d.]+, generate [\d.]+, .*; (for|back)ward: .*(activations|output head) \d", small
+    )
+
+
+def test_the_check_counts_adapters_experts_and_exact_runs_as_they_are(
+    run: Path, own_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_run(run)
+    shape = drafts.shape_of(model.read_facts(own_model))
+    plain = check.job_of(config, shape, RequestedGpus(2, 2, 80.0), 37)
+    assert (plain.trained, plain.compute, plain.master) == (shape.parameters, 2, 4)
+    change(run, "rank = 0 ", "rank = 4 ")
+    adapted = check.job_of(read_run(run), shape, RequestedGpus(2, 2, 80.0), 37)
+    assert adapted.trained == shape.adapters(4, adapted.targets) < shape.parameters
+    assert len(adapted.targets) == 7
+    change(run, "seed = 1", "seed = 1\ndeterministic = true")
+    exact = check.job_of(read_run(run), shape, RequestedGpus(2, 2, 80.0), 37)
+    assert (exact.compute, exact.master, exact.head_chunk) == (8, 8, 0)

@@ -1,4 +1,4 @@
-"""How many samples an engine can hold: its KV cache, from the model's sizes and the memory of its GPUs. Pure arithmetic; knows no file.
+"""An engine's memory: its weights and KV cache over the GPUs of tensor parallelism, and its job's host memory and CPUs. Pure arithmetic.
 
 Owns the table of GPU types, too. A layer of every kind counts as full attention, so a model with sliding windows or linear layers holds
 more samples than is said here. What vLLM needs beside weights and cache (`work_nbytes`) is estimated, not measured.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainer.prepare.memory import GB, ModelShape, TrainJob
+from scavenger.sizing.shape import ModelShape
+from scavenger.sizing.training import GB
 
 #: Gigabytes of one GPU, by what its GRES type or its name holds; the first that fits counts. Of types that exist in two sizes the smaller.
 GPU_GB = (
@@ -49,6 +50,48 @@ CPU_NBYTES = 1 << 30
 PREFILL_TOKENS, FIXED_NBYTES = 8192, 2 * 10**9
 
 
+#: Host memory without any weights, in mebibytes: of an engine's processes on a CPU, measured (385 and 1030) with some room; and what each
+#: GPU adds, assumed: CUDA's libraries and context, pinned buffers.
+PROCESS_MB = {"reference": 512, "vllm": 1536}
+GPU_MB = {"reference": 2048, "vllm": 3072}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSize:
+    """Bytes of the weights that an engine is given, and of the base under adapters, 0 where all weights are trained."""
+
+    nbytes: int
+    base: int
+
+
+def engine_host_mb(version: PublishedSize, engine: str, gpus: int) -> int:
+    """Host memory of a harvested engine's job, in mebibytes.
+
+    All weights: three versions, of which the engine serves one, pulls or keeps the pages of another, and has the third in the file that its
+    processes load from; and the deltas that it gives on, a quarter. Adapters: their base in place of the two. And the processes; `gpus` 0:
+    without what GPUs add, which is a guess.
+    """
+    held = version.base + 1.25 * version.nbytes if version.base else 3.25 * version.nbytes
+    return int(held / (1 << 20)) + 1 + PROCESS_MB.get(engine, 0) + gpus * GPU_MB.get(engine, 0)
+
+
+def engine_cpus(version: PublishedSize, gpus: int) -> int:
+    """CPUs of a harvested engine's job: vLLM's server, its core and a process a GPU (its documentation's least), our worker, and a thread
+    for each 8 GB of weights, four at most, to pull and hash them while the rest goes on."""
+    return 3 + gpus + min(4, (version.base or version.nbytes) // (8 * 10**9))
+
+
+def weight_nbytes(shape: ModelShape, gpus: int, value_nbytes: int = CACHED_NBYTES) -> int:
+    """Of an engine's weights, on each of its GPUs: tensor parallelism cuts all but norms and routers, and copies key and value projections
+    where there are more GPUs than KV heads."""
+    norms = shape.layers * (2 * shape.hidden + 2 * shape.head_dim * shape.head_norms) + shape.hidden
+    routers = shape.sparse_layers * shape.experts * shape.hidden
+    keys = 2 * shape.layers * shape.hidden * shape.keys
+    cut = shape.parameters - norms - routers - keys
+    share = keys / min(gpus, shape.kv_heads or gpus)
+    return int(value_nbytes * (cut / gpus + share + norms + routers))
+
+
 def gpu_gb(kind: str) -> float:
     """Gigabytes of a GPU of this type, as Slurm's GRES or a user names it; 0 = not known."""
     name = kind.lower()
@@ -65,7 +108,8 @@ def token_nbytes(shape: ModelShape, gpus: int, value_nbytes: int = CACHED_NBYTES
 
 def work_nbytes(shape: ModelShape, gpus: int) -> int:
     """Estimated: what each GPU of an engine needs beside weights and cache: a prefill's activations, a batch's logits, the rest."""
-    activations = PREFILL_TOKENS * 2 * (4 * shape.inner // gpus + 4 * shape.hidden)
+    inner = max(shape.inner, shape.chosen * shape.expert_inner + shape.shared_inner)
+    activations = PREFILL_TOKENS * 2 * (4 * inner // gpus + 4 * shape.hidden)
     logits = MOST_BATCH * shape.vocabulary * 4 * 3  # float32: as computed, as scaled, as probabilities
     return FIXED_NBYTES + activations + logits
 
@@ -89,7 +133,7 @@ class Cache:
 
 def of_gpus(shape: ModelShape, gpus: int, gpu_gb: float, share: float) -> Cache:
     """What an engine that takes `share` of each of its GPUs has left for its cache."""
-    left = gpus * (share * gpu_gb * GB - work_nbytes(shape, gpus)) - 2 * shape.parameters
+    left = gpus * (share * gpu_gb * GB - work_nbytes(shape, gpus) - weight_nbytes(shape, gpus))
     return Cache(int(left), token_nbytes(shape, gpus), gpus)
 
 
@@ -106,19 +150,3 @@ def batch(cache: Cache, expected: int, most: int) -> int:
     """`engine.max_batch`: how many samples of `expected` tokens fit, at most `most`; from 8 on a multiple of 8."""
     fit = max(1, min(cache.samples(expected), most, MOST_BATCH))
     return fit if fit < 8 else fit - fit % 8
-
-
-def problem(shape: ModelShape, job: TrainJob, context: int) -> tuple[str, str]:
-    """Cause and remedy where an engine could not hold one sample of `context` tokens: vLLM does not start then. Else two empty texts."""
-    kinds = [("an engine", "run.gpus_per_engine", job.engine_gpus)]
-    if job.reserved:
-        kinds.append(("a reserved engine", "reserved.gpus_per_engine", job.reserved_gpus))
-    for who, key, gpus in kinds:
-        cache = of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
-        if cache.token and cache.tokens < context:
-            return (
-                f"{who} ({key} = {gpus}) has {max(0, cache.nbytes) / GB:.1f} GB for its KV cache, and one sample of model.context_length = "
-                f"{context} tokens takes {context * cache.token / GB:.1f} GB",
-                f"raise {key} or engine.gpu_memory_share, or lower sampling.max_tokens and model.context_length",
-            )
-    return "", ""
