@@ -60,7 +60,7 @@ class DeviceApply:
         if self._device.type != "cuda":
             return contextlib.nullcontext()
         if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._own.stream)
 
     def _change(self, items: Tensor, changes: Changes) -> None:
@@ -93,4 +93,5 @@ def _tensor(values: np.ndarray[Any, Any]) -> Tensor:
 def _unfolded(change: Tensor) -> Tensor:
     """0, 1, 2, 3, 4, ... become 0, -1, 1, -2, 2, ...; the shift brings in zeros, as of numbers without a sign."""
     bits = 8 * change.element_size()
-    return ((change >> 1) & (2 ** (bits - 1) - 1)) ^ -(change & 1)
+    unfolded: Tensor = ((change >> 1) & (2 ** (bits - 1) - 1)) ^ -(change & 1)
+    return unfolded
