@@ -111,16 +111,28 @@ def predicted_s(full_nbytes: float, wire_nbytes: float, rates: Rates, steps: int
     return max(wire_nbytes / rates.wire, work_s / threads) + full_nbytes / rates.loading.per_s
 
 
+def at_once_s(
+    full_nbytes: float, offer: DeltaOffer, delta_s: float, rates: Rates, ahead_nbytes: float
+) -> float:
+    """Seconds where deltas are asked for before all are made: what is not made comes whole, `ahead_nbytes` of it at least, for so much is
+    asked for at once. The rest comes as deltas behind it."""
+    loading_s = full_nbytes / rates.loading.per_s
+    whole_s = max(offer.pending_s, min(ahead_nbytes, full_nbytes) / rates.wire)
+    left = max(0.0, 1.0 - whole_s * rates.wire / full_nbytes) if full_nbytes else 0.0
+    return whole_s + left * (delta_s - loading_s) + loading_s
+
+
 def choose(
     full_nbytes: float,
     offer: DeltaOffer | None,
     rates: Rates,
     *,
+    ahead_nbytes: float = 0.0,
     waited_s: float = 0.0,
     patience_s: float = 0.0,
 ) -> PullChoice:
-    """What to ask for now. `waited_s`: that it has waited for this version's deltas so far; it waits `patience_s` in all at most, and never
-    longer than the whole version would take, so that waiting costs twice the better choice at worst."""
+    """What to ask for now. `ahead_nbytes`: what all connections ask for at once. `waited_s`: that it has waited for this version's deltas
+    so far; it waits `patience_s` in all at most, and never longer than the whole version would take."""
     full_s = predicted_s(full_nbytes, full_nbytes, rates)
     if offer is None:
         return PullChoice(Form.FULL, full_s, None, f"full in {full_s:.3g} s: no delta from what is here")
@@ -134,10 +146,12 @@ def choose(
         return PullChoice(Form.FULL, full_s, delta_s, f"full: {facts}")
     if offer.pending_s <= 0:
         return PullChoice(Form.DELTA, full_s, delta_s, f"delta: {facts}")
-    pending = f"made in {offer.pending_s:.3g} s"
-    if offer.pending_s + delta_s < full_s and waited_s + offer.pending_s <= min(patience_s, full_s):
+    mixed_s = at_once_s(full_nbytes, offer, delta_s, rates, ahead_nbytes)
+    pending = f"all made in {offer.pending_s:.3g} s, at once {mixed_s:.3g} s"
+    waited_for = offer.pending_s + delta_s < min(full_s, mixed_s)
+    if waited_for and waited_s + offer.pending_s <= min(patience_s, full_s):
         return PullChoice(Form.NOTHING_YET, full_s, delta_s, f"nothing yet: {pending}; {facts}")
-    return PullChoice(Form.DELTA, full_s, delta_s, f"deltas as far as they are made: all {pending}; {facts}")
+    return PullChoice(Form.DELTA, full_s, delta_s, f"deltas as far as they are made: {pending}; {facts}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,9 @@ MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
 #: Of a smaller version each engine fetches its own: it would wait longer for its node's leader than its bytes take.
 LED_NBYTES = 32 << 20
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
-#: A pull waits so long in all for deltas that are being made, where that is predicted to be quicker: a quarter of its usual deadline.
+#: A pull waits so long in all for deltas that are nearly made, where that is predicted to be quicker: a quarter of its usual deadline.
 PATIENCE_S = 30.0
+_ASKED_AT_ONCE = 2  # chunks of each connection, before it delivered any
 #: Of a version of so many chunks, each connection asks for its first one the other way, so that both ways stay measured.
 PROBED_CHUNKS = 256
 _RECHOOSE = 16  # chunks after which what was measured meanwhile is looked at
@@ -224,6 +225,7 @@ class Pull:
             full,
             self._offer(now) if self.base is not None else None,
             self.known_rates(),
+            ahead_nbytes=_ASKED_AT_ONCE * len(self._streams) * self.manifest.chunk_nbytes,
             waited_s=waited_s,
             patience_s=PATIENCE_S,
         )

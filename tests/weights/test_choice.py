@@ -20,6 +20,7 @@ from scavenger.weights.choice import (
     RateBook,
     Rates,
     ReceiverReport,
+    at_once_s,
     choose,
     encoding_pays,
     predicted_s,
@@ -72,13 +73,19 @@ def test_each_version_in_between_is_applied() -> None:
 
 
 def test_it_waits_for_deltas_only_where_that_is_quicker_and_never_longer_than_its_patience() -> None:
-    rates, patience = Rates(link=rate(0.01 * GB), applying=rate(GB)), {"patience_s": 30.0}
-    offer = DeltaOffer(0.01 * GB, pending_s=20.0)  # full 100.5 s, delta 1.75 s
-    assert choose(GB, offer, rates, **patience).form is Form.NOTHING_YET
-    assert choose(GB, offer, rates, waited_s=15.0, **patience).form is Form.DELTA
-    assert choose(GB, replace(offer, pending_s=99.9), rates, patience_s=1e6).form is Form.DELTA
-    assert choose(GB, replace(offer, pending_s=0.0), rates, **patience).form is Form.DELTA
-    assert "made in 20 s" in choose(GB, offer, rates, **patience).reason
+    """32 chunks of 1 MB are asked for at once: whole, they take 3.2 s, and what is made meanwhile stands behind them."""
+    rates = Rates(link=rate(0.01 * GB), applying=rate(GB))
+    offer = DeltaOffer(0.01 * GB, pending_s=1.0)  # full 100.5 s, delta 1.75 s
+
+    def form(offer: DeltaOffer, *, ahead: float = 0.032 * GB, waited: float = 0.0) -> Form:
+        return choose(GB, offer, rates, ahead_nbytes=ahead, waited_s=waited, patience_s=30.0).form
+
+    assert form(offer) is Form.NOTHING_YET
+    assert form(offer, ahead=0.0) is Form.DELTA, "whole chunks that are in nobody's way are a gain"
+    assert form(replace(offer, pending_s=4.0)) is Form.DELTA, "the whole ones are here before"
+    assert form(replace(offer, pending_s=0.0)) is Form.DELTA
+    assert form(offer, waited=29.5) is Form.DELTA
+    assert "all made in 1 s" in choose(GB, offer, rates, ahead_nbytes=3e7, patience_s=30.0).reason
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,6 +99,7 @@ def test_it_waits_for_deltas_only_where_that_is_quicker_and_never_longer_than_it
     bound=st.sampled_from([0.0, 1e7]),
     pending=st.floats(0.0, 1e4),
     waited=st.floats(0.0, 1e4),
+    ahead=st.floats(0.0, 1e12),
 )
 def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
     full: float,
@@ -103,10 +111,11 @@ def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
     bound: float,
     pending: float,
     waited: float,
+    ahead: float,
 ) -> None:
     rates = Rates(link=rate(link), applying=rate(applying), threads=threads, bound=bound)
     offer = DeltaOffer(share * full, steps, pending)
-    found = choose(full, offer, rates, waited_s=waited, patience_s=30.0)
+    found = choose(full, offer, rates, ahead_nbytes=ahead, waited_s=waited, patience_s=30.0)
     assert found.delta_s is not None
     assert found.reason
     match found.form:
@@ -115,7 +124,8 @@ def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
         case Form.DELTA:
             assert found.delta_s < found.full_s
         case Form.NOTHING_YET:
-            assert 0 < pending + found.delta_s < found.full_s
+            mixed_s = at_once_s(full, offer, found.delta_s, rates, ahead)
+            assert 0 < pending + found.delta_s < min(found.full_s, mixed_s)
             assert waited + pending <= min(30.0, found.full_s)
     # A faster link never turns a whole version into a delta, a faster core never a delta into a whole version.
     quicker = choose(full, replace(offer, pending_s=0.0), replace(rates, link=rate(10 * link), bound=0.0))
@@ -259,10 +269,10 @@ def test_of_a_large_version_each_connection_s_first_chunk_measures_the_other_way
         assert work.rates.applying.count - LONG == work.deltas > 0
 
 
-def test_a_pull_waits_for_deltas_that_are_being_made_where_the_link_is_slow(
+def test_a_pull_waits_for_deltas_that_are_nearly_made_where_the_link_is_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before, it asked at once for whole chunks, and the deltas were of use to nobody."""
+    """Before, whole chunks were asked for at once, and deltas that were made meanwhile stood behind them."""
     versions, held = history(2), threading.Event()
     encode = delta_store.delta.encode
 
