@@ -39,7 +39,7 @@ from scavenger.weights.choice import MeasuredRate, RateBook  # noqa: E402
 from scavenger.weights.engine_store import Store  # noqa: E402
 from scavenger.weights.manifest import Manifest  # noqa: E402
 from scavenger.weights.memory import Buffer  # noqa: E402
-from scavenger.weights.source import WeightSource  # noqa: E402
+from scavenger.weights.source import WeightServer  # noqa: E402
 
 MB, MIB = 1e6, 1 << 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +125,7 @@ def choice(nbytes: int, repeats: int) -> None:
     """Before: deltas always. After: by what the pull before it measured. All deltas are made by then."""
     old, new = versions(nbytes, 1e-5)
     for link in (12.5 * MB, 125 * MB, 0.0):
-        with WeightSource(local=False, deltas=4, nbytes_per_s=link) as source:
+        with WeightServer(local=False, deltas=4, nbytes_per_s=link) as source:
             first = source.publish(*old)
             rates = book()
             pulled(old, first, None, rates)  # measures the link
@@ -149,7 +149,7 @@ def waiting(nbytes: int, repeats: int) -> None:
 
     def turn(link: float, patience_s: float) -> float:
         pulls.PATIENCE_S = patience_s
-        with WeightSource(local=False, deltas=4, nbytes_per_s=link) as source:
+        with WeightServer(local=False, deltas=4, nbytes_per_s=link) as source:
             source.publish(*old)
             return pulled(new, source.publish(*new), old, book(link / 4))
 
@@ -169,7 +169,7 @@ def ahead(nbytes: int, repeats: int) -> None:
 
     def turn(early: bool) -> float:
         async def run() -> float:
-            with WeightSource(local=False, nbytes_per_s=125 * MB) as source:
+            with WeightServer(local=False, nbytes_per_s=125 * MB) as source:
                 order = messages.UseWeights(1, b"", (source.publish(manifest, buffer),))
                 store = Store(keys.generate(), lambda _: None, lambda: "127.0.0.1")
                 try:

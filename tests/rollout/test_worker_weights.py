@@ -14,7 +14,7 @@ from scavenger.protocol import keys, messages
 from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.rollout.stage import Play, Stage, kind_of
 
 
@@ -41,7 +41,7 @@ def test_what_was_pulled_beside_generation_is_here_when_the_order_to_load_it_com
     async def scene(stage: Stage) -> None:
         await stage.ready()
         manifest, blob = manifests.build(2, {"w": ("float32", (256,), memoryview(bytes([2]) * 1024))})
-        with WeightSource() as source:
+        with WeightServer() as source:
             order = messages.UseWeights(2, manifests.encode(manifest), (source.publish(manifest, blob),))
             stage.assign(1, most=10_000)
             await stage.daemon.expect(messages.Chunks)
@@ -63,7 +63,7 @@ def test_an_order_to_load_what_is_on_its_way_waits_for_that_pull(play: Play) -> 
         await stage.ready()
         data = memoryview(bytes(4 << 20))
         manifest, blob = manifests.build(2, {"w": ("float32", (len(data) // 4,), data)})
-        with WeightSource(local=False, nbytes_per_s=2 * len(data)) as source:
+        with WeightServer(local=False, nbytes_per_s=2 * len(data)) as source:
             order = messages.UseWeights(2, manifests.encode(manifest), (source.publish(manifest, blob),))
             stage.daemon.send(messages.PullAhead(order))
             while not source.stats.parts:
