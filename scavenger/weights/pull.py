@@ -52,6 +52,7 @@ PATIENCE_S = 30.0
 _ASKED_AT_ONCE = 2  # chunks of each connection, before it delivered any
 #: Of a version of so many chunks, each connection asks for its first one the other way, so that both ways stay measured.
 PROBED_CHUNKS = 256
+_LOGGED = 4  # decisions of a pull: where both ways take as long, it may change its mind often
 _RECHOOSE = 16  # chunks after which what was measured meanwhile is looked at
 Apply = Callable[[memoryview, memoryview, memoryview], None]
 
@@ -107,6 +108,7 @@ class Pull:
         self.choice = choice.choose(manifest.total_nbytes, None, Rates())
         self._offers: dict[messages.WeightSource, tuple[OfferedDeltas, float]] = {}  # and when each was told
         self._waiting_since: float | None = None  # for deltas to be made
+        self._changes = 0  # of the choice
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
         self._last: dict[
@@ -232,7 +234,9 @@ class Pull:
         if found.form is Form.NOTHING_YET and self._waiting_since is None:
             self._waiting_since = now
         if found.form is not self.choice.form or (found.delta_s is not None and self.choice.delta_s is None):
-            _log.info("weights.chosen", version=self.manifest.version, reason=found.reason)
+            self._changes += 1
+            if self._changes <= _LOGGED:
+                _log.info("weights.chosen", version=self.manifest.version, reason=found.reason)
         self.choice = found
 
     def _offer(self, now: float) -> DeltaOffer | None:
