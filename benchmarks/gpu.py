@@ -66,7 +66,12 @@ PARTS: dict[str, Part] = dict(
         _part("head", "memory and time of the output head by chunks against the plain one", 50, *LEARNER),
         _part("offload", "training state to pinned host memory and back", 50, *LEARNER),
         _part("toggle", "from training to generating and back, engine beside learner", 75, *LEARNER, *ENGINE),
-        _part("delta", "encode and apply a version's delta", 40, "msgspec", "blake3", "xxhash", "zstandard"),
+        _part(
+            "delta",
+            "encode and apply a version's delta, on cores and on the GPU",
+            40,
+            *("msgspec", "blake3", "xxhash", "zstandard", "structlog"),
+        ),
         _part("merge", "LoRA adapters merged into their base", 30, *ENGINE),
         _part("reference", "greedy tokens of the reference engine against the CPU's, float32", 50, *ENGINE),
         _part("mismatch", "|trainer's logprob - engine's| in bfloat16", 60, *LEARNER, *ENGINE),

@@ -612,6 +612,7 @@ def delta(bench: Bench) -> None:
 
 
 def _changed(bench: Bench, name: str, old: memoryview, new: memoryview) -> None:
+    from rollout.engines.device_delta import DeviceApply
     from scavenger.weights import delta as deltas
 
     pieces = [slice(start, start + MIB) for start in range(0, len(old), MIB)]
@@ -638,8 +639,22 @@ def _changed(bench: Bench, name: str, old: memoryview, new: memoryview) -> None:
             one, many = ([timed(turn) for _ in range(2)] for turn in (alone, together))
             bench.figure(name, f"{what}, one core", [len(few) * MIB / s / GB for s in one], "GB/s")
             bench.figure(name, f"{what}, {cores} cores", [len(old) / s / GB for s in many], "GB/s")
+        if into != new:
+            raise ValueError("applying the delta did not give the new version")
+        into[:] = bytes(len(into))
+        there = DeviceApply(bench.device)
+
+        def apply_there(index: int) -> None:
+            there(old[pieces[index]], memoryview(encoded[index]), into[pieces[index]])
+
+        list(pool.map(apply_there, range(len(pieces))))  # the first ones make streams and compile kernels
+        device = [timed(lambda: list(pool.map(apply_there, range(len(pieces))))) for _ in range(3)]
+    bench.figure(
+        name, f"apply, on {bench.device}, {cores} threads", [len(old) / s / GB for s in device], "GB/s"
+    )
+    bench.figure(name, "apply, all cores over the device, time", ratios(many, device))
     if into != new:
-        raise ValueError("applying the delta did not give the new version")
+        raise ValueError("applying the delta on the device did not give the new version")
     bench.figure(name, "delta over whole", sum(map(len, encoded)) / len(old))
     copied = min(timed(lambda: into.__setitem__(slice(None), old)) for _ in range(3))
     bench.figure(name, "apply, all cores, over a plain copy", [copied / s for s in many])
@@ -679,6 +694,10 @@ def merge(bench: Bench) -> None:
         host = [timed(lambda whole=whole: whole.data) for _ in range(2)]  # type: ignore[misc]
         bench.figure(name, "as an engine reads it, on the host", [nbytes / s / GB for s in host], "GB/s")
         bench.figure(name, "host over device, time", ratios(host, seconds))
+        moved = [timed(lambda whole=whole: whole.on(bench.device)) for _ in range(3)]  # type: ignore[misc]
+        bench.figure(
+            name, f"as an engine has it, on {bench.device}", [nbytes / s / GB for s in moved], "GB/s"
+        )
         equal = bytes(whole.data) == bytes(_bytes(merged().cpu()))
         bench.figure(name, "device's bits are the host's", float(equal), least=1.0)
 

@@ -51,6 +51,7 @@ from scavenger.protocol.worker.events import (
     LoadWeights,
     LogNote,
     MoreHolders,
+    PullWeights,
     Received,
     SendMessage,
     Serves,
@@ -222,6 +223,7 @@ class _Pulled:
     base: tuple[Manifest, Buffer] | None  # what adapters are merged with
     pull_s: float
     verify_s: float
+    chosen: str  # whole or as deltas, and why
 
 
 class RolloutWorker:
@@ -255,6 +257,8 @@ class RolloutWorker:
         self._engine: Engine | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
+        self._ahead: asyncio.Task[None] | None = None  # a pull beside generation
+        self._ahead_version = -1
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> EndWorker:
@@ -270,7 +274,7 @@ class RolloutWorker:
             return await self._loop()
         finally:
             preload.cancel()
-            for task in (*self._tasks, self._connecting, self._pulling):
+            for task in (*self._tasks, self._connecting, self._pulling, self._ahead):
                 if task is not None:
                     task.cancel()
             if self._engine is not None:
@@ -310,11 +314,20 @@ class RolloutWorker:
                 self._connecting.cancel()
             self._connecting = self._spawn(self._link.connect(action.delay_s), Unreachable)
         elif isinstance(action, LoadWeights):
-            if self._pulling is not None:
-                self._pulling.cancel()
+            ahead = self._ahead if self._ahead_version == action.weights.version else None
+            for task in (self._pulling, self._ahead):
+                if task is not None and task is not ahead:
+                    task.cancel()
+            self._store.offer(action.weights)
             self._pulling = self._spawn(
-                self._pull(action.weights), functools.partial(LoadFailed, action.weights.version)
+                self._pull(action.weights, ahead), functools.partial(LoadFailed, action.weights.version)
             )
+        elif isinstance(action, PullWeights):
+            if (self._pulling is None or self._pulling.done()) and (
+                self._ahead is None or self._ahead.done()
+            ):
+                self._ahead_version = action.weights.version
+                self._ahead = spawn(self._fetched_ahead(action.weights), _not_ahead)
         elif isinstance(action, MoreHolders):
             self._store.offer(action.weights)
         elif isinstance(action, LogNote):
@@ -371,6 +384,12 @@ class RolloutWorker:
         me = self._options.identity
         self._engine = await build(spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved"))
         info = self._engine.info()
+        if info.device:
+            from rollout.engines.device_delta import (
+                DeviceApply,
+            )  # needs torch, which the engine has loaded by now
+
+            self._store.apply = DeviceApply(info.device)
         self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))
         _log.info(
             "engine.built",
@@ -408,16 +427,36 @@ class RolloutWorker:
         """The address of this host that the daemon's host can reach, and so other workers too."""
         return self._link.own_address()
 
-    async def _pull(self, weights: messages.UseWeights) -> None:
+    async def _pull(self, weights: messages.UseWeights, ahead: asyncio.Task[None] | None) -> None:
+        """Bytes that are on their way here already are waited for; what came of them when that failed stays."""
         began = self._clock()
+        if ahead is not None:
+            try:
+                await asyncio.wait((ahead,))
+            except asyncio.CancelledError:
+                ahead.cancel()
+                raise
+        self._commands.put_nowait(await self._fetched(weights, began))
+
+    async def _fetched_ahead(self, weights: messages.UseWeights) -> None:
+        pulled = await self._fetched(weights, self._clock())
+        _log.info("weights.pulled_ahead", version=weights.version, pull_s=round(pulled.pull_s, 4))
+
+    async def _fetched(self, weights: messages.UseWeights, began: float) -> _Pulled:
         manifest, base, verify_s = manifests.decode(weights.manifest), None, 0.0
         if manifest.adapter is not None:
             base = await self._store.get_base(manifest, weights, self._options.pull_s)
             verify_s = self._store.verify_s
             weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
         blob = await self._store.get(manifest, weights, self._options.pull_s)
-        self._commands.put_nowait(
-            _Pulled(weights, manifest, blob, base, self._clock() - began, verify_s + self._store.verify_s)
+        return _Pulled(
+            weights,
+            manifest,
+            blob,
+            base,
+            self._clock() - began,
+            verify_s + self._store.verify_s,
+            self._store.chosen,
         )
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
@@ -434,6 +473,7 @@ class RolloutWorker:
             self._inbox.put_nowait(failed)
             return
         load_s = self._clock() - began
+        self._store.loaded(pulled.manifest.total_nbytes, load_s)
         _log.info(
             "weights.loaded",
             version=version,
@@ -441,11 +481,19 @@ class RolloutWorker:
             pull_s=round(pulled.pull_s, 4),
             verify_s=round(pulled.verify_s, 4),
             load_s=round(load_s, 4),
+            chosen=pulled.chosen,
             since_start_s=round(self._clock() - self._options.started_at, 3),
         )
         self._inbox.put_nowait(
-            Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged)
+            Loaded(
+                version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged, pulled.chosen
+            )
         )
+
+
+def _not_ahead(reason: str) -> None:
+    """The order to load it pulls what is missing, and reports what fails then."""
+    _log.warning("weights.not_pulled_ahead", reason=reason)
 
 
 async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:

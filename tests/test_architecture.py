@@ -99,6 +99,7 @@ PURE = (
     "scavenger/observe/metrics.py",
     "scavenger/observe/tally.py",
     "scavenger/observe/training.py",
+    "scavenger/weights/choice.py",
     "scavenger/weights/directory.py",
     "scavenger/weights/manifest.py",
     "scavenger/weights/shards.py",

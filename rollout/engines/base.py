@@ -33,7 +33,7 @@ class EngineInfo:
     """What the worker tells the daemon. Lengths in tokens.
 
     `cache_tokens`: of all requests together that the KV cache holds; `best_batch`: requests beyond which it was measured to make no more
-    tokens a second. 0 = not known.
+    tokens a second. 0 = not known. `device`: torch's name of the GPU that this process itself computes on and need not leave; "" = none.
     """
 
     name: str
@@ -43,6 +43,7 @@ class EngineInfo:
     gpus: int = 1
     cache_tokens: int = 0
     best_batch: int = 0
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from rollout.engines import merging
 from rollout.engines.account import Account, Uncounted
 from rollout.engines.base import Weight
 from rollout.engines.checksum import Sum, checksum, same
@@ -102,6 +103,11 @@ class Decoder:
         self.loaded = False
 
     @property
+    def own_device(self) -> str:
+        """The GPU that it keeps; "" where it computes on CPUs, or leaves the GPU to a trainer when it sleeps."""
+        return "" if self._device == "cpu" or self._sleeps else self._device
+
+    @property
     def vocab_size(self) -> int:
         return int(self._model.get_output_embeddings().weight.shape[0])
 
@@ -129,7 +135,7 @@ class Decoder:
                     else f"is {view.dtype}{view.shape}, not {tuple(target.shape)}"
                 )
                 raise EngineError(f"weight {view.name!r} {fits}", "publish weights of the run's own model")
-            source = torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
+            source = merging.on(view, self._device)
             if target.data_ptr() in seen and not torch.equal(target, source.to(target)):
                 raise EngineError(
                     f"weight {view.name!r} is tied to another one and differs from it", "publish it once"

@@ -1,8 +1,8 @@
 """A version that holds low-rank adapters, put together with its base as an engine reads it.
 
-Owns the check that adapters and base belong together, when each weight is made, and whether it is what the trainer made of the same; `lora`
-has the arithmetic, `checksum` the sums. Knows no engine, no peft and no network. The base is never written: each version is made from the
-pristine one, so that nothing accumulates.
+Owns the check that adapters and base belong together, when each weight is made and on which device, and whether it is what the trainer
+made of the same; `lora` has the arithmetic, `checksum` the sums. Knows no engine, no peft and no network. The base is never written: each
+version is made from the pristine one, so that nothing accumulates.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest, TensorView
 
+#: Where a tensor lies in a memory file: dtype, shape, offset, nbytes.
+FileRow = tuple[str, Sequence[int], int, int]
+#: What a weight that lies there becomes: dtype, scale, and the rows of A and B if it has an adapter.
+FileMerge = tuple[str, float, Sequence[FileRow]]
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 _REMEDY = "publish the adapters with the base that they were trained on"
 
@@ -50,12 +55,26 @@ class Merged:
     @property
     def data(self) -> memoryview:
         """Its bytes, in memory of their own."""
-        value = tensor(self.base)
-        if self.adapter is not None:
-            down, up, scale = self.adapter
-            value = lora.merged(value, tensor(down), tensor(up), scale)
-        raw: Any = value.to(STORED[self.dtype]).contiguous().view(-1).view(torch.uint8)
+        raw: Any = self.on("cpu").contiguous().view(-1).view(torch.uint8)
         return memoryview(raw.numpy())
+
+    @property
+    def parts(self) -> tuple[TensorView, ...]:
+        """What it is made of: the base, and A and B if it has an adapter."""
+        return (self.base, *self.adapter[:2]) if self.adapter is not None else (self.base,)
+
+    @property
+    def scale(self) -> float:
+        return self.adapter[2] if self.adapter is not None else 0.0
+
+    @property
+    def is_made_elsewhere(self) -> bool:
+        """Whether its parts are no larger than itself, so that who has the GPU is handed them and not the result."""
+        return STORED[self.base.dtype].itemsize <= STORED[self.dtype].itemsize
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """Its value, made on that device: a GPU and a CPU give the same bits (`lora`)."""
+        return _made([tensor(part).to(device) for part in self.parts], self.scale, self.dtype)
 
 
 def tensor(view: Weight) -> Tensor:
@@ -63,6 +82,35 @@ def tensor(view: Weight) -> Tensor:
     if not view.nbytes:
         return torch.empty(view.shape, dtype=STORED[view.dtype])
     return torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
+
+
+def _made(parts: Sequence[Tensor], scale: float, dtype: str) -> Tensor:
+    """Of a base, and of A and B if they are there, on the device where they are."""
+    whole = parts[0] if len(parts) == 1 else lora.merged(parts[0], parts[1], parts[2], scale)
+    return whole.to(STORED[dtype])
+
+
+def on(weight: Weight, device: torch.device | str) -> Tensor:
+    """A weight's value on a device; what is to be merged is merged there. On a CPU, another one's memory is not copied, nor written."""
+    return weight.on(device) if isinstance(weight, Merged) else tensor(weight).to(device)
+
+
+def from_file(memory: mmap, row: FileRow, merge: FileMerge | None, device: torch.device | str) -> Tensor:
+    """A weight whose parts lie in a memory file, on a device, merged there where `merge` says so."""
+    if merge is None:
+        return _at(memory, row).to(device)
+    dtype, scale, adapter = merge
+    return _made([_at(memory, part).to(device) for part in (row, *adapter)], scale, dtype)
+
+
+def _at(memory: mmap, row: FileRow) -> Tensor:
+    dtype, shape, offset, nbytes = row
+    kind = STORED[dtype]
+    if not nbytes:
+        return torch.empty(tuple(shape), dtype=kind)
+    return torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset).reshape(
+        tuple(shape)
+    )
 
 
 def views(

@@ -79,7 +79,12 @@ class ReferenceEngine:
         spec = self._spec
         cache = spec.max_batch * spec.context_length  # a slot for each
         return EngineInfo(
-            NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache
+            NAME,
+            spec.max_batch,
+            spec.context_length,
+            self._decoder.vocab_size,
+            cache_tokens=cache,
+            device=self._decoder.own_device,
         )
 
     async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:

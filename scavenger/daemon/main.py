@@ -451,6 +451,7 @@ class Daemon:
             ended_connections=guard.ended if guard is not None else 0,
             harvest=status.take(self.harvester, self.clock()),
             gpu_memory=tuple(self._shared_gpus(server)),
+            weights_pauses=tuple(self._weights_pauses(server)),
         )
 
     def _shared_gpus(self, server: RouterServer) -> Iterator[status.SharedGpus]:
@@ -466,6 +467,12 @@ class Daemon:
                     len(memory.asleep),
                     len(memory.holding),
                 )
+
+    def _weights_pauses(self, server: RouterServer) -> Iterator[status.WeightsPause]:
+        for run in server.router.core.runs.values():
+            found = worker_counts.pauses(run)
+            if found and not run.ended:
+                yield status.WeightsPause(run.name, len(found), found[len(found) // 2], found[-1])
 
     # ---------------------------------------------------------------- what router and harvester ask of it
 

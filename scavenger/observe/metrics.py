@@ -40,6 +40,7 @@ class RunReading:
     step: int
     progress_at: float
     trainer_seen: float
+    weights_pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,12 @@ METRICS = (
     ),
     Metric("trainer_seen_timestamp_seconds", "gauge", "When the run's trainer was last heard", ("run",)),
     Metric("weights_version", "gauge", "The newest weight version that the run published", ("run",)),
+    Metric(
+        "weights_pause_seconds",
+        "gauge",
+        "Longest of its engines' last pauses between a version's last token and the next one's first",
+        ("run",),
+    ),
     Metric("quarantined_nodes", "gauge", "Nodes that get no engine now because engines died on them"),
     Metric("slurm_rpcs", "counter", "Commands or calls to Slurm, by kind", ("kind",)),
     Metric("decisions", "counter", "What the harvester decided, by action", ("action",)),
@@ -208,6 +215,7 @@ def _runs(f: StatusMetrics) -> Iterator[Sample]:
         )
         yield "engines_wanted", one, run.wanted
         yield "weights_version", one, run.version
+        yield "weights_pause_seconds", one, run.weights_pause_s
         yield "run_step", one, run.step
         yield (
             "run_progress_timestamp_seconds",

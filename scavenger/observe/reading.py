@@ -17,6 +17,7 @@ from scavenger.observe.metrics import Reading, RunReading, StatusMetrics, read
 from scavenger.observe.status import Status
 from scavenger.observe.tally import Tally
 from scavenger.policy.fleet_size import Demand
+from scavenger.router.core import worker_counts
 from scavenger.router.core.state import ActiveRun
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus
@@ -78,4 +79,5 @@ def _run(run: ActiveRun, wanted: int) -> RunReading:
         run.progress.last_committed,
         progress_at,
         run.trainer.seen_at,
+        max(worker_counts.pauses(run), default=0.0),
     )

@@ -116,6 +116,15 @@ class SharedGpus(msgspec.Struct, frozen=True):
     holding: int
 
 
+class WeightsPause(msgspec.Struct, frozen=True):
+    """Between the last token under one version and the first under the next, by the word of `engines` engines: the middle, the longest."""
+
+    run: str
+    engines: int
+    median_s: float
+    most_s: float
+
+
 class Status(msgspec.Struct, frozen=True):
     """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
 
@@ -152,6 +161,9 @@ class Status(msgspec.Struct, frozen=True):
     harvest: Harvest | None = None  # None: nothing is harvested (`harvest.enabled = false`)
     training: tuple[TrainingJob, ...] = ()  # of open runs, as the queue last showed them
     gpu_memory: tuple[SharedGpus, ...] = ()  # of open runs with reserved engines
+    weights_pauses: tuple[
+        WeightsPause, ...
+    ] = ()  # of open runs whose engines went from one version to the next
 
 
 def path(state_dir: Path) -> Path:
@@ -238,7 +250,12 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         )
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
-    said[1:1] = [*harvested(s, now, gone), *map(trains, s.training), *map(shares, s.gpu_memory)]
+    said[1:1] = [
+        *harvested(s, now, gone),
+        *map(trains, s.training),
+        *map(shares, s.gpu_memory),
+        *map(paused, s.weights_pauses),
+    ]
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
 
 
@@ -303,6 +320,15 @@ def shares(found: SharedGpus) -> str:
     return (
         f"memory    run {found.run}: reserved engines are to {to}; {found.holding} hold their memory, {found.asleep} sleep with "
         f"{_mb(found.engine_bytes)}; the ranks kept {_mb(found.trainer_bytes)} when they last had engines woken"
+    )
+
+
+def paused(found: WeightsPause) -> str:
+    """Pure."""
+    engines = "1 engine" if found.engines == 1 else f"{found.engines} engines"
+    return (
+        f"weights   run {found.run}: from the last token under one version to the first under the next, {found.median_s:.1f} s, "
+        f"{found.most_s:.1f} s at most ({engines}, each its last time)"
     )
 
 
@@ -374,6 +400,7 @@ _ENDS = (
     "harvest",
     "training",
     "gpu_memory",
+    "weights_pauses",
 )
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(

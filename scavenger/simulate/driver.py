@@ -26,7 +26,7 @@ from scavenger.simulate.site_cluster import SimHarvester, VirtualSlurm
 from scavenger.simulate.site_daemon import SimDaemon
 from scavenger.simulate.site_engine import SimEngine, WeightDelays
 from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
-from scavenger.simulate.startup import pull_bytes
+from scavenger.simulate.startup import pull_cost
 
 #: A step that takes longer, where no time is set for the play to end, never ends: heartbeats and ticks alone would go on for ever.
 STUCK_S = 86_400.0
@@ -200,11 +200,21 @@ class _SimulatedSite:
             self._sim.at(self._sim.now, done)
             return
         held = self._versions.pop(engine.conn, None)
-        nbytes = pull_bytes(engine.spec.model.weight_bytes, version, held, self._scenario.deltas)
+        scenario = self._scenario
+        link = min(scenario.engine_bytes_s, scenario.trainer.nic_bytes_s)
+        nbytes, apply_s = pull_cost(engine.spec.model.weight_bytes, version, held, scenario.deltas, link)
+        least = self._sim.now + apply_s  # chunks are applied as they come
 
         def arrived() -> None:
-            self._versions[engine.conn] = version
-            done()
+            if self._sim.now < least:
+                self._sim.at(least, complete)
+            else:
+                complete()
+
+        def complete() -> None:
+            if engine.alive:
+                self._versions[engine.conn] = version
+                done()
 
         self._network.pull(engine.node + engine.identity.intent_id, nbytes, arrived)
 

@@ -132,6 +132,7 @@ class SimEngine:
         self.conn = daemon.connect(self._receive)
         self.batch = EngineBatch(spec, sim.now)
         self._wanted = -1  # the version that was asked for last
+        self._ahead, self._ahead_is_here = -1, False  # the one that is pulled beside its work
         self._built_at = sim.now
         self._awake_at = sim.now
         self._requests: dict[int, _Request] = {}  # by the session's handles, in the order in which they came
@@ -226,6 +227,8 @@ class SimEngine:
                     added.append(self._begin(request))
                 case worker.LoadWeights(weights=weights):
                     self._load(weights.version)
+                case worker.PullWeights(weights=weights):
+                    self._pull_ahead(weights.version)
                 case worker.Build():
                     self._sim.at(max(self._sim.now, self._built_at), self._built)
                 case worker.SleepEngine(order=order):
@@ -266,7 +269,21 @@ class SimEngine:
 
     def _load(self, version: int) -> None:
         self._wanted = version
-        self._fetch(self, version, lambda: self._pulled(version))
+        if version != self._ahead:
+            self._ahead = -1
+            self._fetch(self, version, lambda: self._pulled(version))
+        elif self._ahead_is_here:
+            self._pulled(version)
+
+    def _pull_ahead(self, version: int) -> None:
+        """Beside what it generates; a load of it waits for what is on its way."""
+        self._ahead, self._ahead_is_here = version, False
+        self._fetch(self, version, lambda: self._came(version))
+
+    def _came(self, version: int) -> None:
+        self._ahead_is_here |= version == self._ahead
+        if version == self._wanted:
+            self._pulled(version)
 
     def _pulled(self, version: int) -> None:
         ready = max(self._sim.now, self._built_at, self._awake_at) + self._pace.load_s

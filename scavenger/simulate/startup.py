@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scavenger.weights import choice
+from scavenger.weights.choice import DeltaOffer, Form, MeasuredRate, Rates
+
 
 @dataclass(frozen=True, slots=True)
 class StartupPhase:
@@ -63,22 +66,43 @@ class ColdStart:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """Lossless deltas between successive versions: each `share` of the full size; the source keeps the last `depth` of them."""
+    """Lossless deltas between successive versions: each `share` of the full size; the source keeps the last `depth` of them.
+
+    `apply_bytes_s`: of the full size that an engine's cores apply a second, once for each version in between; inf = it costs no time.
+    """
 
     share: float
     depth: int
+    apply_bytes_s: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1 or self.depth < 0:
-            raise ValueError(f"deltas of {self.share} of the size, {self.depth} deep")
+        if not 0 < self.share <= 1 or self.depth < 0 or not self.apply_bytes_s > 0:
+            raise ValueError(
+                f"deltas of {self.share} of the size, {self.depth} deep, {self.apply_bytes_s} bytes a second"
+            )
 
 
-def pull_bytes(full_bytes: float, version: int, held: int | None, deltas: Deltas | None) -> float:
-    """Bytes to pull for `version` when `held` (None: nothing) is in place: a chain of deltas where that is there and is shorter."""
+def pull_cost(
+    full_bytes: float, version: int, held: int | None, deltas: Deltas | None, link_bytes_s: float
+) -> tuple[float, float]:
+    """Bytes to pull for `version` when `held` (None: nothing) is in place, and the seconds that applying them takes at least.
+
+    Whole, or a chain of deltas where that is there: what live engines' `choice` predicts to be sooner over a link of `link_bytes_s`.
+    """
     if held is not None and held > version:
         raise ValueError(f"version {held} is held and {version} is wanted: versions only grow")
     if held == version:
-        return 0.0
+        return 0.0, 0.0
     if held is None or deltas is None or version - held > deltas.depth:
-        return full_bytes
-    return min(full_bytes, (version - held) * deltas.share * full_bytes)
+        return full_bytes, 0.0
+    steps = version - held
+    offer = DeltaOffer(min(full_bytes, steps * deltas.share * full_bytes), steps)
+    rates = Rates(
+        link=MeasuredRate(link_bytes_s),
+        hashing=MeasuredRate(math.inf),
+        applying=MeasuredRate(deltas.apply_bytes_s),
+        loading=MeasuredRate(math.inf),
+    )
+    if choice.choose(full_bytes, offer, rates).form is Form.FULL:
+        return full_bytes, 0.0
+    return offer.nbytes, steps * full_bytes / deltas.apply_bytes_s

@@ -48,8 +48,8 @@ class Channel(Protocol):
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         """Request a chunk, or a delta to it from the weights with root `parent`."""
 
-    def ask_have(self) -> None:
-        """Request the list of what the holder has."""
+    def ask_have(self, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> None:
+        """Request the list of what the holder has, and of deltas from the weights with root `parent`. The rest as in `protocol.Have`."""
 
     def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
         """The next answer, a chunk's bytes in `into`; None when nothing came for `POLL_S`. `heard` is called as bytes come."""
@@ -117,8 +117,8 @@ class TcpChannel:
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         send_frame(self._sock, protocol.get(self._token, self._version, chunk, parent))
 
-    def ask_have(self) -> None:
-        send_frame(self._sock, protocol.have(self._token, self._version))
+    def ask_have(self, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> None:
+        send_frame(self._sock, protocol.have(self._token, self._version, parent, link, applying))
 
     def ask_reach(self) -> None:
         """Ask where NIXL finds the version's memory."""
@@ -200,9 +200,9 @@ class FileChannel:
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         self._asked.append(chunk)
 
-    def ask_have(self) -> None:
+    def ask_have(self, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> None:
         if self._asking is not None:
-            self._asking.ask_have()
+            self._asking.ask_have()  # memory is read whole
         self._asked.append(-1)
 
     def reply(self, into: memoryview, heard: OnProgress) -> SourceReply | None:
@@ -305,8 +305,8 @@ class ZmqChannel:
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         self._say(protocol.get(self._token, self._version, chunk, parent))
 
-    def ask_have(self) -> None:
-        self._say(protocol.have(self._token, self._version))
+    def ask_have(self, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> None:
+        self._say(protocol.have(self._token, self._version, parent, link, applying))
 
     def _say(self, request: bytes) -> None:
         try:

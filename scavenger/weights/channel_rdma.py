@@ -57,8 +57,8 @@ class RdmaChannel:
     def ask(self, chunk: int, parent: bytes = b"") -> None:
         self._asked.append(chunk)
 
-    def ask_have(self) -> None:
-        self._asking.ask_have()
+    def ask_have(self, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> None:
+        self._asking.ask_have()  # memory is read whole
         self._due += 1
         self._renewed_at = time.monotonic()
 

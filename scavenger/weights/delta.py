@@ -18,7 +18,8 @@ Nothing here is trusted: the receiver checks the hash of the chunk that comes ou
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ from scavenger.errors import WeightsError
 from scavenger.weights.manifest import ITEMSIZE, Manifest
 
 LEVEL = 1
-#: A chain is sent where it is at most this share of the chunk: reading the old bytes and scattering costs about as much as the rest saves.
-WORTH = 0.6
+#: A chain is kept and sent where it is at most this share of the chunk, so that memory is not spent on what saves next to nothing. Whether
+#: it is asked for, the receiver decides by seconds (`choice`).
+WORTH = 0.9
 MOST_LINKS = 8
 #: Up to this share of changed items, positions cost less than 1 % of the chunk: all items' changes could save no more, and are several
 #: times slower to make and to apply.
@@ -37,8 +39,8 @@ FEW = 0.01
 #: Beyond this share, all items' changes are shorter whichever items moved. Between the two it depends on that: positions are shorter where
 #: those lie together; all items' changes, by far, where the old exponent tells which move, as where the masters were bfloat16 before.
 MANY = 0.05
-_LARGE = 3
-_EXPONENT = {
+LARGE = 3
+EXPONENT = {
     1: (0, 0xFF),
     2: (7, 0xFF),
     4: (23, 0xFF),
@@ -93,10 +95,10 @@ def _encode_few(before: Array, after: Array, changed: Array) -> bytes:
 def _encode_all(before: Array, after: Array) -> bytes:
     change = _folded(after - before)[_order(before)]
     small = np.zeros(-(-len(change) // 4) * 4, dtype=np.uint8)
-    small[: len(change)] = np.minimum(change, _LARGE)
+    small[: len(change)] = np.minimum(change, LARGE)
     four = small.view("<u4")
     fours = (four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)
-    large = change[change >= _LARGE] - change.dtype.type(_LARGE)
+    large = change[change >= LARGE] - change.dtype.type(LARGE)
     return _packed(before.dtype.itemsize, 0, len(large), [fours, *_planes(large)])
 
 
@@ -119,7 +121,7 @@ def _unfolded(change: Array) -> Array:
 
 def _order(items: Array) -> Array:
     """The places of the items by their exponents, equal ones as they lie."""
-    shift, mask = _EXPONENT[items.dtype.itemsize]
+    shift, mask = EXPONENT[items.dtype.itemsize]
     exponents = (items >> shift) & mask
     return np.argsort(exponents.astype(np.uint8 if mask <= 0xFF else np.uint16), kind="stable")
 
@@ -133,7 +135,7 @@ def chain(deltas: Sequence[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(delta)) + delta for delta in deltas)
 
 
-def links(encoded: bytes) -> int:
+def links(encoded: bytes | memoryview) -> int:
     """How many deltas a chain has; one that is cut off has a link too many rather than one too few."""
     at = count = 0
     while at < len(encoded):
@@ -145,6 +147,12 @@ def links(encoded: bytes) -> int:
 def apply_chain(old: memoryview, encoded: memoryview, into: memoryview) -> None:
     """Write to `into` what the chain makes of `old`. Raises `WeightsError` for bytes that are no chain for a chunk of this length."""
     into[:] = old
+    for one in chain_links(encoded):
+        _apply(one, into)
+
+
+def chain_links(encoded: memoryview) -> Iterator[memoryview]:
+    """The deltas of a chain, one version after another. Raises `WeightsError` where it is cut off or has too many."""
     at = links = 0
     while at < len(encoded):
         links += 1
@@ -154,41 +162,71 @@ def apply_chain(old: memoryview, encoded: memoryview, into: memoryview) -> None:
         at += _LENGTH.size
         if at + length > len(encoded):
             raise WeightsError("a delta that is cut off")
-        _apply(encoded[at : at + length], into)
+        yield encoded[at : at + length]
         at += length
 
 
-def _apply(delta: memoryview, chunk: memoryview) -> None:
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """A delta taken apart, of items of `width` bytes. `fours`: of every item, in the order of their exponents; or else `gaps`: between the
+    changed ones. `folded`: of those that are large, or that are changed, in their order; unsigned.
+    """
+
+    width: int
+    fours: Array | None
+    gaps: Array | None
+    folded: Array
+
+
+def taken_apart(delta: memoryview, chunk_nbytes: int) -> Changes | None:
+    """What a delta to a chunk of this length says; None where that is nothing. Raises `WeightsError` for what cannot be one."""
     if len(delta) < _HEAD.size:
         raise WeightsError("a delta without its head")
     width, gap_width, count = _HEAD.unpack_from(delta)
     if (
         width not in (1, 2, 4, 8)
         or gap_width not in (0, 1, 2, 4)
-        or len(chunk) % width
-        or count > len(chunk) // width
+        or chunk_nbytes % width
+        or count > chunk_nbytes // width
     ):
         raise WeightsError("a delta that is not one of this chunk")
-    items = np.frombuffer(chunk, dtype=f"<u{width}")
-    fours = 0 if gap_width else -(-len(items) // 4)
+    items = chunk_nbytes // width
+    fours = 0 if gap_width else -(-items // 4)
     raw = _unpacked(delta[_HEAD.size :], fours + count * (gap_width + width))
     if fours:
-        _apply_all(np.frombuffer(raw, np.uint8, fours), _from_planes(raw[fours:], width), items)
-    elif count > MANY * len(
-        items
-    ):  # as `encode` makes none: links of it that change nothing would cost only time
-        raise WeightsError(f"a delta with {count} positions of {len(items)}")
-    elif count:
-        gaps = _from_planes(raw[: count * gap_width], gap_width)
-        changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if changed[-1] >= len(items):
-            raise WeightsError("a delta that reaches beyond its chunk")
-        items[changed] += _unfolded(_from_planes(raw[count * gap_width :], width))
+        return Changes(width, np.frombuffer(raw, np.uint8, fours), None, _from_planes(raw[fours:], width))
+    if count > MANY * items:  # as `encode` makes none: links of it that change nothing would cost only time
+        raise WeightsError(f"a delta with {count} positions of {items}")
+    if not count:
+        return None
+    gaps = _from_planes(raw[: count * gap_width], gap_width)
+    return Changes(width, None, gaps, _from_planes(raw[count * gap_width :], width))
+
+
+def _apply(delta: memoryview, chunk: memoryview) -> None:
+    changes = taken_apart(delta, len(chunk))
+    if changes is None:
+        return
+    items = np.frombuffer(chunk, dtype=f"<u{changes.width}")
+    if changes.fours is not None:
+        _apply_all(changes.fours, changes.folded, items)
+        return
+    changed = positions(changes, len(items))
+    items[changed] += _unfolded(changes.folded)
+
+
+def positions(changes: Changes, items: int) -> Array:
+    """Where the changed ones of so many items are. Raises `WeightsError` where one lies beyond them."""
+    assert changes.gaps is not None
+    changed: Array = np.cumsum(changes.gaps.astype(np.int64) + 1) - 1
+    if changed[-1] >= items:
+        raise WeightsError("a delta that reaches beyond its chunk")
+    return changed
 
 
 def _apply_all(fours: Array, large: Array, items: Array) -> None:
     some = _FOURS.take(fours).view(np.uint8)[: len(items)]
-    rest = np.flatnonzero(some == _LARGE)
+    rest = np.flatnonzero(some == LARGE)
     if len(rest) != len(large):
         raise WeightsError(f"a delta of {len(rest)} large changes, its head says {len(large)}")
     change = some.astype(items.dtype)

@@ -19,12 +19,13 @@ from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.weights import delta, rdma
 from scavenger.weights import manifest as manifests
+from scavenger.weights.choice import RateBook
 from scavenger.weights.delta_store import Chains
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, MemoryPool
 from scavenger.weights.pace import NodePace
-from scavenger.weights.pull import Pull
+from scavenger.weights.pull import Apply, Pull
 from scavenger.weights.source import WeightServer
 from scavenger.weights.source_zmq import end_process
 from scavenger.weights.transfer import TransferLimits
@@ -96,6 +97,9 @@ class Store:
         self._pace = pace or NodePace()
         self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: messages.UseWeights | None = None  # further holders that were named last
+        self.rates = RateBook()  # measured by all pulls of this process
+        self.apply: Apply | None = None  # in place of `delta.apply_chain`
+        self.chosen = ""  # how the last version came, and why
         self.verify_s = 0.0  # thread seconds that the last version's hashes took
         self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
 
@@ -135,7 +139,9 @@ class Store:
 
     async def _get(self, manifest: Manifest, weights: messages.UseWeights, deadline_s: float) -> Buffer:
         for version, (held, buffer) in self._complete.items():
-            if held.root == manifest.root:  # published again under another number, or asked for again
+            if (
+                held.root == manifest.root
+            ):  # published again under another number, pulled ahead, or asked for again
                 self._release({version, manifest.version, *weights.keep})
                 return self._keep(manifest, buffer, weights)
         work = self._pull
@@ -161,6 +167,8 @@ class Store:
                 no_nixl=self._no_nixl,
                 relay=self._relay,
                 pace=self._pace,
+                rates=self.rates,
+                apply=self.apply,
             )
         else:
             work.again(manifest)
@@ -172,10 +180,14 @@ class Store:
             buffer = await work.finish(deadline_s + self._pace.longest_s(manifest.total_nbytes))
         finally:
             partial.cancel()
-            self.verify_s = work.verify_s
+            self.verify_s, self.chosen = work.verify_s, work.choice.reason
         self._pull, work.base = None, None
         self._release({manifest.version, *weights.keep})
         return self._keep(manifest, buffer, weights)
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        """The engine took a version: predictions have the time in them."""
+        self.rates.loading = self.rates.loading.measured(nbytes, seconds)
 
     async def recheck(self, roots: Set[bytes]) -> list[int]:
         """Hash what is held of these once more, and let go of what is not as published any more: the next `get` pulls it, to other memory.

@@ -38,7 +38,7 @@ class ByteRateLimit:
     """`take` counts bytes and waits as long as the bound asks for. 0 bytes a second: no bound. Thread-safe."""
 
     def __init__(self, nbytes_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.bounded = nbytes_per_s > 0
+        self.bounded, self.nbytes_per_s = nbytes_per_s > 0, max(0.0, nbytes_per_s)
         self._rate, self._clock = nbytes_per_s, clock
         self._lock = threading.Lock()
         self._free_at = 0.0

@@ -5,6 +5,7 @@ receiver was told of the version's token over the authenticated control channel,
 on a network in the clear can repeat it, and gets the bytes that passed there anyway.
 
     Get(version, chunk)  ->  Part, then the chunk's bytes; or NoSuch        Have(version)  ->  Holds, or NoSuch
+                             Have with `parent`: Holds says too what deltas from those weights there are
     Reach(version)       ->  Reached, or NoSuch: where NIXL finds the memory
     Map(version)         ->  one byte with a descriptor of the memory, or without one where it is refused (same node only)
 """
@@ -12,6 +13,7 @@ on a network in the clear can repeat it, and gets the bytes that passed there an
 from __future__ import annotations
 
 import secrets
+from typing import Annotated
 
 import blake3
 import msgspec
@@ -22,6 +24,8 @@ TOKEN_NBYTES = 32
 MAX_REQUEST_BYTES = 512
 #: Two bitmaps of as many chunks as a blob can have: 2 TB in chunks of 4 MiB.
 MAX_REPLY_BYTES = 192 * 1024
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]  # bytes a second; NaN is refused with it
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
@@ -34,10 +38,17 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Have(msgspec.Struct, frozen=True, tag=True):
-    """Ask which chunks the holder has."""
+    """Ask which chunks the holder has, and what deltas to them from the weights with root `parent`.
+
+    `link`, `applying`: bytes a second that the receiver measured of its connections and of applying deltas, all its threads together; 0 =
+    not yet. What is beside the proof is no secret, and whoever alters it changes a count or an estimate.
+    """
 
     version: int
     proof: bytes
+    parent: bytes = b""
+    link: _Rate = 0.0
+    applying: _Rate = 0.0
 
 
 class Map(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +94,19 @@ class NoSuch(msgspec.Struct, frozen=True, tag=True):
     absent: bool = False
 
 
+class OfferedDeltas(msgspec.Struct, frozen=True):
+    """Of `of_nbytes` of chunks, `nbytes` would be sent: deltas over `steps` versions, and whole chunks where there is none.
+
+    `left_nbytes`: of chunks whose deltas are still being made, at `nbytes_per_s`.
+    """
+
+    nbytes: _Count
+    of_nbytes: _Count
+    steps: _Count
+    left_nbytes: _Count = 0
+    nbytes_per_s: _Rate = 0.0
+
+
 class AvailableChunks(msgspec.Struct, frozen=True, tag=True):
     """What is here: everything, or the chunks whose bits are set (lowest bit first). `coming`: the chunks on their way here, likewise."""
 
@@ -90,6 +114,7 @@ class AvailableChunks(msgspec.Struct, frozen=True, tag=True):
     complete: bool
     bitmap: bytes = b""
     coming: bytes = b""
+    deltas: OfferedDeltas | None = None
 
 
 SourceRequest = Get | Have | Map | Reach
@@ -107,8 +132,8 @@ def get(token: bytes, version: int, chunk: int, parent: bytes = b"") -> bytes:
     return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk, parent), parent))
 
 
-def have(token: bytes, version: int) -> bytes:
-    return _encoder.encode(Have(version, _proof(token, "have", version, -1)))
+def have(token: bytes, version: int, parent: bytes = b"", link: float = 0.0, applying: float = 0.0) -> bytes:
+    return _encoder.encode(Have(version, _proof(token, "have", version, -1), parent, link, applying))
 
 
 def reach(token: bytes, version: int) -> bytes:

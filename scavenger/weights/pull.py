@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import random
 import threading
 import time
@@ -26,14 +28,15 @@ from scavenger.errors import WeightsError, WireError
 from scavenger.protocol import messages
 from scavenger.protocol.keys import KeyPair
 from scavenger.weights import channel as channels
-from scavenger.weights import delta
+from scavenger.weights import choice, delta
 from scavenger.weights.channel import Channel, FileChannel, SharedContext, TcpChannel, ZmqChannel, is_near
 from scavenger.weights.channel_rdma import RdmaChannel
+from scavenger.weights.choice import DeltaOffer, Form, RateBook, Rates
 from scavenger.weights.delta_store import Chains
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pace import NodePace
-from scavenger.weights.protocol import AvailableChunks, ChunkPart, NoSuch, Reached, SourceReply
+from scavenger.weights.protocol import AvailableChunks, ChunkPart, NoSuch, OfferedDeltas, Reached, SourceReply
 from scavenger.weights.spool import SCHEME
 from scavenger.weights.transfer import ChunkOutcome, Transfer, TransferLimits
 
@@ -44,6 +47,14 @@ MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
 #: Of a smaller version each engine fetches its own: it would wait longer for its node's leader than its bytes take.
 LED_NBYTES = 32 << 20
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
+#: A pull waits so long in all for deltas that are nearly made, where that is predicted to be quicker: a quarter of its usual deadline.
+PATIENCE_S = 30.0
+_ASKED_AT_ONCE = 2  # chunks of each connection, before it delivered any
+#: Of a version of so many chunks, each connection asks for its first one the other way, so that both ways stay measured.
+PROBED_CHUNKS = 256
+_LOGGED = 4  # decisions of a pull: where both ways take as long, it may change its mind often
+_RECHOOSE = 16  # chunks after which what was measured meanwhile is looked at
+Apply = Callable[[memoryview, memoryview, memoryview], None]
 
 
 class Pull:
@@ -63,12 +74,15 @@ class Pull:
         no_nixl: set[str] | None = None,
         relay: Chains | None = None,
         pace: NodePace | None = None,
+        rates: RateBook | None = None,
+        apply: Apply | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
         `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that has no reader.
         `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added. `relay` keeps the deltas that came.
-        `pace`: of what comes from other machines.
+        `pace`: of what comes from other machines. `rates`: what earlier pulls measured; this one adds to them. `apply`: what does as
+        `delta.apply_chain` does, from several threads.
         """
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
@@ -90,6 +104,11 @@ class Pull:
         self.context = SharedContext()
         self.no_nixl = no_nixl if no_nixl is not None else set()
         self.pace = pace or NodePace()
+        self.rates, self.apply = rates or RateBook(), apply or delta.apply_chain
+        self.choice = choice.choose(manifest.total_nbytes, None, Rates())
+        self._offers: dict[messages.WeightSource, tuple[OfferedDeltas, float]] = {}  # and when each was told
+        self._waiting_since: float | None = None  # for deltas to be made
+        self._changes = 0  # of the choice
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
         self._last: dict[
@@ -184,6 +203,55 @@ class Pull:
         self._sources, self._streams, self._waiting = [], [], deque()
         self.transfer = self.transfer.resumed(self.manifest, self.clock())
 
+    # ---------------------------------------------------------------- whole, as deltas, or not yet
+
+    def offered(self, source: messages.WeightSource, deltas: OfferedDeltas | None) -> None:
+        """A source said what deltas it has, or that it has none. Called under the lock."""
+        if deltas is None or not deltas.of_nbytes:
+            self._offers.pop(source, None)
+        else:
+            self._offers[source] = deltas, self.clock()
+        self.rechoose()
+
+    def known_rates(self) -> Rates:
+        """Of the connections that there are. Called under the lock."""
+        far = [stream for stream in self._streams if stream.is_alive() and not is_near(stream.source)]
+        cores = len(os.sched_getaffinity(0))
+        return self.rates.rates([host_of(stream.source) for stream in far], cores, self.pace.nbytes_per_s)
+
+    def rechoose(self) -> None:
+        """Decide once more, from what is offered and measured by now. Called under the lock."""
+        now, full = self.clock(), self.manifest.total_nbytes
+        waited_s = now - self._waiting_since if self._waiting_since is not None else 0.0
+        found = choice.choose(
+            full,
+            self._offer(now) if self.base is not None else None,
+            self.known_rates(),
+            ahead_nbytes=_ASKED_AT_ONCE * len(self._streams) * self.manifest.chunk_nbytes,
+            waited_s=waited_s,
+            patience_s=PATIENCE_S,
+        )
+        if found.form is Form.NOTHING_YET and self._waiting_since is None:
+            self._waiting_since = now
+        if found.form is not self.choice.form or (found.delta_s is not None and self.choice.delta_s is None):
+            self._changes += 1
+            if self._changes <= _LOGGED:
+                _log.info("weights.chosen", version=self.manifest.version, reason=found.reason)
+        self.choice = found
+
+    def _offer(self, now: float) -> DeltaOffer | None:
+        """All sources' offers together: each is of the chunks that it has."""
+        offers = list(self._offers.values())
+        if not offers:
+            return None
+        of_nbytes = sum(one.of_nbytes for one, _ in offers)
+        share = sum(one.nbytes for one, _ in offers) / of_nbytes
+        pending_s = 0.0
+        for one, at in offers:
+            left_s = one.left_nbytes / one.nbytes_per_s if one.nbytes_per_s else math.inf
+            pending_s = max(pending_s, left_s - (now - at) if one.left_nbytes else 0.0)
+        return DeltaOffer(share * self.manifest.total_nbytes, max(one.steps for one, _ in offers), pending_s)
+
     def _prepare(self) -> None:
         """Make memory ahead of what comes; ends with the pull."""
         for upto in range(0, self.manifest.total_nbytes + (64 << 20), 64 << 20):
@@ -224,6 +292,13 @@ class Pull:
     def news(self) -> None:
         with contextlib.suppress(RuntimeError):  # the waiter's loop is over
             self._notify()
+
+
+def host_of(source: messages.WeightSource) -> str:
+    """What its rate is kept under: the host, of whatever port; a disk is one of its own."""
+    if source.endpoint.startswith(SCHEME):
+        return SCHEME
+    return source.endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def _plain(source: messages.WeightSource) -> messages.WeightSource:
@@ -275,6 +350,10 @@ class _Stream(threading.Thread):
         self._complaint = ""  # what its connection was last lost for
         self._asked_at = pull.clock()  # when it last had anything for us
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
+        self._reported = False  # whether it was told on this connection what we measured
+        self._probed = len(pull.manifest.chunk_hashes) < PROBED_CHUNKS
+        self._whole_at: float | None = None  # when a whole chunk was last done with; None: the last was none
+        self._taken = 0
 
     def hang_up(self) -> None:
         if (channel := self._channel) is not None:
@@ -328,20 +407,24 @@ class _Stream(threading.Thread):
             return
         now = pull.clock()
         with pull.lock:
-            chunks = self._transfer.ask(index, now) if self._known else []
+            waits = pull.choice.form is Form.NOTHING_YET and not self._reads_memory(channel)
+            chunks = self._transfer.ask(index, now) if self._known and not waits else []
             partial = self._transfer.is_partial(self._transfer.holders[index].source)
             asked = bool(self._transfer.holders[index].asked)
-        base = pull.base
-        if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _POLL_S):
-            channel.ask_have()
+            parent = pull.base[0].root if pull.base is not None else b""
+            whole = pull.choice.form is Form.FULL
+        again = partial or (waits and self._known)
+        if self._have_at is None or (again and not self._have_due and now - self._have_at >= _POLL_S):
+            self._ask_have(channel, parent)
             self._have_at, self._have_due = now, True
         for chunk in chunks:
-            channel.ask(chunk, base[0].root if base is not None else b"")
+            probe, self._probed = not self._probed, True
+            channel.ask(chunk, b"" if whole != probe else parent)
         if not asked and not self._have_due:
             if partial and (self._transfer.holders[index].chunks or now - self._asked_at >= _POLL_S):
                 pull.yield_slot(self)
             # What a partial holder has is known until it is asked again.
-            pull.ended.wait(max(_IDLE_S, (self._have_at or now) + _POLL_S - now) if partial else _IDLE_S)
+            pull.ended.wait(max(_IDLE_S, (self._have_at or now) + _POLL_S - now) if again else _IDLE_S)
             return
         self._asked_at = now if asked else self._asked_at
         reply = channel.reply(self._into, self._heard)
@@ -360,6 +443,20 @@ class _Stream(threading.Thread):
         elif self._have_due and pull.clock() - max(self._have_at or now, heard_at) >= pull.limits.stall_s:
             raise WireError(f"no answer for {pull.limits.stall_s:g} s")
 
+    def _reads_memory(self, channel: Channel) -> bool:
+        """Whether it has no deltas: it reads a neighbour's memory, a disk, or a holder's memory by NIXL."""
+        return isinstance(channel, FileChannel | RdmaChannel)
+
+    def _ask_have(self, channel: Channel, parent: bytes) -> None:
+        """Also tell, once a connection, what was measured: the publisher decides by it whether to make deltas."""
+        with self._pull.lock:
+            rates = self._pull.known_rates()
+        told = self._reported or not parent
+        link = 0.0 if told or not rates.link.count else rates.link.per_s
+        applying = 0.0 if told or not rates.applying.count else rates.applying.per_s * rates.threads
+        channel.ask_have(parent, link, applying)
+        self._reported = True
+
     def _heard(self) -> None:
         self._transfer.heard(self.index, self._pull.clock())
 
@@ -376,6 +473,7 @@ class _Stream(threading.Thread):
                 if found is not None:
                     self._transfer.expect(source, found, coming, pull.clock())
                 self._transfer.know(source, found)
+                pull.offered(self.source, reply.deltas)
             return
         if isinstance(reply, NoSuch):
             with pull.lock:
@@ -388,6 +486,7 @@ class _Stream(threading.Thread):
             return
         data = self._into[: reply.nbytes]
         pull.nbytes += reply.nbytes
+        self._measure_link(reply)
         if reply.delta:
             if (
                 reply.chunk not in self._transfer.holders[index].asked
@@ -396,7 +495,8 @@ class _Stream(threading.Thread):
             data = self._from_delta(reply.chunk, data)
         began = time.monotonic()
         good = self._transfer.matches(reply.chunk, data)
-        pull.verify_s += time.monotonic() - began
+        took_s = time.monotonic() - began
+        pull.verify_s += took_s
         if reply.delta and not good and self._bad_deltas < 2 * pull.limits.window:
             # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
             pull.base, self._bad_deltas = None, self._bad_deltas + 1
@@ -405,9 +505,14 @@ class _Stream(threading.Thread):
             return
         if good and not self._transfer.here[reply.chunk]:
             self._transfer.write(reply.chunk, data)
+        self._whole_at = None if reply.delta else pull.clock()
+        self._taken += 1
         with pull.lock:
             if self.left:  # what is here is shared with the transfer that goes on
                 return
+            pull.rates.hashing = pull.rates.hashing.measured(len(data), took_s)
+            if self._taken % _RECHOOSE == 0:
+                pull.rechoose()
             verdict = self._transfer.settle(index, reply.chunk, good, pull.clock())
         if verdict is ChunkOutcome.CORRUPT:
             _log.warning("weights.corrupt", source=self.source.endpoint, chunk=reply.chunk)
@@ -427,20 +532,42 @@ class _Stream(threading.Thread):
             self._made = memoryview(bytearray(manifest.chunk_nbytes))
         start, stop = manifest.chunk_range(chunk)
         made = self._made[: stop - start]
+        began, steps = time.monotonic(), delta.links(encoded)
         try:
-            delta.apply_chain(base[1].view[start:stop], encoded, made)
+            self._pull.apply(base[1].view[start:stop], encoded, made)
         except (WeightsError, MemoryError) as error:
             reason = error.cause if isinstance(error, WeightsError) else "no memory to unpack it"
             _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=reason)
             return encoded[:0]
-        self._pull.deltas += 1
+        pull = self._pull
+        with pull.lock:
+            pull.deltas += 1
+            pull.rates.applying = pull.rates.applying.measured(
+                steps * (stop - start), time.monotonic() - began
+            )
         return made
+
+    def _measure_link(self, reply: ChunkPart) -> None:
+        """What this connection carries, by whole chunks that came right after one another, or first. A delta's bytes wait in the socket
+        while the one before is applied, and would say that they took no time."""
+        pull = self._pull
+        asked_at = self._transfer.holders[self.index].asked.get(reply.chunk)
+        if (
+            reply.delta
+            or asked_at is None
+            or self._connections.near
+            or (self._taken and self._whole_at is None)
+        ):
+            return
+        since = asked_at if self._whole_at is None else max(asked_at, self._whole_at)
+        with pull.lock:
+            pull.rates.delivered(host_of(self.source), reply.nbytes, pull.clock() - since)
 
     # ---------------------------------------------------------------- connection
 
     def _connected(self) -> Channel:
         if self._channel is None:
-            self._have_at, self._have_due, self._known = None, False, False
+            self._have_at, self._have_due, self._known, self._reported = None, False, False, False
             self._channel = self._connections.open(self._manifest)
         return self._channel
 

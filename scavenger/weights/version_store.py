@@ -19,11 +19,20 @@ from typing import Any
 import numpy as np
 
 from scavenger.errors import WeightsError
-from scavenger.weights import protocol
+from scavenger.weights import choice, protocol
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, ChunkPart, Get, NoSuch, SourceRequest
+from scavenger.weights.protocol import (
+    TOKEN_NBYTES,
+    AvailableChunks,
+    ChunkPart,
+    Get,
+    Have,
+    NoSuch,
+    OfferedDeltas,
+    SourceRequest,
+)
 
 
 @dataclass(slots=True)
@@ -41,6 +50,7 @@ class StoredVersion:
         None  # the chunks that are here, now and later; None: all, or all that will come
     )
     coming: Callable[[], np.ndarray[Any, Any]] | None = None  # which chunks are on their way here
+    since: float = 0.0  # when it was first served, by the store's clock
 
     def ranges(self) -> list[tuple[int, int]]:
         """The byte ranges [start, stop) that have memory, or will have."""
@@ -132,7 +142,14 @@ class VersionStore:
                 token = secrets.token_bytes(TOKEN_NBYTES)
                 parts = None if chunks is None else tuple(chunks)
                 present = self._versions[manifest.version] = StoredVersion(
-                    manifest, blob.toreadonly(), token, buffer, here, parts=parts, coming=coming
+                    manifest,
+                    blob.toreadonly(),
+                    token,
+                    buffer,
+                    here,
+                    parts=parts,
+                    coming=coming,
+                    since=self._clock(),
                 )
                 served = {v: held.manifest for v, held in self._versions.items() if not held.retired}
                 bases = {of.adapter.base for of in served.values() if of.adapter is not None}
@@ -226,11 +243,11 @@ class VersionStore:
         if isinstance(held, NoSuch):
             return held, None
         if not isinstance(request, Get):
-            here, coming = held.here, held.coming
+            here, coming, offer = held.here, held.coming, self._offer(request, held)
             if here is None:
-                return AvailableChunks(request.version, complete=True), None
+                return AvailableChunks(request.version, complete=True, deltas=offer), None
             return AvailableChunks(
-                request.version, False, _packed(here), _packed(coming()) if coming is not None else b""
+                request.version, False, _packed(here), _packed(coming()) if coming is not None else b"", offer
             ), None
         if not 0 <= request.chunk < len(held.manifest.chunk_hashes):
             self.stats.refused += 1
@@ -246,3 +263,19 @@ class VersionStore:
         if encoded is not None:
             return ChunkPart(request.version, request.chunk, len(encoded), delta=True), memoryview(encoded)
         return ChunkPart(request.version, request.chunk, stop - start), held.blob[start:stop]
+
+    def _offer(self, request: SourceRequest, held: StoredVersion) -> OfferedDeltas | None:
+        """What deltas there are for the receiver; its own rates are noted. None of a version that is still on its way here."""
+        if not isinstance(request, Have) or not request.parent:
+            return None
+        encoder = self._encoder
+        if encoder is not None and request.link:
+            late_s = self._clock() - held.since
+            encoder.heard(choice.ReceiverReport(request.link, request.applying, late_s))
+        if held.here is not None and held.parts is None:
+            return None
+        chunks = len(held.manifest.chunk_hashes) if held.parts is None else len(held.parts)
+        expected = (encoder.share, encoder.rate.per_s) if encoder is not None else ()
+        return self.chains.offer(
+            request.parent, held.manifest.root, chunks, held.manifest.chunk_nbytes, *expected
+        )

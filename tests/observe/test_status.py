@@ -393,3 +393,11 @@ def test_what_trainer_and_engines_hold_of_the_gpus_that_they_share_is_shown() ->
         "memory    run r: reserved engines are to generate; 2 hold their memory, 1 sleep with 1.0 MiB; the ranks kept 3,072.0 MiB "
         "when they last had engines woken"
     ) in found
+
+
+def test_the_time_that_engines_made_nothing_at_a_change_of_version_is_shown() -> None:
+    pauses = (status.WeightsPause("r", 3, 1.25, 4.0), status.WeightsPause("s", 1, 2.0, 2.0))
+    found = status.lines(msgspec.structs.replace(SEEN, weights_pauses=pauses), 1001.0)
+    said = "from the last token under one version to the first under the next"
+    assert f"weights   run r: {said}, 1.2 s, 4.0 s at most (3 engines, each its last time)" in found
+    assert f"weights   run s: {said}, 2.0 s, 2.0 s at most (1 engine, each its last time)" in found

@@ -18,7 +18,7 @@ from scavenger.errors import EngineError, WeightsDiffer
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import account, published  # noqa: E402  needs torch, as all that follows
+from rollout.engines import account, merging, published  # noqa: E402  needs torch, as all that follows
 from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.registry import builder  # noqa: E402
@@ -50,15 +50,12 @@ class Llm:
             return [self.held]
         if name != "scavenger_load":
             return [None]
-        path, table = args
+        path, table, merges = args
         with open(path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
         sums = {}
-        for weight, dtype, shape, offset, nbytes in table:
-            kind = published.STORED[dtype]
-            value = torch.frombuffer(
-                memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset
-            ).reshape(shape)
+        for weight, *row in table:
+            value = merging.from_file(memory, tuple(row), merges.get(weight), "cpu").clone()
             if self.damage and weight.endswith("q_proj.weight"):
                 value[0, 0] += 1
             sums[weight] = _encoded(checksum(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 merging = pytest.importorskip("rollout.engines.merging")
 lora = pytest.importorskip("rollout.engines.lora")
 checksum = pytest.importorskip("rollout.engines.checksum")
+setup = pytest.importorskip("rollout.engines.vllm.setup")
 
 Made = tuple[Manifest, memoryview]
 
@@ -209,3 +211,37 @@ def test_the_root_covers_the_base_the_scale_and_the_type() -> None:
     assert manifests.decode(manifests.encode(manifest)) == manifest
     assert manifests.base_of(manifests.encode(manifest)) == under[0].root
     assert manifests.base_of(manifests.encode(under[0])) == b""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_who_has_the_gpu_is_handed_base_and_adapters_and_makes_the_same_bits(stored: str, dtype: str) -> None:
+    """Where the base is stored wider than what it becomes, the result is the smaller thing to hand over."""
+    under = base(getattr(torch, stored))
+    of = adapters(under, dtype=dtype)
+    found = merging.views(of[0], manifests.views(*of), *under)
+    with setup.MemoryFile(found) as file, open(file.path, "rb") as opened:
+        memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        made = {
+            name: merging.from_file(memory, tuple(row), file.merges.get(name), "cpu").clone()
+            for name, *row in file.table
+        }
+    merged_here = stored == "float32" and dtype == "bfloat16"
+    assert ("a.q.weight" in file.merges) == (not merged_here)
+    direct = loaded(of, under)
+    assert made.keys() == direct.keys()
+    for name, value in direct.items():
+        assert value.dtype == made[name].dtype == getattr(torch, dtype)
+        assert torch.equal(made[name], value)
+    for view in found:
+        assert torch.equal(merging.on(view, "cpu"), direct[view.name])
+
+
+@pytest.mark.gpu
+def test_a_gpu_merges_to_the_bits_of_a_cpu() -> None:
+    under = base(torch.bfloat16)
+    of = adapters(under, dtype="bfloat16")
+    for view in merging.views(of[0], manifests.views(*of), *under):
+        there = merging.on(view, "cuda")
+        assert there.is_cuda
+        assert torch.equal(there.cpu(), merging.on(view, "cpu"))

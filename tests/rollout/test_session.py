@@ -24,6 +24,7 @@ from scavenger.protocol.worker.events import (
     LoadFailed,
     LoadWeights,
     LogNote,
+    PullWeights,
     SendMessage,
     SleepEngine,
     Slept,
@@ -289,6 +290,54 @@ def test_new_weights_end_running_leases_flush_first_and_keep_finished_ones() -> 
     assert t.hear(wire.UseWeights(8, b"m", ())) == []  # a repeat while it loads
     t.do(Loaded(8, b"r8", 0.0, 0.0))
     assert sent(t.hear(wire.UseWeights(8, b"m", ()))) == [wire.WeightsLoaded(8, b"r8")]
+
+
+def test_the_next_version_is_pulled_ahead_and_disturbs_no_lease() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1)
+    ahead = wire.UseWeights(8, b"m", ())
+    assert of(PullWeights, t.hear(wire.PullAhead(ahead))) == [PullWeights(ahead)]
+    assert t.session.work.leases.held() == (Held(1, 1, 1),)
+    assert t.session.work.loaded_version == 7
+    assert t.hear(wire.PullAhead(wire.UseWeights(7, b"m", ()))) == [], "it has that one"
+    assert of(LoadWeights, t.hear(ahead))
+    assert t.hear(wire.PullAhead(wire.UseWeights(9, b"m", ()))) == [], "a load is not disturbed"
+
+
+def test_the_time_from_a_version_s_last_token_to_the_next_one_s_first_is_told() -> None:
+    t = Talk().joined()
+
+    def pause() -> float:
+        return t.session.work.heartbeat(0, 0.0).weights_pause_s
+
+    t.assign(lease(1))
+    t.made(1, 1)
+    assert pause() == 0.0, "the first load of all paused nothing"
+    t.now += 1.0
+    t.made(1, 2, finish="stop")
+    t.now += 0.25
+    t.hear(wire.UseWeights(8, b"m", ()))
+    t.now += 2.0
+    t.do(Loaded(8, b"r8", 1.5, 0.5))
+    t.assign(lease(2, version=8))
+    t.now += 0.25
+    notes = of(LogNote, t.made(2, 1))
+    assert pause() == pytest.approx(2.5)
+    assert [note.detail for note in notes] == ["2.500 s to version 8"]
+    t.now += 1.0
+    t.made(2, 2)
+    assert pause() == pytest.approx(2.5), "only the first token counts"
+    t.hear(wire.Sleep(1))
+    t.do(Slept(1, 0))
+    t.now += 50.0
+    t.hear(wire.Wake(2))
+    t.do(Woken(2, 1.0, 0))
+    t.hear(wire.UseWeights(9, b"m", ()))
+    t.do(Loaded(9, b"r9", 0.0, 0.0))
+    t.assign(lease(3, version=9))
+    t.made(3, 1)
+    assert pause() == pytest.approx(2.5), "what it slept, no load cost"
 
 
 def test_a_version_that_was_superseded_while_loading_is_not_announced() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Iterable
 
@@ -13,6 +14,7 @@ from scavenger.protocol import keys, messages
 from scavenger.protocol.worker.events import EXIT_ENGINE_FAILED
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
+from scavenger.weights.source import WeightServer
 from tests.rollout.stage import Play, Stage, kind_of
 
 
@@ -29,6 +31,46 @@ def test_a_worker_serves_on_what_it_loaded_and_says_so_again_to_a_restarted_daem
         await stage.daemon.expect(messages.WorkerHello)
         stage.welcome()
         assert await stage.daemon.expect(messages.Serving) == told
+
+    play(scene)
+
+
+def test_what_was_pulled_beside_generation_is_here_when_the_order_to_load_it_comes(play: Play) -> None:
+    """Its holder may be gone by then. Before, no byte of a version came while the engine had work."""
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        manifest, blob = manifests.build(2, {"w": ("float32", (256,), memoryview(bytes([2]) * 1024))})
+        with WeightServer() as source:
+            order = messages.UseWeights(2, manifests.encode(manifest), (source.publish(manifest, blob),))
+            stage.assign(1, most=10_000)
+            await stage.daemon.expect(messages.Chunks)
+            stage.daemon.send(messages.PullAhead(order))
+            while (await stage.daemon.expect(messages.Serving)).version != 2:
+                pass
+        assert stage.engine.calls == ["load 1 1024"]
+        assert stage.engine.requests, "it generates with its own version"
+        stage.daemon.send(order)
+        loaded = await stage.daemon.expect(messages.WeightsLoaded)
+        assert (loaded.version, loaded.root) == (2, manifest.root)
+        assert stage.engine.calls == ["load 1 1024", "load 2 1024"]
+
+    play(scene)
+
+
+def test_an_order_to_load_what_is_on_its_way_waits_for_that_pull(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        data = memoryview(bytes(4 << 20))
+        manifest, blob = manifests.build(2, {"w": ("float32", (len(data) // 4,), data)})
+        with WeightServer(local=False, nbytes_per_s=2 * len(data)) as source:
+            order = messages.UseWeights(2, manifests.encode(manifest), (source.publish(manifest, blob),))
+            stage.daemon.send(messages.PullAhead(order))
+            while not source.stats.parts:
+                await asyncio.sleep(0.005)  # polls a condition
+            stage.daemon.send(order)
+            assert (await stage.daemon.expect(messages.WeightsLoaded)).version == 2
+            assert source.stats.parts == len(manifest.chunk_hashes), "no chunk came twice"
 
     play(scene)
 

@@ -131,7 +131,7 @@ class SimWorker:
                 self.todo.append(action)
             case ev.EndWorker():
                 self.left = action
-            case ev.LogNote() | ev.MoreHolders():  # a load here is one step, from whomever
+            case ev.LogNote() | ev.MoreHolders() | ev.PullWeights():  # a load here is one step, from whomever
                 pass
             case _:
                 raise AssertionError(f"the session asked for {action}")

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from scavenger.protocol.messages import Goodbye, GroupDone, Ok, UseWeights, WeightsLoaded
+from scavenger.protocol.messages import (
+    Goodbye,
+    GroupDone,
+    Heartbeat,
+    Held,
+    Ok,
+    PullAhead,
+    UseWeights,
+    WeightsLoaded,
+)
+from scavenger.router.core import worker_counts
 from tests.router.harness import Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 
@@ -39,6 +49,30 @@ def test_an_engine_with_nothing_left_of_the_older_step_begins_with_the_newer() -
     assert asked(bench, W1)[-1] == 2
     assert isinstance(bench.commit_step(2, [2]), Ok)
     assert isinstance(bench.commit_step(3, [3], version=2), Ok)
+
+
+def test_an_engine_that_is_at_work_pulls_the_next_version_meanwhile_once() -> None:
+    """Before, not a byte of it came until its last sample was done."""
+    bench = ahead()
+    assert asked(bench, W1) == [1]
+    [old] = bench.leases(W1)
+    held = (Held(old.sample_id, old.epoch, 0),)
+    for progress in (1, 2):
+        bench.say(W1, Heartbeat(held, progress, 1, weights_pause_s=2.5))
+        bench.tick(1.0)
+    [order] = bench.take(W1, PullAhead)
+    assert (order.weights.version, order.weights.more) == (2, False)
+    assert order.weights.sources
+    assert asked(bench, W1) == [], "its samples are of version 1"
+    finish_all(bench, W1, [old])
+    assert asked(bench, W1) == [2]
+    bench.say(W1, WeightsLoaded(2, root(2), chosen="delta: 2 s"))
+    [run] = bench.router.core.runs.values()
+    assert worker_counts.pauses(run) == [2.5]
+    [new] = bench.leases(W1)
+    bench.say(W1, Heartbeat((Held(new.sample_id, new.epoch, 0),), 3, 2))
+    bench.tick(1.0)
+    assert bench.take(W1, PullAhead) == []
 
 
 def test_what_an_engine_leaves_of_the_older_step_is_generated_with_the_older_version() -> None:

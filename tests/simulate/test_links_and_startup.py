@@ -10,7 +10,7 @@ import pytest
 from scavenger.simulate.clock import Streams
 from scavenger.simulate.network import fair_rates
 from scavenger.simulate.presets import COLD_CACHE, WARM_CACHE
-from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase, pull_bytes
+from scavenger.simulate.startup import ColdStart, Deltas, StartupPhase, pull_cost
 
 
 def test_fair_rates_give_small_caps_all_they_want_and_share_the_rest() -> None:
@@ -21,15 +21,29 @@ def test_fair_rates_give_small_caps_all_they_want_and_share_the_rest() -> None:
 
 def test_the_bytes_to_pull_by_what_is_held() -> None:
     deltas = Deltas(share=0.1, depth=3)
-    assert pull_bytes(1000.0, 7, None, deltas) == 1000.0
-    assert pull_bytes(1000.0, 7, 6, None) == 1000.0
-    assert pull_bytes(1000.0, 7, 6, deltas) == pytest.approx(100.0)
-    assert pull_bytes(1000.0, 7, 4, deltas) == pytest.approx(300.0)
-    assert pull_bytes(1000.0, 7, 3, deltas) == 1000.0  # deeper than the source keeps
-    assert pull_bytes(1000.0, 7, 5, Deltas(share=0.8, depth=3)) == 1000.0  # the chain would be longer
-    assert pull_bytes(1000.0, 7, 7, deltas) == 0.0
+
+    def nbytes(version: int, held: int | None, deltas: Deltas | None) -> float:
+        found, apply_s = pull_cost(1000.0, version, held, deltas, link_bytes_s=10.0)
+        assert apply_s == 0.0
+        return found
+
+    assert nbytes(7, None, deltas) == 1000.0
+    assert nbytes(7, 6, None) == 1000.0
+    assert nbytes(7, 6, deltas) == pytest.approx(100.0)
+    assert nbytes(7, 4, deltas) == pytest.approx(300.0)
+    assert nbytes(7, 3, deltas) == 1000.0  # deeper than the source keeps
+    assert nbytes(7, 5, Deltas(share=0.8, depth=3)) == 1000.0  # the chain would be longer
+    assert nbytes(7, 7, deltas) == 0.0
     with pytest.raises(ValueError, match="only grow"):
-        pull_bytes(1000.0, 7, 8, deltas)
+        nbytes(7, 8, deltas)
+
+
+def test_deltas_that_cores_apply_slowly_are_pulled_over_slow_links_only() -> None:
+    deltas = Deltas(share=0.1, depth=3, apply_bytes_s=20.0)
+    assert pull_cost(1000.0, 7, 5, deltas, link_bytes_s=5.0) == (pytest.approx(200.0), 100.0)
+    assert pull_cost(1000.0, 7, 5, deltas, link_bytes_s=50.0) == (1000.0, 0.0)
+    with pytest.raises(ValueError, match="bytes a second"):
+        Deltas(share=0.1, depth=1, apply_bytes_s=0.0)
     with pytest.raises(ValueError, match="deltas"):
         Deltas(share=0.0, depth=1)
 

@@ -21,12 +21,13 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights import spool
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.pull import Pull
+from scavenger.weights.pull import Pull, host_of
 from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import TransferLimits
 from tests.trainer.published import digest_of, gathered
 from tests.trainer.rows import make_group
+from tests.weights.pulling import link_of
 from trainer.algorithms.rows import resolve
 from trainer.data.batching import balanced
 from trainer.loop.comm import Comm, connect, disconnect, join
@@ -61,7 +62,8 @@ class Watched(WeightServer):
 async def pulled(
     manifest: Manifest, sources: Sequence[messages.WeightSource], base: tuple[Manifest, Buffer] | None = None
 ) -> Pull:
-    work = Pull(manifest, keys.generate(), base=base, limits=TransferLimits(stall_s=2.0))
+    book = link_of(1e4, *{host_of(source) for source in sources})  # so slow that deltas come first
+    work = Pull(manifest, keys.generate(), base=base, limits=TransferLimits(stall_s=2.0), rates=book)
     work.offer(sources)
     await work.finish(20.0)
     return work

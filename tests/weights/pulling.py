@@ -7,12 +7,27 @@ import os
 
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
+from scavenger.weights.choice import MeasuredRate, RateBook
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.pull import pull
 from scavenger.weights.transfer import TransferLimits
 
 QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 ME = keys.generate()
+
+
+LONG = 1_000_000  # measurements: what a test adds changes little
+
+
+def known(nbytes_per_s: float) -> MeasuredRate:
+    return MeasuredRate(nbytes_per_s, nbytes_per_s * 1e12, 1e12, LONG)
+
+
+def link_of(nbytes_per_s: float, *hosts: str) -> RateBook:
+    """What a process knows that measured its connections to `hosts` for long, and applies 0.1 GB a second."""
+    return RateBook(
+        applying=known(1e8), connections=dict.fromkeys(hosts or ("127.0.0.1",), known(nbytes_per_s))
+    )
 
 
 def version(number: int, nbytes: int = 300_000, chunk_nbytes: int = 4096) -> tuple[Manifest, memoryview]:

@@ -27,6 +27,7 @@ from scavenger.weights.protocol import ChunkPart
 from scavenger.weights.pull import Pull, _Stream
 from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
+from tests.weights.pulling import link_of
 
 CHUNK = 1 << 14
 
@@ -247,9 +248,15 @@ def history(count: int, share: float = 0.01, chunks: int = 16) -> list[tuple[Man
 
 
 def fetch(
-    base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightServer, buffer: Buffer
+    base: tuple[Manifest, Buffer] | None,
+    target: Manifest,
+    source: WeightServer,
+    buffer: Buffer,
+    link: float = 1e6,
 ) -> Pull:
-    work = Pull(target, keys.generate(), limits=TransferLimits(stall_s=1.0, backoff_s=0.01), base=base)
+    """Over connections of `link` bytes a second, as far as the receiver knows: by 1e6, deltas are what comes first."""
+    limits = TransferLimits(stall_s=1.0, backoff_s=0.01)
+    work = Pull(target, keys.generate(), limits=limits, base=base, rates=link_of(link))
 
     async def main() -> None:
         work.offer([source.publish(target, buffer)])
@@ -284,8 +291,12 @@ def test_a_chain_that_would_not_pay_is_not_sent() -> None:
             source.publish(manifest, buffer)
             source.wait_deltas()
         newest, buffer = versions[-1]
-        assert fetch(versions[3], newest, source, buffer).deltas == len(newest.chunk_hashes)
-        assert fetch(versions[0], newest, source, buffer).deltas == 0
+        chunks = len(newest.chunk_hashes)
+        assert fetch(versions[3], newest, source, buffer).deltas == chunks
+        assert fetch(versions[0], newest, source, buffer).deltas == chunks, (
+            "0.73 of the bytes, on a slow link"
+        )
+        assert fetch(versions[0], newest, source, buffer, link=1e9).deltas == 0, "and not on a fast one"
 
 
 def test_a_base_that_is_not_what_its_manifest_says_costs_time_and_nothing_else() -> None:
@@ -374,7 +385,7 @@ def test_what_came_is_given_on_from_where_it_came_and_as_a_chain_with_what_came_
     assert relay.find(b"b", b"c", 1, 1000) == link(30)
     assert relay.find(b"a", b"c", 0, 1000) == link(10) + link(20)
     assert relay.find(b"a", b"c", 1, 1000) is None, "of this chunk the first step did not come as a delta"
-    assert relay.find(b"a", b"c", 0, 40) is None, "more than it is worth"
+    assert relay.find(b"a", b"c", 0, 33) is None, "more than it is worth"
     relay.add(b"c", b"d", 0, link(10))
     assert relay.find(b"a", b"b", 0, 1000) is None, "two steps are kept"
     relay.add(b"x", b"d", 1, link(10))

@@ -24,6 +24,7 @@ from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import TransferLimits
 from tests.weights.cut import Cut
+from tests.weights.pulling import link_of
 
 LIMITS = TransferLimits(stall_s=0.5, backoff_s=0.01, backoff_max_s=0.05)
 
@@ -61,8 +62,11 @@ class Engine:
 
 
 @asynccontextmanager
-async def engines(count: int, announce_s: float = 0.5) -> AsyncIterator[list[Engine]]:
+async def engines(count: int, announce_s: float = 0.5, *, slow: bool = False) -> AsyncIterator[list[Engine]]:
+    """`slow`: behind a link over which deltas are what comes first."""
     made = [Engine(announce_s) for _ in range(count)]
+    for engine in made if slow else []:
+        engine.store.rates = link_of(1e6)
     try:
         yield made
     finally:
@@ -237,7 +241,7 @@ def test_an_engine_is_sent_what_changed_since_its_version() -> None:
         second, new = manifests.build(
             2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14
         )
-        async with engines(1) as (engine,):
+        async with engines(1, slow=True) as (engine,):
             with WeightServer(local=False, deltas=1) as trainer:
                 await engine.get(first, trainer.publish(first, blob))
                 sent = trainer.stats.nbytes
@@ -277,7 +281,7 @@ def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions
     async def main() -> None:
         published = steps(3)
         chunks = len(published[0][0].chunk_hashes)
-        async with engines(3) as (first, second, behind):
+        async with engines(3, slow=True) as (first, second, behind):
             with WeightServer(local=False, deltas=2, encrypt=encrypt) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)
@@ -302,7 +306,7 @@ def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions
 def test_an_engine_without_the_receiver_s_version_gives_on_whole_chunks() -> None:
     async def main() -> None:
         published = steps(2)
-        async with engines(2) as (holder, receiver):
+        async with engines(2, slow=True) as (holder, receiver):
             with WeightServer(local=False) as trainer:
                 addresses = [trainer.publish(*made) for made in published]
                 await holder.get(published[1][0], addresses[1])
@@ -318,7 +322,7 @@ def test_an_engine_without_the_receiver_s_version_gives_on_whole_chunks() -> Non
 def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed: int) -> None:
     async def main() -> None:
         published = steps(2)
-        async with engines(3) as (dying, other, receiver):
+        async with engines(3, slow=True) as (dying, other, receiver):
             with WeightServer(local=False, deltas=1) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)

@@ -209,7 +209,8 @@ class VllmEngine:
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
         with await self._in_thread(MemoryFile, views) as memory:
-            said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table)))
+            given = (memory.path, memory.table, memory.merges)
+            said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
         self._version, self._held = version, [reply.held for reply in replies]

@@ -20,6 +20,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.engines.base import EngineHost, Weight
+from rollout.engines.merging import FileMerge, Merged
 from rollout.engines.published import PublishedLayout, layout, parse_config
 from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
@@ -151,20 +152,32 @@ class MemoryFile:
     """A sealed copy of tensors in an anonymous memory file, which is on no disk and gone with its last user.
 
     `path` opens it in any process of the same user while this object lives. `table`: name, dtype, shape, offset, nbytes of each tensor.
+    `merges`: by name, what is made of a tensor that is a base; its adapter lies in the file too, and who has the GPU merges it.
     """
 
     def __init__(self, views: Sequence[Weight]) -> None:
         self.table: list[tuple[str, str, list[int], int, int]] = []
+        self.merges: dict[str, FileMerge] = {}
+        self._placed: list[tuple[Weight, int]] = []
         offset = 0
         for view in views:
-            self.table.append((view.name, view.dtype, list(view.shape), offset, view.nbytes))
-            offset += -(-view.nbytes // ALIGN) * ALIGN
+            parts: Sequence[Weight] = (
+                view.parts if isinstance(view, Merged) and view.is_made_elsewhere else (view,)
+            )
+            rows = []
+            for part in parts:
+                rows.append((part.dtype, list(part.shape), offset, part.nbytes))
+                self._placed.append((part, offset))
+                offset += -(-part.nbytes // ALIGN) * ALIGN
+            self.table.append((view.name, *rows[0]))
+            if isinstance(view, Merged) and view.is_made_elsewhere:
+                self.merges[view.name] = view.dtype, view.scale, rows[1:]
         self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:
             os.ftruncate(self._fd, max(offset, 1))
-            for view, (*_, start, _nbytes) in zip(views, self.table, strict=True):
-                _write(self._fd, view.data, start)
+            for part, start in self._placed:
+                _write(self._fd, part.data, start)
             fcntl.fcntl(
                 self._fd, fcntl.F_ADD_SEALS, _SEALS
             )  # what was verified stays so, whatever opens the path to write

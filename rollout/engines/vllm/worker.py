@@ -16,14 +16,15 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rollout.engines import merging
 from rollout.engines.checksum import Sum, checksum, sources
-from rollout.engines.published import STORED
+from rollout.engines.merging import FileMerge
 
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
@@ -77,9 +78,11 @@ class Extension:
     execute_model: Callable[..., Any]
 
     def scavenger_load(
-        self, path: str, table: Sequence[TensorRow]
+        self, path: str, table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
     ) -> tuple[Sums, Sums, dict[str, list[str]], Sums]:
         """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
+
+        `merges`: what is made, on the device, of those that are a base.
 
         Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
         and the checksums of what was published as it was.
@@ -97,10 +100,8 @@ class Extension:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, dtype, shape, offset, nbytes in table:
-                flat = torch.frombuffer(
-                    memory, dtype=STORED[dtype], count=nbytes // STORED[dtype].itemsize, offset=offset
-                )
-                whole = flat.reshape(list(shape)).to(self.model_runner.device)
+                row, merge = (dtype, shape, offset, nbytes), (merges or {}).get(name)
+                whole = merging.from_file(memory, row, merge, self.model_runner.device)
                 tensor = whole.to(dtypes[name])
                 published[name] = _encoded(checksum(whole))
                 cast[name] = published[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))

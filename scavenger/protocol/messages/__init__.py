@@ -3,7 +3,7 @@
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
     worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / Asleep / Awake / Goodbye
-    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
+    daemon  -> worker   Welcome or Rejected, then UseWeights / PullAhead / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
@@ -105,6 +105,7 @@ from scavenger.protocol.messages.worker import (
     HeartbeatAck,
     Held,
     Lease,
+    PullAhead,
     Revoke,
     SampleFailed,
     SampleKey,
@@ -174,6 +175,7 @@ __all__ = [
     "Pong",
     "Positive",
     "PublishVersion",
+    "PullAhead",
     "Rate",
     "RecordCheckpoint",
     "Rejected",

@@ -116,7 +116,8 @@ class Heartbeat(Message, frozen=True):
     `heard`: number of the last `HeartbeatAck` since the present Welcome. What was sent before that one and is not held never came.
     `wake_s`: what its engine's last waking took; 0 = it was never woken.
     `memory`: what it does with its GPUs' memory, by the last order (Sleep, Wake) that reached it, whose number is `memory_order`;
-    `bytes_held`: of that memory, as its engine said last.
+    `bytes_held`: of that memory, as its engine said last. `weights_pause_s`: between the last token under one version and the first under
+    the next, last time; 0 = there was none yet.
     """
 
     held: tuple[Held, ...]
@@ -128,6 +129,7 @@ class Heartbeat(Message, frozen=True):
     memory: Memory = "awake"
     memory_order: Count = 0
     bytes_held: Nbytes = 0
+    weights_pause_s: Rate = 0.0
 
 
 class WeightsLoaded(Message, frozen=True):
@@ -136,6 +138,7 @@ class WeightsLoaded(Message, frozen=True):
     `verify_s`: seconds of threads, within `pull_s`, that went into checking hashes.
     `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
     second. 0 = it does not know.
+    `chosen`: whether its bytes came whole or as deltas, and by which predicted seconds.
     `merged`: of a version whose manifest states what its adapters make of their base, the digest of what sits in this engine.
     """
 
@@ -147,6 +150,7 @@ class WeightsLoaded(Message, frozen=True):
     best_batch: Count = 0
     verify_s: Rate = 0.0
     merged: Digest = b""
+    chosen: BoundedText = ""
 
 
 class WeightsFailed(Message, frozen=True):
@@ -264,6 +268,13 @@ class UseWeights(Message, frozen=True):
     base: BaseWeights | None = None
 
 
+class PullAhead(Message, frozen=True):
+    """Have this version's bytes here while the engine still generates with its own: an order to load it is to be expected. Nothing is
+    answered, and nothing that runs is disturbed."""
+
+    weights: UseWeights
+
+
 class Assign(Message, frozen=True):
     leases: tuple[Lease, ...]
 
@@ -332,6 +343,7 @@ ToWorker = (
     | HelloAgain
     | HeartbeatAck
     | UseWeights
+    | PullAhead
     | Assign
     | Yield
     | Revoke

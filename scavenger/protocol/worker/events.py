@@ -190,6 +190,7 @@ class Loaded(WorkerEvent):
     load_s: float
     verify_s: float = 0.0
     merged: bytes = b""  # digest of what was merged, where its trainer states one
+    chosen: str = ""  # how its bytes came, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,13 @@ class Build(WorkerAction):
 @dataclass(frozen=True, slots=True)
 class LoadWeights(WorkerAction):
     """Pull, verify and load; supersedes a load in progress. Answer Loaded or LoadFailed."""
+
+    weights: messages.UseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PullWeights(WorkerAction):
+    """Pull and verify beside what the engine does, unless a load is in progress; nothing is answered."""
 
     weights: messages.UseWeights
 

@@ -344,6 +344,7 @@ _Handler = Callable[[Session, Any, float], list[WorkerAction]]
 #: Messages that need an engine.
 _ORDERS = (
     messages.UseWeights,
+    messages.PullAhead,
     messages.Assign,
     messages.Yield,
     messages.Revoke,
@@ -376,6 +377,7 @@ _ON_MESSAGE: dict[type[messages.Message], _Handler] = {
     messages.HelloAgain: Session._register_again,
     messages.HeartbeatAck: lambda s, m, now: s.work.beat_acked(m, now),
     messages.UseWeights: lambda s, m, now: s.work.use_weights(m, now),
+    messages.PullAhead: lambda s, m, now: s.work.pull_ahead(m, now),
     messages.Assign: lambda s, m, now: s.work.assign(m, now),
     messages.Yield: lambda s, m, now: s.work.yield_(m, now),
     messages.Revoke: lambda s, m, now: s.work.revoked(m, now),

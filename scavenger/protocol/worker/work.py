@@ -31,6 +31,7 @@ from scavenger.protocol.worker.events import (
     LoadWeights,
     LogNote,
     MoreHolders,
+    PullWeights,
     Request,
     SendMessage,
     Serves,
@@ -310,6 +311,11 @@ class Work:
         self.cache_tokens = self.best_batch = 0  # as the engine says, once it is built
         self._wake_s = 0.0
         self._heard = 0  # number of the last heartbeat ack of this conversation
+        self.weights_pause_s = (
+            0.0  # between the last token under one version and the first under the next, last time
+        )
+        self._token_at: float | None = None  # when the last token came; None: none since the engine slept
+        self._paused_at: float | None = None  # when the last one under an older version came, and none since
 
     # ------------------------------------------------------------ the conversation
 
@@ -369,7 +375,14 @@ class Work:
         """What a heartbeat says now. `ahead`: lengths, by handle, of requests of which the engine has not given all that it generated."""
         memory = (self.memory, self.memory_order, self.bytes_held)
         return messages.Heartbeat(
-            self.held(ahead), progress, self.loaded_version, rate, self._heard, self._wake_s, *memory
+            self.held(ahead),
+            progress,
+            self.loaded_version,
+            rate,
+            self._heard,
+            self._wake_s,
+            *memory,
+            self.weights_pause_s,
         )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
@@ -418,11 +431,21 @@ class Work:
             held.extend(delta)
             self.leases.changed(held)
             self._rate_tokens += len(delta.token_ids)
+            if delta.token_ids:
+                self._token_at = now
+                actions += self._resumed(now)
             if terms is not None and held.pending >= terms.flush_tokens:
                 self.flush_at = now
         if self.flush_at is None and terms is not None:
             self.flush_at = now + terms.flush_ms / 1000.0
         return actions
+
+    def _resumed(self, now: float) -> list[WorkerAction]:
+        """A token came: if it is the first under its version, the load of that cost the time since the last one before."""
+        if self._paused_at is None:
+            return []
+        self.weights_pause_s, self._paused_at = now - self._paused_at, None
+        return [LogNote("weights-pause", f"{self.weights_pause_s:.3f} s to version {self.loaded_version}")]
 
     def acked(self, message: messages.Ack, now: float) -> list[WorkerAction]:
         for durable in message.durable:
@@ -531,6 +554,11 @@ class Work:
         self._wanted, self._waiting, self.loaded_version = message, [], -1
         return [*actions, LoadWeights(message)]
 
+    def pull_ahead(self, message: messages.PullAhead, _now: float) -> list[WorkerAction]:
+        if self.closed or self._wanted is not None or message.weights.version == self.loaded_version:
+            return []
+        return [PullWeights(message.weights)]
+
     def loaded(self, event: Loaded, now: float) -> list[WorkerAction]:
         self.mismatches = 0
         if self._wanted is None or event.version != self._wanted.version:
@@ -542,15 +570,24 @@ class Work:
             None,
         )
         waiting, self._waiting = self._waiting, []
-        actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s, event.verify_s))
+        self._paused_at = self._token_at if self._paused_at is None else self._paused_at
+        loaded = self._loaded_message(event.version, event.pull_s, event.load_s, event.verify_s, event.chosen)
+        actions = self._send(loaded)
         return actions + [a for lease in waiting for a in self._assigned(lease, now)]
 
     def _loaded_message(
-        self, version: int, pull_s: float, load_s: float, verify_s: float = 0.0
+        self, version: int, pull_s: float, load_s: float, verify_s: float = 0.0, chosen: str = ""
     ) -> messages.WeightsLoaded:
         known = (self.cache_tokens, self.best_batch)
         return messages.WeightsLoaded(
-            version, self.loaded_root, pull_s, load_s, *known, verify_s, self.loaded_merged
+            version,
+            self.loaded_root,
+            pull_s,
+            load_s,
+            *known,
+            verify_s,
+            self.loaded_merged,
+            messages.words(chosen),
         )
 
     def built(self, event: Built, _now: float) -> list[WorkerAction]:
@@ -592,6 +629,7 @@ class Work:
         if self.memory in ("falling-asleep", "asleep"):
             return self._acknowledge_memory_order()  # the order to wake in between was lost
         self.memory, self._engine_order, self._waiting = "falling-asleep", message.order, []
+        self._token_at = self._paused_at = None  # what it does not generate asleep, no load costs
         return [*self.flush(), *self._forget(self.leases.all()), SleepEngine(message.order)]
 
     def wake(self, message: messages.Wake, _now: float) -> list[WorkerAction]:

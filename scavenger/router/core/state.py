@@ -519,6 +519,10 @@ class WorkerWeights:
     failures: int = 0  # loads that failed since the last that did not
     offered: tuple[int, ...] = ()  # revision of the directory that its sources were chosen from
     offered_at: float = 0.0
+    ahead: int = -1  # version that it was last asked to pull beside its work
+    pause_s: float = (
+        0.0  # between the last token under one version and the first under the next, by its own word
+    )
     serving_refused: str = ""  # why its offer to serve weights was refused, as written to the ledger last
 
 

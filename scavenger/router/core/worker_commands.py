@@ -11,6 +11,7 @@ from scavenger.protocol.messages import (
     BaseWeights,
     Drain,
     Heartbeat,
+    PullAhead,
     Serving,
     Sleep,
     UseWeights,
@@ -82,7 +83,13 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     worker.weights.failures = 0
     worker.run.due.samples = worker.run.due.recount = True  # the others' orders stay as they are
     worker.run.due.changed_workers.append(worker)
-    durations = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
+    durations: dict[str, float | str] = {
+        "pull_s": message.pull_s,
+        "verify_s": message.verify_s,
+        "load_s": message.load_s,
+    }
+    if message.chosen:
+        durations["chosen"] = message.chosen
     if worker.weights.loads <= worker.run.weights.next_version:  # each version once
         core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **durations)
     else:
@@ -193,13 +200,12 @@ def wake(core: Core, worker: Worker) -> None:
 def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     """Have an idle worker load what its run needs next (`target`, where the caller knows it).
 
-    A worker with leases finishes them first: one version a sample (I4).
+    A worker with leases finishes them first: one version a sample (I4). Meanwhile it may have the next version's bytes.
     """
-    if (
-        worker.conn is None
-        or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY)
-        or worker.leases
-    ):
+    if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY):
+        return
+    if worker.leases:
+        _pull_ahead(core, worker)
         return
     wanted = samples.target_version(worker.run) if target is None else target
     version = worker.run.weights.versions.get(wanted)
@@ -225,8 +231,29 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     _send_to_holders(core, worker, version)
 
 
+def _pull_ahead(core: Core, worker: Worker) -> None:
+    """Have a worker that still generates pull what idle workers load now, once: the load that follows finds the bytes there."""
+    wanted, weights = worker.run.cached.target, worker.weights
+    version = worker.run.weights.versions.get(wanted)
+    if (
+        version is None
+        or wanted <= max(weights.loaded, weights.ahead)
+        or weights.loaded < 0
+        or weights.asked != weights.loaded
+        or not worker.run.weights.available(wanted)
+    ):
+        return
+    weights.ahead = wanted
+    core.send_durable(worker.conn, PullAhead(_order(core, worker, version)))
+
+
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
-    """Ask the worker to load the version: from which sources, and which versions to keep because no other engine holds them."""
+    """Ask the worker to load the version."""
+    core.send_durable(worker.conn, _order(core, worker, version, more=more))  # behind its Welcome
+
+
+def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) -> UseWeights:
+    """From which sources it has the version, and which versions it keeps because no other engine holds them. It counts as their reader."""
     run, published = worker.run, worker.run.weights
     choice = published.directory.choose(version.version, worker.id, worker.node, version.sources)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
@@ -235,8 +262,7 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
     from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
     keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))
     manifest, base = b"" if more else version.manifest, _base(worker, version, more=more)
-    order = UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
-    core.send_durable(worker.conn, order)  # behind its Welcome
+    return UseWeights(version.version, manifest, choice.sources, keep, more, run.settings.encrypt, base)
 
 
 def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:

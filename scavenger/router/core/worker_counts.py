@@ -71,6 +71,11 @@ def memory_counted(run: ActiveRun) -> ReservedMemory:
     return run.reserved.counted_memory
 
 
+def pauses(run: ActiveRun) -> list[float]:
+    """Seconds without a token at each engine's last change of version, shortest first; engines without one are not counted."""
+    return sorted(worker.weights.pause_s for worker in run.workers.values() if worker.weights.pause_s > 0)
+
+
 def _role(worker: Worker) -> int:
     status = worker.status
     if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:

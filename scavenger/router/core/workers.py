@@ -119,6 +119,7 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if beat.wake_s != worker.memory.wake_s:
         worker.memory.wake_s = beat.wake_s
         worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
+    worker.weights.pause_s = beat.weights_pause_s
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
     worker_commands.steer(core, worker)
