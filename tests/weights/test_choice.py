@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.protocol import keys
-from scavenger.weights import choice, delta_store
+from scavenger.weights import choice, delta
 from scavenger.weights.choice import (
     DeltaOffer,
     Form,
@@ -274,13 +274,13 @@ def test_a_pull_waits_for_deltas_that_are_nearly_made_where_the_link_is_slow(
 ) -> None:
     """Before, whole chunks were asked for at once, and deltas that were made meanwhile stood behind them."""
     versions, held = history(2), threading.Event()
-    encode = delta_store.delta.encode
+    encode = delta.encode
 
     def slowly(old: memoryview, new: memoryview, width: int) -> bytes:
         held.wait(0.05)
         return encode(old, new, width)
 
-    monkeypatch.setattr(delta_store.delta, "encode", slowly)
+    monkeypatch.setattr(delta, "encode", slowly)
     newest, buffer = versions[-1]
     assert newest.total_nbytes == 16 * CHUNK
     with WeightServer(local=False, deltas=4) as source:
