@@ -273,7 +273,7 @@ def _measure_publish(ranks: Ranks, publisher: Publisher, learner: Learner, round
 
 def _alone(learner: Learner) -> tuple[float, float]:
     """Seconds of this rank's copy into memory that it wrote before, and of its hashes: one after the other, on one thread."""
-    of = publish.layout(learner.shapes(), "bfloat16", learner.mesh.get_local_rank(), learner.mesh.size())
+    of = publish.layout(learner.shapes(), "bfloat16", learner.mesh.shard, learner.mesh.shards)
     flat = _unused.setdefault(of.total, torch.zeros(of.total, dtype=torch.uint8))
     began = time.monotonic()
     for _ in publish._copy(flat, learner, of, base=False):
@@ -281,7 +281,7 @@ def _alone(learner: Learner) -> tuple[float, float]:
     copied = time.monotonic()
     view = flat.numpy().data
     for shard in of.plan.shards:
-        if shard.owner == learner.mesh.get_local_rank():
+        if shard.owner == learner.mesh.shard:
             manifests.hashes_of(view[shard.start : shard.stop], of.chunk_nbytes)
     return copied - began, time.monotonic() - copied
 

@@ -126,6 +126,21 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
             'max_tokens = 16\n[weights]\ndtype = "int8"',
             ["weights.dtype = 'int8'", "'bfloat16'"],
         ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[trainer]\ntensor_parallel = 2",
+            ["tensor_parallel must be 1", "set context_parallel", "start more ranks"],
+        ),
+        (
+            "max_tokens = 16",
+            "max_tokens = 16\n[trainer]\ncontext_parallel = 2\npacking = false",
+            ["context_parallel > 1 needs packing = true"],
+        ),
+        (
+            "[model]",
+            "deterministic = true\n[trainer]\nreplicas = 2\n[model]",
+            ["deterministic = true needs trainer.replicas = 1"],
+        ),
     ],
 )
 def test_a_run_s_file_is_refused_with_the_key_and_what_is_allowed(

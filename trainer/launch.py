@@ -34,6 +34,7 @@ from scavenger.protocol import keys
 from trainer import embedded, engine_control, failure, mpi_settings, reach, reserved
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
+from trainer.model.mesh import divide
 from trainer.mpi_settings import GiveUp, Library, MpiChoice, Trial
 from trainer.reserved import EngineLocation, ReservedEngine, die_with_parent
 
@@ -81,6 +82,7 @@ def plan(
         raise ConfigError(
             f"SCAVENGER_RANKS = {text!r} is not a number of ranks", "set a positive number, or unset it"
         )
+    divide(int(text), config.trainer)
     launcher = environ.get("SCAVENGER_MPI", "auto")
     if launcher not in ("auto", "srun", "mpirun"):
         raise ConfigError(f"SCAVENGER_MPI = {launcher!r}", "use srun, mpirun or auto")

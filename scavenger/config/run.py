@@ -473,11 +473,21 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    """How the training ranks compute."""
+    """How the training ranks compute, and how they are divided ([training.md](training.md#ranks))."""
 
+    replicas: Positive = 1
+    """Copies of the model over the ranks (HSDP): each is sharded over its own ranks, and gradients are summed
+    over all. A replica of whole nodes keeps the gathering of layers within them. Must divide the number of
+    ranks."""
+    context_parallel: Positive = 1
+    """Ranks that share the tokens of each sample, for samples too long for one GPU. Must divide the ranks of a
+    replica and the model's attention heads. Above 1 it needs `packing`."""
+    tensor_parallel: Annotated[int, Field(ge=1), Allowed("1")] = 1
+    """Any other value is refused: the trainer does not cut layers over ranks. `replicas`, `context_parallel`
+    and more ranks take its place."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one micro-batch on one rank at most, padding included. A longer sample is trained alone. Not
-    used when `deterministic`."""
+    """Tokens of one micro-batch on one rank at most, padding included; ranks that share samples
+    (`context_parallel`) have so many each. A longer sample is trained alone. Not used when `deterministic`."""
     packing: bool = True
     """`true`: samples of a micro-batch lie in one line, without padding. `false`: they are padded to the
     longest, for models whose attention cannot separate packed samples. Not used when `deterministic`."""
@@ -503,6 +513,19 @@ class TrainerSection(Section):
     stuck_end_s: Seconds = 1800.0
     """Seconds after which such a rank ends the job, with status 75; `scripts/train.sbatch` then requeues it.
     At least `stuck_s`."""
+
+    @model_validator(mode="after")
+    def _division(self) -> TrainerSection:
+        if self.tensor_parallel > 1:
+            raise ValueError(
+                "tensor_parallel must be 1: layers are sharded over all ranks and gathered for their computation; for samples too long "
+                "for one GPU set context_parallel, for weights too large for the GPUs start more ranks"
+            )
+        if self.context_parallel > 1 and not self.packing:
+            raise ValueError(
+                "context_parallel > 1 needs packing = true: the samples' borders say who sees whom; set one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _stuck(self) -> TrainerSection:
@@ -561,6 +584,11 @@ class RunConfig(Section):
         if self.run.deterministic and self.engine.name != "reference":
             raise ValueError(
                 'run.deterministic = true needs engine.name = "reference": no other engine computes in float64'
+            )
+        if self.run.deterministic and max(self.trainer.replicas, self.trainer.context_parallel) > 1:
+            raise ValueError(
+                "run.deterministic = true needs trainer.replicas = 1 and trainer.context_parallel = 1: sums are exact only where each "
+                "micro-batch is one rank's"
             )
         if self.run.deterministic and self.algorithm.max_off_policy_steps:
             raise ValueError(

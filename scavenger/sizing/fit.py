@@ -50,7 +50,7 @@ def problem(shape: ModelShape, job: TrainJob) -> tuple[str, str]:
     asks = need(shape, job)
     held = f"{asks.states:.1f} GB of weights, gradients and optimizer state a GPU, on {job.ranks} of {job.gpu_gb:g} GB"
     if asks.states > asks.usable:
-        ranks = -(-int(asks.states * job.ranks * 1.2) // max(1, int(asks.usable)))
+        ranks = job.replicas * -(-int(asks.states * job.shards * 1.2) // max(1, int(asks.usable)))
         return (
             f"the model is too big for the GPUs: {held}",
             f"train on {ranks} GPUs or more, or adapters only: lora.rank = {_ADAPTERS}{_this_fits(shape, job)}",
@@ -62,13 +62,17 @@ def problem(shape: ModelShape, job: TrainJob) -> tuple[str, str]:
 
 def _too_long(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[str, str]:
     more = "" if job.checkpointing else "set trainer.activation_checkpointing = true, or "
-    alone = job.longest > job.micro_tokens
+    alone = job.longest > job.micro_tokens * job.context
     what = (
         f"the longest sample, {job.longest} tokens and a micro-batch of its own,"
         if alone
         else "a micro-batch"
     )
-    lower = "sampling.max_tokens and model.context_length" if alone else "trainer.micro_batch_tokens"
+    lower = (
+        f"sampling.max_tokens and model.context_length, set trainer.context_parallel = {2 * job.context} or more"
+        if alone
+        else "trainer.micro_batch_tokens"
+    )
     return (
         f"{what} does not fit: {held}, and about {asks.step:.1f} GB for {job.computed_tokens} tokens",
         f"{more}lower {lower}, or train on more GPUs{_this_fits(shape, job)}",

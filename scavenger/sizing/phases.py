@@ -137,6 +137,6 @@ def reserved_on_node(job: TrainJob) -> int:
 
 
 def _versions(shape: ModelShape, job: TrainJob) -> int:
-    """A rank's share of what it serves: versions of all weights, or of the adapters and their base."""
+    """A rank's share of what it serves, where it is of the first replica: versions of all weights, or of the adapters and their base."""
     version, base = (job.trained, shape.parameters) if job.lora_rank else (shape.parameters, 0)
-    return int(PUBLISHED * (base + (VERSIONS + DELTAS) * version) / job.ranks)
+    return int(PUBLISHED * (base + (VERSIONS + DELTAS) * version) / job.shards)

@@ -33,7 +33,8 @@ class TrainJob:
     `head_chunk`: tokens whose logits are there at once; 0: of the whole micro-batch. `offload`: `trainer.offload`. `lora_rank`, `targets`:
     of adapters; rank 0: all is trained. `compute`, `master`: bytes of a value as layers compute, and of a master weight. `flash`: attention
     gives its result in the layout that the next layer wants, as on GPUs. `per_node`: ranks of a node, 0 = all of one.
-    `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold.
+    `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold. `replicas`: of the model, over the `ranks`. `context`: ranks
+    that share each sample's tokens.
     """
 
     ranks: int
@@ -56,11 +57,18 @@ class TrainJob:
     flash: bool = True
     per_node: int = 0
     reserved_workers: int = 0
+    replicas: int = 1
+    context: int = 1
 
     @property
     def computed_tokens(self) -> int:
-        """Of the largest micro-batch."""
-        return max(self.micro_tokens, self.longest)
+        """Of the largest micro-batch, on one rank."""
+        return max(self.micro_tokens, -(-self.longest // self.context))
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which states are cut."""
+        return self.ranks // self.replicas
 
     @property
     def node_ranks(self) -> int:
@@ -82,9 +90,9 @@ class States:
 
 
 def states(shape: ModelShape, job: TrainJob) -> States:
-    """Masters of all parameters, adapters' too; gradient and two moments of the trained ones; all cut over the ranks."""
+    """Masters of all parameters, adapters' too; gradient and two moments of the trained ones; all cut over a replica's ranks."""
     held = shape.parameters + (job.trained if job.lora_rank else 0)
-    share = job.master / job.ranks
+    share = job.master / job.shards
     copy = shape.parameters if job.reference else 0
     return States(
         int(held * share), int(copy * share), int(2 * job.trained * share), int(job.trained * share)
@@ -130,7 +138,7 @@ def moments(shape: ModelShape, job: TrainJob) -> tuple[Moment, ...]:
     layer = c * (shape.layer + (0 if full else trained))  # gathered; and the next one, on its way
     root, of_root = c * shape.root, c * table * full
     flat = m * trained  # a layer's gradients, gathered from its parameters, on their way to the ranks
-    summed = flat // job.ranks if job.ranks > 1 else 2 * flat
+    summed = flat // job.shards if job.shards > 1 else 2 * flat
     outside = m * shape.root * full
     tied = root + 3 * of_root + flat if shape.tied else 0
     return (

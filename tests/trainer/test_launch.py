@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.config import EngineSection, ReservedSection, RunConfig
+from scavenger.config import EngineSection, ReservedSection, RunConfig, TrainerSection
 from scavenger.errors import ConfigError
 from trainer import launch, reserved
 
@@ -94,6 +94,13 @@ def test_the_local_backend_ignores_an_outer_slurm_job() -> None:
 def test_variables_that_cannot_be_used_are_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         make(environ)
+
+
+def test_ranks_that_cannot_be_divided_as_the_run_says_are_not_started() -> None:
+    config = CONFIG.model_copy(update={"trainer": TrainerSection(replicas=2)})
+    environ = {"SCAVENGER_PYTHON": "/py", "SCAVENGER_RANKS": "3"}
+    with pytest.raises(ConfigError, match=r"trainer\.replicas = 2 does not divide the training job's 3 rank"):
+        launch.plan(config, Path("/run.toml"), (), environ)
 
 
 def test_where_srun_cannot_make_a_world_mpirun_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

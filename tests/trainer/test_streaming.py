@@ -81,14 +81,15 @@ class Reward:
 
 
 def play(
-    folder: Path, seed: int, size: int, settings: dict[str, Any]
+    folder: Path, seed: int, size: int, settings: dict[str, Any], context: int = 1
 ) -> tuple[ToyRanks, Recorded, StepResult, RunConfig]:
     config = make_config(
         folder,
         run={"deterministic": False},
         algorithm=settings,
         optimizer={"lr": LR},
-        trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
+        trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0}
+        | ({"context_parallel": context} if context > 1 else {}),
     )
     tokenizer = open_tokenizer(folder)
     prompts = of_step(PromptSource(config, tokenizer), 1)
@@ -96,7 +97,7 @@ def play(
         Reward(prompts[2].text), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS
     )
     ranks, run = (
-        ToyRanks(size, scoring.recipe),
+        ToyRanks(size, scoring.recipe, context),
         Recorded(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3]),
     )
     result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, prompts)  # type: ignore[arg-type]
@@ -389,3 +390,13 @@ def test_a_deterministic_run_and_one_without_harvested_engines_take_no_step_in_a
     ):
         with pytest.raises(ValueError, match=why):
             make_config(model_folder, run=run, algorithm={"max_off_policy_steps": 1})
+
+
+def test_ranks_that_share_samples_get_a_micro_batch_together_with_room_for_each(model_folder: Path) -> None:
+    """Four ranks, two for each sample: two micro-batches a round, of up to twice a rank's tokens; the sums are the same."""
+    apart, _, one, _ = play(model_folder, 0, 4, {"name": "grpo"})
+    shared, _, other, config = play(model_folder, 0, 4, {"name": "grpo"}, context=2)
+    each = config.trainer.micro_batch_tokens
+    assert apart.largest <= each < shared.largest <= 2 * each
+    assert torch.allclose(shared.gradients[0], apart.gradients[0], atol=1e-12)
+    assert other.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-12)

@@ -1,6 +1,6 @@
 """A policy of one table (the next token's logits given the last token), and ranks that train it: the stepper's whole way without a network.
 
-`ToyRanks` stands in for `trainer.loop.ranks.Ranks`: each rank sums the gradients of its own micro-batches,
+`ToyRanks` stands in for `trainer.loop.ranks.Ranks`: each rank, or group of `context`, sums the gradients of its own micro-batches,
 and the sums are added at the update.
 """
 
@@ -36,8 +36,9 @@ def laid_out(micro: Micro) -> Batch:
 class ToyRanks:
     updates_taken = 0
 
-    def __init__(self, size: int, recipe: Recipe) -> None:
-        self.size = size
+    def __init__(self, size: int, recipe: Recipe, context: int = 1) -> None:
+        self.size, self.data_parallel = size, size // context
+        self.largest = 0  # tokens of a micro-batch
         self.weights = table(0)
         self.reference = table(1)
         self.gradients: list[Tensor] = []
@@ -54,9 +55,10 @@ class ToyRanks:
     def take_back(self) -> None: ...
 
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
-        assert len(one_round) == self.size
+        assert len(one_round) == self.data_parallel
         found = []
         for rank, micro in enumerate(one_round):
+            self.largest = max(self.largest, micro.computed_tokens)
             batch, weights = laid_out(micro), self.weights.clone().requires_grad_()
             current = self._logprobs(weights, batch)
             proximal = current.detach() if batch.proximal is None else batch.proximal

@@ -1,7 +1,8 @@
 """Weights as they leave the trainer: every rank casts its own shards into host memory and serves them from there. Nothing is gathered.
 
-Owns a rank's share of each version: the copy, the borders that ranks give each other, the hashes, and the memory's use again. Knows no
-daemon and no MPI: `ranks` carries hashes to rank 0 and the manifest back, the loop announces what came of it.
+Owns a rank's share of each version: the copy, the borders that ranks give each other, the hashes, and the memory's use again. Where the
+model has replicas, the ranks of the first do it (`mesh`), and are counted among themselves. Knows no daemon and no MPI: `ranks` carries
+hashes to rank 0 and the manifest back, the loop announces what came of it.
 
 A rank's memory of a version is as large as all of it, and holes where other ranks' shards are: a file's holes cost nothing. It is written
 again when the version is off the shelf, which waits for its readers' leases, and no view is left (`memory.MemoryPool`).
@@ -13,7 +14,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from scavenger.weights.shards import ShardMove, ShardPlan
 from scavenger.weights.spool import Spool, SpoolShare
 from trainer.model.learner import Learner
 from trainer.model.merged import MergedSums
+from trainer.model.mesh import Mesh
 from trainer.model.pinned import Pins, cuda_pins
 
 DTYPES = {
@@ -108,21 +110,21 @@ class Publisher:
     # ---------------------------------------------------------------- this rank's share
 
     def make(self, learner: Learner, dtype: str, *, base: bool = False) -> bytes:
-        """Copy this rank's share of the present weights, cast, into host memory. A collective. Returns its chunks' hashes, in order.
+        """Copy this rank's share of the present weights, cast, into host memory. A collective of the replica that publishes.
+
+        Returns its chunks' hashes, in order.
 
         `base`: of what the adapters stand beside, not of the adapters.
         """
         mesh = learner.mesh
         if self._layout is None or (self._layout.dtype, self._of_base) != (dtype, base):
             beside = self._tokenizer if base or not learner.adapter_scale else b""  # adapters: in their base
-            self._layout, self._of_base = (
-                layout(learner.shapes(base=base), dtype, mesh.get_local_rank(), mesh.size(), beside),
-                base,
-            )
+            self._layout = layout(learner.shapes(base=base), dtype, mesh.shard, mesh.shards, beside)
+            self._of_base = base
         of = self._layout
         self._made = buffer = self._pool.take(of.total)
         with ThreadPoolExecutor(HASHERS, "weights-hash") as hashers:
-            hashing = _Hashing(hashers, buffer.view, of, mesh.get_local_rank())
+            hashing = _Hashing(hashers, buffer.view, of, mesh.shard)
             if of.total:
                 flat = torch.frombuffer(buffer.view, dtype=torch.uint8)
                 if mesh.device_type == "cuda":
@@ -135,13 +137,13 @@ class Publisher:
             return hashing.result()
 
     def sums(self, learner: Learner, dtype: str) -> dict[str, Sum]:
-        """Checksums of this rank's rows of all weights with their adapters merged, rounded to `dtype`. A collective."""
+        """Checksums of this rank's rows of all weights with their adapters merged, rounded to `dtype`. A collective, as `make`."""
         return self._merged.of(learner, DTYPES[dtype])
 
-    def _pin(self, buffer: Buffer, address: int, of: WeightLayout, mesh: Any) -> None:
-        rank = mesh.get_local_rank()
-        own = [(span.start, span.stop) for span in shards.spans(of.table, mesh.size()) if span.rank == rank]
-        served = [(shard.start, shard.stop) for shard in of.plan.shards if shard.owner == rank]
+    def _pin(self, buffer: Buffer, address: int, of: WeightLayout, mesh: Mesh) -> None:
+        spans = shards.spans(of.table, mesh.shards)
+        own = [(span.start, span.stop) for span in spans if span.rank == mesh.shard]
+        served = [(shard.start, shard.stop) for shard in of.plan.shards if shard.owner == mesh.shard]
         self._pins = self._pins or cuda_pins()
         self._pins.pin(buffer, address, [*own, *served])
 
@@ -208,7 +210,7 @@ def _copy(
     """
     position = {tensor.name: tensor for tensor in of.table}
     beside = position.pop(files.TOKENIZER, None)
-    rank, ranks = learner.mesh.get_local_rank(), learner.mesh.size()
+    rank, ranks = learner.mesh.shard, learner.mesh.shards
     for name, value in learner.shards(position, base=base):
         tensor = position[name]
         count = tensor.shape[0] if tensor.shape else 1
@@ -231,9 +233,9 @@ def _copy(
         yield beside.offset + beside.nbytes
 
 
-def _exchange(flat: Tensor, moves: Sequence[ShardMove], mesh: Any) -> None:
-    """Give each rank what it lacks of its chunks. All ranks go through the same moves."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
+def _exchange(flat: Tensor, moves: Sequence[ShardMove], mesh: Mesh) -> None:
+    """Give each rank what it lacks of its chunks. All ranks of a replica go through the same moves."""
+    rank, ranks = mesh.shard, mesh.shards
     going = sorted((move for move in moves if move.source == rank), key=lambda move: move.owner)
     coming = sorted((move for move in moves if move.owner == rank), key=lambda move: move.source)
     device = torch.device(mesh.device_type)
@@ -241,7 +243,7 @@ def _exchange(flat: Tensor, moves: Sequence[ShardMove], mesh: Any) -> None:
     sent = [sum(move.stop - move.start for move in going if move.owner == other) for other in range(ranks)]
     due = [sum(move.stop - move.start for move in coming if move.source == other) for other in range(ranks)]
     taken = torch.empty(sum(due), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(taken, given, due, sent, group=mesh.get_group())
+    dist.all_to_all_single(taken, given, due, sent, group=mesh.shard_group)
     here, at = taken.cpu(), 0
     for move in coming:
         flat[move.start : move.stop] = here[at : at + move.stop - move.start]

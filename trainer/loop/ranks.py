@@ -127,6 +127,8 @@ def name_of(command: Command) -> str:
 
 def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Command) -> bytes:
     """This rank's part of a command; returns the frame that rank 0 gets."""
+    if isinstance(command, CopyShare | MergeAdapters | Offer) and not learner.mesh.publishes:
+        return b""
     match command:
         case Train(micro):
             return _encode(learner.train(micro))
@@ -142,7 +144,7 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             return _encode(publisher.sums(learner, dtype))
         case Offer(manifest, mark):
             of, mesh = manifests.decode(manifest), learner.mesh
-            return _encode(publisher.offer(of, mark, mesh.get_local_rank(), mesh.size()))
+            return _encode(publisher.offer(of, mark, mesh.shard, mesh.shards))
         case Save(path):
             saver.begin(learner.state(), Path(path))
         case LoadCheckpoint(path, updates_taken):
@@ -195,10 +197,16 @@ class Ranks:
         self._saver = Saver()
         self._publisher = publisher
         self._base = b""  # root of the base that was built
+        self._division = learner.mesh.division
 
     @property
     def size(self) -> int:
         return self._comm.size
+
+    @property
+    def data_parallel(self) -> int:
+        """Micro-batches of one round: with context parallelism several ranks train one together."""
+        return self._division.data_parallel
 
     @property
     def updates_taken(self) -> int:
@@ -211,15 +219,23 @@ class Ranks:
         with self._here.at(f"waiting for answers to {name_of(commands[0])}"):
             return [mine, *self._comm.replies()]
 
+    def _each(self, kind: type[Train | Proximal], one_round: Sequence[Micro]) -> list[bytes]:
+        """Micro-batch i on all ranks of context group i. One answer a micro-batch: they find the same."""
+        context = self._division.context
+        return self._all([kind(micro) for micro in one_round for _ in range(context)])[::context]
+
+    def _published(self, command: Command) -> list[bytes]:
+        """Answers of the ranks that publish."""
+        return self._all([command] * self.size)[: self._division.shards]
+
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
-        """One micro-step: micro-batch r on rank r. Gradients add to those of the step."""
-        frames = self._all([Train(micro) for micro in one_round])
-        return [stats for frame in frames for stats in _row_stats.decode(frame)]
+        """One micro-step: a micro-batch on each context group. Gradients add to those of the step."""
+        return [stats for frame in self._each(Train, one_round) for stats in _row_stats.decode(frame)]
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
         """Logprobs of the completions under the present weights: sample id -> packed float64."""
         found: dict[int, bytes] = {}
-        for frame in self._all([Proximal(micro) for micro in one_round]):
+        for frame in self._each(Proximal, one_round):
             found |= _logprobs.decode(frame)
         return found
 
@@ -242,9 +258,7 @@ class Ranks:
 
     def build_base(self, version: int) -> Manifest:
         """The version that adapters are merged with, in the type in which it was stored. It comes before any version of adapters."""
-        made = self._publisher.seal(
-            version, self._all([CopyShare(self._learner.base_dtype, base=True)] * self.size)
-        )
+        made = self._publisher.seal(version, self._published(CopyShare(self._learner.base_dtype, base=True)))
         self._base = made.root
         return made
 
@@ -254,21 +268,19 @@ class Ranks:
         Adapters are published as they are trained; `dtype` is what they and their base are to be rounded to.
         """
         if not self.trains_adapters:
-            return self._publisher.seal(version, self._all([CopyShare(dtype)] * self.size))
+            return self._publisher.seal(version, self._published(CopyShare(dtype)))
         if not self._base:
             raise WeightsError(
                 f"version {version} holds adapters, and their base was not published", "build the base first"
             )
         own = str(self._learner.dtype).removeprefix("torch.")
         adapter = manifests.Adapter(self._base, self._learner.adapter_scale, dtype)
-        shares = [_sums.decode(frame) for frame in self._all([MergeAdapters(dtype)] * self.size)]
-        return self._publisher.seal(
-            version, self._all([CopyShare(own)] * self.size), adapter, merged.digest(shares)
-        )
+        shares = [_sums.decode(frame) for frame in self._published(MergeAdapters(dtype))]
+        return self._publisher.seal(version, self._published(CopyShare(own)), adapter, merged.digest(shares))
 
     def offer(self, manifest: Manifest) -> tuple[messages.WeightSource, ...]:
         """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""
-        frames = self._all([Offer(manifests.encode(manifest), self._publisher.mark())] * self.size)
+        frames = self._published(Offer(manifests.encode(manifest), self._publisher.mark()))
         found = [source for frame in frames for source in _sources.decode(frame)]
         return tuple(sorted(found, key=lambda source: source.endpoint.startswith(SCHEME)))
 

@@ -323,7 +323,7 @@ class Stepper:
             wake_after_s=config.reserved.wake_after_s,
             harvest=config.run.harvest,
             reserved=self._has_reserved,
-            round_groups=self._ranks.size,
+            round_groups=self._ranks.data_parallel,
             sleep_timeout_s=config.reserved.sleep_timeout_s,
         )
 
@@ -452,14 +452,14 @@ class Stepper:
     # ---------------------------------------------------------------- training
 
     def _rounds(self, work: _Work, groups: Sequence[Sequence[TrainRow]]) -> tuple[tuple[Micro, ...], ...]:
+        """Micro-batches for as many context groups as there are; each has a budget for every rank of it."""
+        trainer, at_once = self._config.trainer, self._ranks.data_parallel
         if self._config.run.deterministic:
-            return rounds(one_per_group(groups, width=work.width), self._ranks.size)
-        if self._config.trainer.packing:
-            return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
-        return rounds(
-            spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size),
-            self._ranks.size,
-        )
+            return rounds(one_per_group(groups, width=work.width), at_once)
+        budget = trainer.micro_batch_tokens * trainer.context_parallel
+        if trainer.packing:
+            return balanced(groups, budget=budget, ranks=at_once)
+        return rounds(spread(groups, budget=budget, ranks=at_once), at_once)
 
     def _train(
         self, work: _Work, groups: Sequence[Sequence[TrainRow]], safe_point: Callable[[], None] = _nothing
@@ -472,7 +472,7 @@ class Stepper:
     def _train_ready(self, work: _Work, ready: int) -> int:
         """Micro-steps over the first `ready` groups that the machine knows of; returns how many. Deterministic: one round of them."""
         started = time.monotonic()
-        count = min(ready, self._ranks.size) if self._config.run.deterministic else ready
+        count = min(ready, self._ranks.data_parallel) if self._config.run.deterministic else ready
         taken, work.ready = work.ready[:count], work.ready[count:]
         work.rounds += 1
         self._train_groups(work, taken)

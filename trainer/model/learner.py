@@ -43,9 +43,11 @@ from trainer.algorithms.loss import Tokens, policy_loss
 from trainer.algorithms.rows import Recipe
 from trainer.data.batching import Micro, TrainRow
 from trainer.data.collate import Batch, packed, padded
-from trainer.model import adapters, head, sharded_load
+from trainer.model import adapters, context, head, sharded_load
 from trainer.model.attention import PACKED
+from trainer.model.context import Context
 from trainer.model.memory import RankGpu, RankMemory
+from trainer.model.mesh import Mesh, divide
 from trainer.model.offload import Offload
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
@@ -124,7 +126,8 @@ class Learner:
         lora: LoraSection = ALL_WEIGHTS,
         gpu: RankGpu | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh = Mesh(mesh, divide(mesh.size(), trainer))
+        self._context = Context(self.mesh.context_group) if self.mesh.context_group is not None else None
         self.dtype = torch.float64 if deterministic else torch.float32
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
@@ -137,13 +140,13 @@ class Learner:
             adapters.stored_dtype(folder) if lora.rank else ""
         )  # in which the base is published, exactly
         self._temperature = temperature
-        self.model = self._load(folder, mesh)
+        self.model = self._load(folder)
         self._recipe = recipe
         self._settings = optimizer
         alone = recipe.needs_reference and not self._lora.rank
-        self._reference = self._load(folder, mesh).requires_grad_(False) if alone else None
+        self._reference = self._load(folder).requires_grad_(False) if alone else None
         if self._head_chunk:
-            probe = self._batch(Micro((_short_row(),), 2))
+            probe = self._piece(self._batch(Micro((_short_row(),), 2)))
             for model in filter(None, (self.model, self._reference)):
                 head.check(model, probe)
         if self._packing:
@@ -164,8 +167,13 @@ class Learner:
             gpu or RankGpu(), Offload(models, self.optimizer, self.device), trainer.offload
         )
 
-    def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model, plan = sharded_load.begin(folder, self.dtype, PACKED if self._packing else "sdpa")
+    def _load(self, folder: Path) -> Any:
+        attention = PACKED if self._packing else "sdpa"
+        if self._context is not None:
+            attention = self._context.attention
+        model, plan = sharded_load.begin(folder, self.dtype, attention)
+        if self._context is not None:
+            context.check_model(model, self.mesh.division.context)
         if self.deterministic:
             wide_norms(model)
         if self._lora.rank:
@@ -173,24 +181,37 @@ class Learner:
         if self._head_chunk:
             head.install(model, temperature=self._temperature, chunk=self._head_chunk)
         plan.empty(model)
-        shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
+        shard(
+            model,
+            self.mesh.sharding,
+            compute=self._compute,
+            deterministic=self.deterministic,
+            recompute=self._recompute,
+        )
         plan.fill(model, self.device)
         return model
 
     @torch.no_grad()
     def _check_packing(self) -> None:
-        """A sample must not see those that lie in the line before it. Raises `ConfigError` where the model lets it."""
+        """A sample must not see those that lie in the line before it, and all of itself where ranks share its tokens. Raises `ConfigError`
+        where the model is otherwise."""
         ids = torch.arange(12, dtype=torch.int32) % min(8, self.model.config.vocab_size)
         texts = [ids[start : start + 6].numpy().tobytes() for start in (0, 3, 6)]
         rows = tuple(TrainRow(-1, text[:8], text[8:], bytes(16), 0.0) for text in texts)
         together = self._logprobs(self.model, self._batch(Micro(rows, 0))).values
-        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))).values for row in rows])
+        with context.alone(self.model):
+            one_by_one = [self._batch(Micro((row,), 0)) for row in rows]
+            alone = torch.cat([self._own_logprobs(self.model, one).values for one in one_by_one])
         reshard(self.model)
         gap = float((together - alone).abs().max())
         if gap > (0.25 if self._compute == torch.bfloat16 else 1e-3):
+            shared = self._context is not None
+            what = "packed samples see one another" + (
+                ", or tokens that ranks share do not" if shared else ""
+            )
             raise ConfigError(
-                f"{type(self.model).__name__}: packed samples see one another (logprobs differ by {gap:.2g})",
-                "set trainer.packing = false",
+                f"{type(self.model).__name__}: {what} (logprobs differ by {gap:.2g})",
+                "set trainer.context_parallel = 1" if shared else "set trainer.packing = false",
             )
 
     def _count(self, steps: int) -> Tensor:
@@ -200,8 +221,19 @@ class Learner:
     def _batch(self, micro: Micro) -> Batch:
         return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
 
+    def _piece(self, batch: Batch) -> Batch:
+        """What of it this rank computes."""
+        return batch if self._context is None else self._context.piece(batch)
+
     def _logprobs(self, model: Any, batch: Batch) -> head.Logprobs:
         """Of the answer tokens, flat: [N]."""
+        found = self._own_logprobs(model, self._piece(batch))
+        if self._context is None:
+            return found
+        entropy = None if found.entropy is None else self._context.whole(found.entropy, batch)
+        return head.Logprobs(self._context.whole(found.values, batch), entropy)
+
+    def _own_logprobs(self, model: Any, batch: Batch) -> head.Logprobs:
         return head.logprobs(model, batch, self._temperature, deterministic=self.deterministic)
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:

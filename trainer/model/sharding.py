@@ -62,6 +62,7 @@ def shard(
 ) -> None:
     """FSDP2: each decoder layer, and the rest. Gradients are summed over ranks, never divided.
 
+    `mesh` has one side, or two: replicas by shards (HSDP).
     `recompute`: a layer's activations are not kept but computed again in the backward pass.
     """
     policy = MixedPrecisionPolicy()

@@ -30,8 +30,9 @@ from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
+from trainer.model.mesh import divide
 from trainer.prepare import model as models
-from trainer.prepare import weights
+from trainer.prepare import ranks, weights
 from trainer.prepare.draft import shape_of
 from trainer.prepare.model import ModelFacts
 
@@ -56,6 +57,11 @@ class RequestedGpus:
     gb: float
     nodes: int = 1
     node_gb: float = 0.0
+
+    @property
+    def told(self) -> bool:
+        """Whether the job's script says how many ranks there are."""
+        return self.ranks > 1 or self.per_node > 0
 
 
 @dataclass(slots=True)
@@ -116,6 +122,7 @@ def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
     yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
+    yield _ask("ranks", lambda: ranks.check(config, gpus.ranks if gpus.told else 0), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
     yield _ask("reserved engines", lambda: _reserved(config))
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
@@ -338,6 +345,8 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         master=8 if exact else 4,
         per_node=gpus.per_node,
         reserved_workers=config.reserved.workers,
+        replicas=trainer.replicas,
+        context=trainer.context_parallel,
     )
 
 

@@ -24,6 +24,7 @@ def test_a_wrong_model_path_is_refused_and_what_needs_it_is_skipped(run: Path, o
         "data and prompts",
         "reward",
         "adapters",
+        "ranks",
         "engine",
         "memory of the GPUs",
         "weights",

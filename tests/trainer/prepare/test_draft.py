@@ -42,7 +42,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert check.gpus_of(script.read_text()) == RequestedGpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
-    assert [finding.problem for finding in findings] == [""] * 13
+    assert [finding.problem for finding in findings] == [""] * 14
     assert not any(finding.skipped for finding in findings)
 
 
@@ -197,7 +197,7 @@ def test_init_writes_and_checks_a_run_and_says_what_is_wrong(
     assert read_run(tmp_path / "a-run" / "run.toml").run.state_dir == site
     (tmp_path / "a-run" / "mine.py").write_text(RAISES)
     bad = command("a-run", "--check", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 12, 1), (
+    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 13, 1), (
         bad.stdout + bad.stderr
     )
     assert "reward function mine:f failed 1 times: it raised KeyError" in bad.stdout
