@@ -132,7 +132,8 @@ class Pull:
                 dict.fromkeys(sources, self.manifest.version if version is None else version)
             )
             busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
-            fresh = [source for source in sources if source not in busy and source not in self._waiting]
+            waiting = set(self._waiting)  # thousands, of a large training job
+            fresh = [source for source in sources if source not in busy and source not in waiting]
             free = max(0, MAX_SOURCES - len(busy))
             first, share = not self._sources, max(1, self.limits.streams // max(1, len(fresh[:free])))
             for source in fresh[:free]:

@@ -20,7 +20,7 @@ from scavenger.policy.predictive.policy import Predictive
 from scavenger.protocol import messages
 from scavenger.router.core import runs, steps
 from tests.plain_view import PlainView
-from tests.router.harness import SOURCE, root, started
+from tests.router.harness import SOURCE, Bench, root, started
 
 
 class Weighing(Standard):
@@ -91,6 +91,38 @@ def test_a_manifest_that_no_engine_could_be_sent_is_denied(monkeypatch: pytest.M
     answer = runs._publish(bench.router.core, run, body)
     assert isinstance(answer, messages.Denied)
     assert "a manifest of 5 bytes" in answer.reason
+
+
+def a_rank(number: int, more: str = "") -> messages.WeightSource:
+    return messages.WeightSource(f"tcp://node{number:05}:40000{more}", "k" * 40, b"t" * 32, complete=False)
+
+
+def published_by(count: int, more: str = "") -> tuple[object, Bench]:
+    bench = started()
+    (run,) = bench.router.core.runs.values()
+    sources = tuple(a_rank(number, more) for number in range(count))
+    body = messages.PublishVersion(run.weights.next_version, 1, root(9), b"manifest", sources)
+    return runs._publish(bench.router.core, run, body), bench
+
+
+def test_thousands_of_ranks_may_announce_weights_and_an_engine_can_be_sent_all_of_them() -> None:
+    """With a manifest as large as may be, twice: of adapters and of their base."""
+    answer, bench = published_by(runs.MAX_SOURCES)
+    assert isinstance(answer, messages.Ok)
+    (run,) = bench.router.core.runs.values()
+    sources = run.weights.versions[run.weights.next_version - 1].sources
+    assert len(sources) == runs.MAX_SOURCES == 4096
+    most = bytes(runs.MAX_MANIFEST_BYTES)
+    order = messages.UseWeights(2, most, sources, base=messages.BaseWeights(1, most, sources))
+    assert messages.decode_to_worker(messages.encode(order)) == order
+
+
+@pytest.mark.parametrize(("count", "more"), [(runs.MAX_SOURCES + 1, ""), (1100, "x" * 4000)])
+def test_more_ranks_than_an_engine_can_be_sent_are_denied_with_a_remedy(count: int, more: str) -> None:
+    answer, _ = published_by(count, more)
+    assert isinstance(answer, messages.Denied)
+    assert f"{count:,} sources" in answer.reason
+    assert "trainer.replicas" in answer.remedy
 
 
 def test_a_past_that_makes_no_sense_leaves_a_policy_with_its_priors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,14 @@ def test_more_ranks_than_connections_take_turns(monkeypatch: pytest.MonkeyPatch)
             assert engine.stats.parts >= 24
 
 
+def test_an_engine_pulls_from_more_than_256_ranks() -> None:
+    """Each has two chunks, and 16 connections are open at a time."""
+    manifest, blob = shared(1, ranks=300, chunks=600)
+    with sources(manifest, blob) as ranks:
+        assert pulled(manifest, published(manifest, blob, ranks), 60.0) == blob
+        assert {rank.stats.parts for rank in ranks} == {2}
+
+
 def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_successor_has_the_rest() -> (
     None
 ):

@@ -54,9 +54,11 @@ from scavenger.router.core.transitions import SampleStatus, WorkerStatus
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import WeightDirectory
 
-#: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources: each engine is sent both in one message.
+#: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources, one a rank: each engine is sent both in one
+#: message, and those of a base beside those of its adapters.
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-MAX_SOURCES = 256
+MAX_SOURCES = 4096
+MAX_SOURCES_BYTES = 4 * 1024 * 1024
 ENDS = ("finished", "failed", "stopped")
 _TOO_OFTEN = (
     f"over {PEER_BURST} openings, versions and checkpoints of this run, and no step was committed among them",
@@ -311,12 +313,27 @@ def _attach(core: Core, conn: int, run: ActiveRun, body: Attach) -> ReplyBody:
 # ---------------------------------------------------------------- steps
 
 
-def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
-    if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
-        why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
+def _too_large(body: PublishVersion) -> Denied | None:
+    """What every engine would be sent must fit into a message."""
+    nbytes = sum(
+        len(text.encode())
+        for source in body.sources
+        for text in (source.endpoint, source.server_key, source.local)
+    )
+    if len(body.manifest) > MAX_MANIFEST_BYTES:
+        why = f"a manifest of {len(body.manifest):,} bytes, over {MAX_MANIFEST_BYTES:,}"
+        return Denied("invalid", why, "use fewer and larger tensors: every engine is sent their names")
+    if len(body.sources) > MAX_SOURCES or nbytes > MAX_SOURCES_BYTES:
+        why = f"{len(body.sources):,} sources whose addresses have {nbytes:,} bytes, over {MAX_SOURCES:,} and {MAX_SOURCES_BYTES:,}"
         return Denied(
-            "invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them"
+            "invalid", why, "set trainer.replicas so that fewer ranks serve weights: every engine is sent all"
         )
+    return None
+
+
+def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
+    if (too_large := _too_large(body)) is not None:
+        return too_large
     known, base, merged = (
         run.weights.versions.get(body.version),
         manifests.base_of(body.manifest),
