@@ -1,4 +1,4 @@
-"""Some ranks of a test, over gloo: `python mesh_program.py RANKS MODEL OUT KIND...` takes one step on ranks divided in several ways.
+"""Some ranks of a test, over gloo: `python mesh_program.py RANKS OUT KIND=MODEL...` takes one step on ranks divided in several ways.
 
 They are forked after the imports, which take longer than all else; frames go through pipes in the place of MPI. Of each kind (see `KINDS`)
 rank 0 leaves in OUT/KIND-RANKS the step's gradients before the update, the weights as engines pull them after it, the checkpoint that all
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, TrainerSection
+from scavenger.errors import ConfigError
 from scavenger.protocol import keys
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
@@ -37,6 +38,7 @@ from trainer.loop.comm import Comm, disconnect, join
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
 from trainer.model import adapters
+from trainer.model.context import Context
 from trainer.model.learner import Learner
 
 GROUPS, BUDGET = 5, 60
@@ -69,7 +71,11 @@ KINDS = {
     "plain-lora": Kind({}, REFERENCE, LORA),
     "replicas-2-lora": Kind({"replicas": 2}, REFERENCE, LORA),
     "replicas-2-context-2-lora": Kind({"replicas": 2, "context_parallel": 2}, REFERENCE, LORA),
+    "plain-experts": Kind({}),
+    "replicas-2-context-2-experts": Kind({"replicas": 2, "context_parallel": 2}),
+    "context-2-lost": Kind({"context_parallel": 2}),
 }
+LOST = "context-2-lost"
 
 
 def make_learner(model: Path, mesh: DeviceMesh, kind: str) -> Learner:
@@ -201,21 +207,40 @@ class Pipes:
         os._exit(code)
 
 
-def rank(comm: Comm, model: Path, out: Path, kinds: Sequence[str]) -> None:
+def rank(comm: Comm, out: Path, jobs: Sequence[str]) -> None:
     manifests.CHUNK_NBYTES = 4096  # so that chunks lie across ranks' shards as those of a large model do
     mesh = join(comm)
-    for kind in kinds:
-        step(comm, mesh, model, kind, out / f"{kind}-{comm.size}")
+    for job in jobs:
+        kind, _, model = job.partition("=")
+        into = out / f"{kind}-{comm.size}"
+        if kind == LOST:
+            lost(comm, mesh, Path(model), into)
+        else:
+            step(comm, mesh, Path(model), kind, into)
     disconnect()
 
 
-def main(size: int, model: Path, out: Path, kinds: Sequence[str]) -> int:
+def lost(comm: Comm, mesh: DeviceMesh, model: Path, out: Path) -> None:
+    """What crosses between ranks goes nowhere: every rank refuses the model, and rank 0 keeps its words."""
+    exchange, Context._exchange = Context._exchange, lambda self, parts: parts  # type: ignore[method-assign]
+    try:
+        make_learner(model, mesh, LOST)
+        said = ""
+    except ConfigError as error:
+        said = str(error)
+    Context._exchange = exchange  # type: ignore[method-assign]
+    if comm.rank == 0:
+        out.mkdir(parents=True)
+        (out / "found.json").write_text(json.dumps(said))
+
+
+def main(size: int, out: Path, jobs: Sequence[str]) -> int:
     torch.set_num_threads(1)
     forked = multiprocessing.get_context("fork")
     pairs = [forked.Pipe() for _ in range(1, size)]
     comms = [Pipes(0, size, [near for near, _ in pairs])]
     comms += [Pipes(number, size, [far]) for number, (_, far) in enumerate(pairs, start=1)]
-    ranks = [forked.Process(target=rank, args=(comm, model, out, kinds)) for comm in comms]
+    ranks = [forked.Process(target=rank, args=(comm, out, jobs)) for comm in comms]
     for one in ranks:
         one.start()
     running = list(ranks)
@@ -229,4 +254,4 @@ def main(size: int, model: Path, out: Path, kinds: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scavenger.config import TrainerSection
 from scavenger.errors import ConfigError
-from tests.trainer.mesh_program import KINDS, make_learner, step
+from tests.trainer.mesh_program import KINDS, LOST, make_learner, step
 from trainer import tiny
 from trainer.checkpoint import checkpoint
 from trainer.loop import comm
@@ -27,7 +27,7 @@ from trainer.model import adapters
 from trainer.model.mesh import Division, check_heads, divide
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = ("plain", "plain-reference", "plain-lora")
+PLAIN = ("plain", "plain-reference", "plain-lora", "plain-experts")
 ON_TWO = ("context-2", "replicas-2", "context-2-reference")
 ON_FOUR = (
     "replicas-2",
@@ -38,20 +38,31 @@ ON_FOUR = (
     "replicas-2-reference",
     "replicas-2-lora",
     "replicas-2-context-2-lora",
+    "replicas-2-context-2-experts",
 )
 DIVIDED = [(kind, 2) for kind in ON_TWO] + [(kind, 4) for kind in ON_FOUR]
 
 
-@pytest.fixture(scope="module")
-def heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads that share two of keys and values, and a layer that sees six tokens back."""
-    folder = tmp_path_factory.mktemp("heads")
-    config = tiny.model_config(hidden=32, layers=2) | {
-        "head_dim": 8,
+#: Four heads that share two of keys and values; of the first, a layer sees six tokens back.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {
         "use_sliding_window": True,
         "sliding_window": 6,
         "layer_types": ["full_attention", "sliding_attention"],
-    }
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+
+
+def make_model(folder: Path, kind: str) -> Path:
+    config = tiny.model_config(hidden=32, layers=2) | {"head_dim": 8} | MODELS[kind]
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -69,33 +80,38 @@ def heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Steps:
     """What one rank, two and four leave behind (see `mesh_program`), each made when it is first asked for."""
 
-    model: Path
+    models: dict[str, Path]
     out: Path
     mesh: DeviceMesh
+
+    def model(self, kind: str) -> Path:
+        return self.models["experts" if kind.endswith("experts") else "dense"]
 
     def of(self, kind: str, ranks: int) -> Path:
         folder = self.out / f"{kind}-{ranks}"
         if not folder.exists():
-            launch(self.model, self.out, ranks, ON_TWO if ranks == 2 else ON_FOUR)
+            kinds = (*ON_TWO, LOST) if ranks == 2 else ON_FOUR
+            launch(self.out, ranks, [f"{one}={self.model(one)}" for one in kinds])
         return folder
 
     def of_one(self, kind: str) -> Path:
         """The same step on one rank."""
         plain = next(one for one in reversed(PLAIN) if kind.endswith(one.removeprefix("plain")))
         if not (self.out / f"{plain}-1").exists():
-            step(comm.Solo(), self.mesh, self.model, plain, self.out / f"{plain}-1")
+            step(comm.Solo(), self.mesh, self.model(plain), plain, self.out / f"{plain}-1")
         return self.out / f"{plain}-1"
 
 
 @pytest.fixture(scope="module")
-def steps(heads_folder: Path, mesh: DeviceMesh, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(heads_folder, tmp_path_factory.mktemp("steps"), mesh)
+def steps(mesh: DeviceMesh, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    out = tmp_path_factory.mktemp("steps")
+    return Steps({kind: make_model(out / kind, kind) for kind in MODELS}, out, mesh)
 
 
-def launch(model: Path, out: Path, ranks: int, kinds: Sequence[str]) -> None:
+def launch(out: Path, ranks: int, jobs: Sequence[str]) -> None:
     program = [sys.executable, str(Path(__file__).with_name("mesh_program.py"))]
     done = subprocess.run(
-        [*program, str(ranks), str(model), str(out), *kinds],
+        [*program, str(ranks), str(out), *jobs],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -150,16 +166,22 @@ def test_engines_pull_the_weights_of_one_rank(steps: Steps, kind: str, ranks: in
 
 @pytest.mark.parametrize(("kind", "ranks"), DIVIDED)
 def test_a_checkpoint_of_divided_ranks_resumes_on_one(
-    steps: Steps, heads_folder: Path, mesh: DeviceMesh, kind: str, ranks: int
+    steps: Steps, mesh: DeviceMesh, kind: str, ranks: int
 ) -> None:
     """Its parameters are what was published after it, bit by bit."""
     out = steps.of(kind, ranks)
-    learner = make_learner(heads_folder, mesh, steps.of_one(kind).name.removesuffix("-1"))
+    learner = make_learner(steps.model(kind), mesh, steps.of_one(kind).name.removesuffix("-1"))
     path = checkpoint.found(out)[0]
     checkpoint.load_shards(learner, path, checkpoint.read_state(path).updates_taken)
     pulled = load_file(out / "weights.safetensors")
     for name, value in learner.trained().items():
         assert torch.equal(adapters.whole(value), pulled[name.replace(".default.", ".")]), name
+
+
+def test_a_model_whose_tokens_do_not_see_one_another_over_ranks_is_refused_at_the_start(steps: Steps) -> None:
+    said = found(steps.of(LOST, 2))
+    assert "Qwen3ForCausalLM: packed samples see one another, or tokens that ranks share do not" in said
+    assert "remedy: set trainer.context_parallel = 1" in said
 
 
 @pytest.mark.parametrize(
