@@ -30,9 +30,9 @@ from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
-from trainer.model.mesh import divide
+from trainer.model.mesh import Division, divide
 from trainer.prepare import model as models
-from trainer.prepare import ranks, weights
+from trainer.prepare import weights
 from trainer.prepare.draft import shape_of
 from trainer.prepare.model import ModelFacts
 
@@ -59,7 +59,7 @@ class RequestedGpus:
     node_gb: float = 0.0
 
     @property
-    def told(self) -> bool:
+    def ranks_told(self) -> bool:
         """Whether the job's script says how many ranks there are."""
         return self.ranks > 1 or self.per_node > 0
 
@@ -72,6 +72,7 @@ class _Seen:
     tokenizer: Tokenizer | None = None
     prompts: list[PromptTask] = field(default_factory=list)
     longest: int = 0  # tokens of the longest prompt, 0 = not known
+    division: Division | None = None
     said: list[str] = field(default_factory=list)
 
 
@@ -122,10 +123,10 @@ def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
     yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
-    yield _ask("ranks", lambda: ranks.check(config, gpus.ranks if gpus.told else 0), seen.model)
+    yield _ask("ranks", lambda: _ranks(config, seen, gpus), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
     yield _ask("reserved engines", lambda: _reserved(config))
-    yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
+    yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.division)
     yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
     yield _ask("out_dir and figures", lambda: _out_dir(config, seen.model))
     yield _ask("daemon and keys", lambda: _daemon(config))
@@ -249,6 +250,18 @@ def _algorithm(config: RunConfig) -> str:
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
     return config.algorithm.name
+
+
+def _ranks(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+    if config.trainer.context_parallel > 1:
+        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples
+
+        ranks.check_model(config)
+    if not gpus.ranks_told:
+        seen.division = Division(gpus.ranks)
+        return "train.sbatch does not say how many: not looked at"
+    seen.division = divide(gpus.ranks, config.trainer)
+    return str(seen.division)
 
 
 def _engine(config: RunConfig) -> str:

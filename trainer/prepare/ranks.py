@@ -1,27 +1,19 @@
-"""Whether the training job's ranks can be divided as `[trainer]` says, and whether the model allows it. Starts nothing.
+"""Whether ranks can share the tokens of a model's samples (`trainer.context_parallel`), asked of the code that the run itself uses.
 
-Owns the check of `trainer.replicas` and `trainer.context_parallel`; each question is asked of the code that the run itself uses.
-Boundary: the check of how ranks are divided.
+Importing it takes seconds (torch, transformers); `check` does so only where that is wished.
+Boundary: one question about a model's folder.
 """
 
 from __future__ import annotations
 
+import torch
+
 from scavenger.config import RunConfig
-from trainer.model.mesh import divide
+from trainer.model import context, sharded_load
+from trainer.model.attention import PACKED
 
 
-def check(config: RunConfig, ranks: int) -> str:
-    """`ranks`: of the training job, 0 = not known. Raises `ConfigError`."""
-    context = config.trainer.context_parallel
-    if context > 1:
-        import torch  # seconds of imports: only where ranks share samples
-
-        from trainer.model import context as contexts
-        from trainer.model import sharded_load
-        from trainer.model.attention import PACKED
-
-        model, _ = sharded_load.begin(config.model.path, torch.bfloat16, PACKED)
-        contexts.check_model(model, context)
-    if not ranks:
-        return "train.sbatch does not say how many: not looked at"
-    return str(divide(ranks, config.trainer))
+def check_model(config: RunConfig) -> None:
+    """Raises `ConfigError` where they cannot. Reads heads of files only."""
+    model, _ = sharded_load.begin(config.model.path, torch.bfloat16, PACKED)
+    context.check_model(model, config.trainer.context_parallel)

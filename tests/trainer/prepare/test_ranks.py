@@ -39,9 +39,10 @@ def test_a_division_is_told(run: Path) -> None:
 )
 def test_a_division_that_cannot_be_is_refused_with_one_that_can(run: Path, keys: str, said: str) -> None:
     change(run, "[trainer]\n", f"[trainer]\n{keys}\n")
-    found = refused(run, EIGHT)["ranks"]
-    assert said in found
-    assert "remedy: set it to 1" in found
+    found = refused(run, EIGHT)
+    assert list(found) == ["ranks"], "once"
+    assert said in found["ranks"]
+    assert "remedy: set it to 1" in found["ranks"]
 
 
 @pytest.mark.parametrize(
