@@ -11,6 +11,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
-from scavenger.protocol import keys
+from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
 from trainer.checkpoint import checkpoint
-from trainer.data.batching import TrainRow, balanced
+from trainer.data.batching import Micro, TrainRow, balanced
 from trainer.loop.comm import Comm, disconnect, join
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
@@ -76,6 +77,7 @@ KINDS = {
     "context-2-lost": Kind({"context_parallel": 2}),
 }
 LOST = "context-2-lost"
+LONG, LONG_TOKENS = "long", 8192
 
 
 def make_learner(model: Path, mesh: DeviceMesh, kind: str) -> Learner:
@@ -215,6 +217,8 @@ def rank(comm: Comm, out: Path, jobs: Sequence[str]) -> None:
         into = out / f"{kind}-{comm.size}"
         if kind == LOST:
             lost(comm, mesh, Path(model), into)
+        elif kind == LONG:
+            long(comm, mesh, Path(model), into)
         else:
             step(comm, mesh, Path(model), kind, into)
     disconnect()
@@ -232,6 +236,39 @@ def lost(comm: Comm, mesh: DeviceMesh, model: Path, out: Path) -> None:
     if comm.rank == 0:
         out.mkdir(parents=True)
         (out / "found.json").write_text(json.dumps(said))
+
+
+def long(comm: Comm, mesh: DeviceMesh, model: Path, out: Path) -> None:
+    """One sample of `LONG_TOKENS` over all ranks: bytes that a rank takes at most to train it, and its figures."""
+    section = TrainerSection(context_parallel=comm.size, micro_batch_tokens=LONG_TOKENS)
+    recipe = resolve(AlgorithmSection(name="grpo"), LONG_TOKENS)
+    learner = Learner(
+        model, mesh, recipe=recipe, optimizer=OPTIMIZER, temperature=1.0, deterministic=False, trainer=section
+    )
+    (row,) = make_group(1, size=1, prompt_tokens=LONG_TOKENS - 3000, most=1)
+    draw = random.Random(2)
+    row = msgspec.structs.replace(
+        row,
+        completion=messages.pack_tokens([draw.randrange(1, 13) for _ in range(3000)]),
+        behaviour=messages.pack_logprobs([-2.5] * 3000),
+    )
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    (stats,) = learner.train(Micro((row,), 0))
+    peak = memory("VmHWM") - before
+    norm = learner.update(1.0, 1e-3)
+    if comm.rank:
+        comm.reply(json.dumps(peak).encode())
+        return
+    peaks = [peak, *(json.loads(frame) for frame in comm.replies())]
+    out.mkdir(parents=True)
+    (out / "found.json").write_text(json.dumps({"peak": max(peaks), "loss": stats.loss, "norm": norm}))
+
+
+def memory(what: str) -> int:
+    """Bytes, as /proc says it of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 def main(size: int, out: Path, jobs: Sequence[str]) -> int:

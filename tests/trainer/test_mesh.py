@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scavenger.config import TrainerSection
 from scavenger.errors import ConfigError
-from tests.trainer.mesh_program import KINDS, LOST, make_learner, step
+from tests.trainer.mesh_program import KINDS, LONG, LOST, make_learner, step
 from trainer import tiny
 from trainer.checkpoint import checkpoint
 from trainer.loop import comm
@@ -182,6 +182,20 @@ def test_a_model_whose_tokens_do_not_see_one_another_over_ranks_is_refused_at_th
     said = found(steps.of(LOST, 2))
     assert "Qwen3ForCausalLM: packed samples see one another, or tokens that ranks share do not" in said
     assert "remedy: set trainer.context_parallel = 1" in said
+
+
+@pytest.mark.long
+def test_what_a_long_sample_takes_of_a_rank_s_memory_falls_with_the_ranks_that_share_it(steps: Steps) -> None:
+    takes = []
+    for ranks in (1, 2, 4):
+        launch(steps.out, ranks, [f"{LONG}={steps.models['experts']}"])
+        takes.append(found(steps.out / f"{LONG}-{ranks}"))
+    for one in takes[1:]:
+        assert one["loss"] == pytest.approx(takes[0]["loss"], rel=1e-5)
+        assert one["norm"] == pytest.approx(takes[0]["norm"], rel=1e-5)
+    whole, half, quarter = (one["peak"] for one in takes)
+    assert half < 0.75 * whole
+    assert quarter < 0.5 * whole
 
 
 @pytest.mark.parametrize(
