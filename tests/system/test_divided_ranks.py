@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scavenger.cluster.layout import demo_layout
-from scavenger.demo.site import Site, SiteOptions
+from scavenger.demo.site import DemoSite, SiteOptions
 from tests.system import play
 from trainer.checkpoint import checkpoint
 
@@ -18,7 +18,7 @@ STEPS = 3
 pytestmark = [pytest.mark.mpi, pytest.mark.long]
 
 
-def steps_of(site: Site) -> list[dict[str, Any]]:
+def steps_of(site: DemoSite) -> list[dict[str, Any]]:
     lines = (site.dir / "out" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "grad_norm" in row]
 
@@ -27,7 +27,7 @@ def test_divided_ranks_train_what_engines_generated_from_their_weights(
     tmp_path: Path, small_model: Path
 ) -> None:
     """The engine, which pulled each version from the first replica, has the logprobs that the ranks compute together."""
-    with Site(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
+    with DemoSite(SiteOptions("local", tmp_path, demo_layout(grace_s=1.0), poll_interval_s=0.2)) as site:
         run = play.write_run(
             site,
             small_model,

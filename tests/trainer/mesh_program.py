@@ -30,7 +30,7 @@ from scavenger.errors import ConfigError
 from scavenger.protocol import keys, messages
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
-from scavenger.weights.source import WeightSource
+from scavenger.weights.source import WeightServer
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
 from trainer.checkpoint import checkpoint
@@ -152,7 +152,7 @@ def step(comm: Comm, mesh: DeviceMesh, model: Path, kind: str, out: Path) -> Non
     """On all ranks."""
     learner = make_learner(model, mesh, kind)
     out.mkdir(parents=True, exist_ok=True)
-    with WeightSource() as source:
+    with WeightServer() as source:
         publisher = Publisher(source)
         ranks = Ranks(comm, learner, publisher)
         if comm.rank:

@@ -252,7 +252,7 @@ def _algorithm(config: RunConfig) -> str:
     return config.algorithm.name
 
 
-def _ranks(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+def _ranks(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
     if config.trainer.context_parallel > 1:
         from trainer.prepare import ranks  # seconds of imports: only where ranks share samples
 

@@ -13,12 +13,12 @@ from scavenger.errors import ConfigError
 from tests.trainer.prepare.hand import BIG, FITS, change, refused
 from trainer.model import context
 from trainer.prepare import check, memory
-from trainer.prepare.check import Gpus
+from trainer.prepare.check import RequestedGpus
 
-EIGHT = Gpus(8, 4, 80.0, 2)
+EIGHT = RequestedGpus(8, 4, 80.0, 2)
 
 
-def told(run: Path, gpus: Gpus) -> str:
+def told(run: Path, gpus: RequestedGpus) -> str:
     return next(finding.note for finding in check.check(run, gpus) if finding.what == "ranks")
 
 
@@ -26,7 +26,7 @@ def test_a_division_is_told(run: Path) -> None:
     assert told(run, EIGHT) == "8 ranks share the model"
     change(run, "[trainer]\n", "[trainer]\nreplicas = 2\ncontext_parallel = 2\n")
     assert told(run, EIGHT) == "4 ranks share the model, 2 replicas of it, 2 ranks share each sample"
-    assert "not looked at" in told(run, Gpus(1, 0, 0.0))
+    assert "not looked at" in told(run, RequestedGpus(1, 0, 0.0))
 
 
 @pytest.mark.parametrize(
