@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scavenger.errors import ConfigError
+from scavenger.sizing import fit
 from tests.trainer.prepare.hand import BIG, FITS, change, refused
 from trainer.model import context
-from trainer.prepare import check, memory
+from trainer.prepare import check
 from trainer.prepare.check import RequestedGpus
 
 EIGHT = RequestedGpus(8, 4, 80.0, 2)
@@ -72,10 +73,13 @@ def test_a_model_whose_tokens_ranks_cannot_share_is_refused(config: dict[str, ob
 
 
 def test_memory_is_of_one_replica_s_ranks_and_of_a_rank_s_share_of_the_longest_sample() -> None:
-    long = replace(FITS, longest=131_072)
-    assert "trainer.context_parallel = 2 or more" in memory.problem(BIG, replace(long, ranks=16))[1]
+    wide = replace(FITS, ranks=32, replicas=2)
     assert (
-        memory.need(BIG, replace(long, context=4)).step
-        == memory.need(BIG, replace(FITS, longest=32_768)).step
+        fit.need(BIG, wide).states
+        == fit.need(BIG, FITS).states
+        > fit.need(BIG, replace(wide, replicas=1)).states
     )
-    assert memory.problem(BIG, replace(long, context=16)) == ("", "")
+    long = replace(FITS, longest=131_072)
+    assert "trainer.context_parallel = 2 or more" in fit.problem(BIG, replace(long, ranks=16))[1]
+    assert fit.need(BIG, replace(long, context=4)).step == fit.need(BIG, replace(FITS, longest=32_768)).step
+    assert fit.problem(BIG, replace(long, context=16)) == ("", "")
