@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_the_processes_of_other_users_need_no_system_call_that_their_units_refus
             env = {**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}
             traced = subprocess.Popen([strace, "-f", "-c", "-o", str(calls), *program], env=env)
             try:
-                wait_for("it listens", lambda at=socket: listens(at), 60)
+                wait_for("it listens", partial(listens, socket), 60)
                 line = client.ProxyLine("submit" if role == "submit" else "view", socket, user, 20.0)
                 asks = client.ProxyCluster(SlurmCluster(sandbox.env), line, line, user)
                 if role == "submit":

@@ -39,14 +39,12 @@ class Proxied(World):
 
     def config(self, template: str, **harvest: Any) -> DaemonConfig:
         made = super().config(template, **harvest)
-        cluster = ClusterSection(
-            backend="slurm",
-            submit_socket=self.socket,
-            engines_user=getpass.getuser(),
-            engines_dir=self.engines,
-            absent_s=0.3,
-            **FAST,
-        )
+        proxy: dict[str, Any] = {
+            "submit_socket": self.socket,
+            "engines_user": getpass.getuser(),
+            "engines_dir": self.engines,
+        }
+        cluster = ClusterSection(backend="slurm", absent_s=0.3, **(proxy | FAST))
         daemon = made.daemon.model_copy(update={"public_dir": self.state_dir.parent / "public"})
         return made.model_copy(update={"cluster": cluster, "daemon": daemon})
 
