@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -34,6 +35,7 @@ pytestmark = [pytest.mark.site, pytest.mark.long, pytest.mark.timeout(1800)]
 
 #: GraceTime and KillWait are 2 s here, an engine leaves within one, and srun itself takes a second or two.
 OTHERS_WAIT_S = 15.0
+HUNG_S = 30.0
 
 
 def print_costs(told: dict[str, tuple[float, float]]) -> None:
@@ -114,12 +116,14 @@ def test_a_run_survives_a_shared_folder_that_hangs_for_half_a_minute(site: SiteS
     """As an NFS server does that restarts: the state directory, the model, the checkpoints and the job's log are on it."""
     training, head = start_training(site), site["head"]
     pid = unit(head, "MainPID")
-    site.hang()
-    waited = others_wait(site, "gpu2")
-    time.sleep(30.0)  # the fault itself
-    site.go_on()
-    print_costs({"a shared folder hung for over 30 s": (waited, training.goes_on(2))})
-    assert waited <= OTHERS_WAIT_S
+    with ThreadPoolExecutor(1) as pool:
+        site.hang()
+        waiting = pool.submit(others_wait, site, "gpu2")
+        time.sleep(HUNG_S)  # the fault itself
+        site.go_on()
+        waited = waiting.result()
+    print_costs({f"a shared folder hung for {HUNG_S:.0f} s": (waited, training.goes_on(2))})
+    assert waited <= HUNG_S + OTHERS_WAIT_S, "no job ends while slurmstepd cannot write its log there"
     training.finishes()
     assert unit(head, "MainPID") == pid
 
