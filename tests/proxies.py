@@ -24,9 +24,9 @@ ENGINES, DAEMON, VIEWER, STRANGER = "games", "news", "list", "backup"
 
 
 @contextlib.contextmanager
-def served(path: Path, role: SubmitRole | ViewRole, cluster: SlurmCluster) -> Iterator[Path]:
+def served(path: Path, role: SubmitRole | ViewRole) -> Iterator[Path]:
     """In a thread of this process, for this user."""
-    listener = ProxyListener(path, pwd.getpwuid(os.getuid()), role, cluster.rpc.counts)
+    listener = ProxyListener(path, pwd.getpwuid(os.getuid()), role)
     listener.open()
     thread = threading.Thread(target=_serve, args=(listener,), daemon=True)
     thread.start()
@@ -48,8 +48,8 @@ def proxied(env: dict[str, str], folder: Path) -> Iterator[ProxyCluster]:
     eyes, hands = SlurmCluster(env), SlurmCluster(env)
     user = pwd.getpwuid(os.getuid()).pw_name
     with (
-        served(folder / "view", ViewRole(eyes), eyes) as view,
-        served(folder / "submit", SubmitRole(hands, folder, lambda _spec: None), hands) as submit,
+        served(folder / "view", ViewRole(eyes)) as view,
+        served(folder / "submit", SubmitRole(hands, folder, lambda _spec: None)) as submit,
     ):
         yield ProxyCluster(
             SlurmCluster({"PATH": "/nonexistent"}),
@@ -121,14 +121,11 @@ def listens(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def listening_as(
-    user: str, path: Path, make: Callable[[], tuple[SubmitRole | ViewRole, SlurmCluster]]
-) -> Iterator[Process]:
+def listening_as(user: str, path: Path, make: Callable[[], SubmitRole | ViewRole]) -> Iterator[Process]:
     """A process of `user` that serves the daemon's, as `scavenger slurm-proxy` does; its socket is there."""
 
     def work() -> None:
-        role, cluster = make()
-        listener = ProxyListener(path, pwd.getpwnam(DAEMON), role, cluster.rpc.counts)
+        listener = ProxyListener(path, pwd.getpwnam(DAEMON), make())
         listener.open()
         listener.serve()
 

@@ -218,7 +218,7 @@ def test_the_processes_of_other_users_need_no_system_call_that_their_units_refus
                 line = client.ProxyLine("submit" if role == "submit" else "view", socket, user, 20.0)
                 asks = client.ProxyCluster(SlurmCluster(sandbox.env), line, line, user)
                 if role == "submit":
-                    account = client.EngineAccount(line, engines)
+                    account = client.EnginesUser(line, engines)
                     account.put_key(keys.generate("run", "scv-a"))
                     log = str(engines / "logs/scv-a.log")
                     script = "#!/bin/bash\nsleep 9\n"

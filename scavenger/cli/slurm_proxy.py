@@ -54,5 +54,5 @@ def slurm_proxy(
         part = server.SubmitRole(cluster, folder, allow.check)
     else:
         part = server.ViewRole(cluster, server.OperatorCheck(cluster.environment, command_timeout_s))
-    with server.listening(socket, allowed, part, cluster.rpc.counts) as listener:
+    with server.listening(socket, allowed, part) as listener:
         listener.serve()

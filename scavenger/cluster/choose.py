@@ -106,7 +106,7 @@ def preflight(config: DaemonConfig, cluster: Cluster) -> None:
     Raises `ConfigError`.
     """
     if config.harvest.enabled:
-        if (engines := client.account(config)) is not None:
+        if (engines := client.engines_user_of(config)) is not None:
             engines.check()
         harvest, info = config.harvest, answer(cluster)
         partitions = cluster.view().partitions

@@ -43,12 +43,14 @@ class LogFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LogBounds:
+    """Names of the logs that lose their middle, and of those that go."""
+
     cut: tuple[str, ...]
     remove: tuple[str, ...]
 
 
-def plan(files: Iterable[LogFile], live: Collection[str], most_bytes: int) -> Plan:
+def plan(files: Iterable[LogFile], live: Collection[str], most_bytes: int) -> LogBounds:
     """`live`: names of the logs of jobs that may still write. Cuts first; then ended jobs' logs go, the oldest first, until it fits."""
     most_one = max(2 * TAIL_BYTES, most_bytes // ONE_SHARE)
     ordered = sorted(files, key=lambda one: (one.written_at, one.name))
@@ -61,11 +63,12 @@ def plan(files: Iterable[LogFile], live: Collection[str], most_bytes: int) -> Pl
         if one.name not in live:
             total -= sizes[one.name]
             remove.append(one.name)
-    return Plan(tuple(name for name in cut if name not in remove), tuple(remove))
+    return LogBounds(tuple(name for name in cut if name not in remove), tuple(remove))
 
 
-def bound(folder: Path, live: Collection[str], most_bytes: int) -> Plan:
-    """Look at the folder and do what `plan` says. A log that cannot be touched is said and left. Raises `OSError` for the folder itself."""
+def bound(folder: Path, live: Collection[str], most_bytes: int) -> LogBounds:
+    """Look at the folder and do what `plan` says; returns what was done of it. A log that cannot be touched is logged and left. Raises
+    `OSError` for the folder itself."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -73,11 +76,11 @@ def bound(folder: Path, live: Collection[str], most_bytes: int) -> Plan:
                 with contextlib.suppress(FileNotFoundError):  # its job ended without a word meanwhile
                     seen = entry.stat(follow_symlinks=False)
                     files.append(LogFile(entry.name, seen.st_size, seen.st_mtime))
-    made = plan(files, live, most_bytes)
-    for name in made.cut:
-        _cut(folder / name)
-    for name in made.remove:
-        (folder / name).unlink(missing_ok=True)
+    wanted = plan(files, live, most_bytes)
+    made = LogBounds(
+        tuple(name for name in wanted.cut if _touched(folder / name, _cut)),
+        tuple(name for name in wanted.remove if _touched(folder / name, Path.unlink)),
+    )
     if made.cut or made.remove:
         log.info("job logs bounded", cut=len(made.cut), removed=len(made.remove), most_bytes=most_bytes)
     return made
@@ -104,6 +107,18 @@ def words_of(end: bytes, most: int = 300) -> str:
     said = [line.strip() for line in lines if line.strip() and not line.startswith(_OF_SLURM)]
     own = [line.removeprefix(_OF_WORKER) for line in said if line.startswith(_OF_WORKER)]
     return "".join(c if c.isprintable() else "?" for c in (own or said or [""])[-1])[:most]
+
+
+def _touched(path: Path, act: Callable[[Path], None]) -> bool:
+    """Whether it was done. One log never keeps the others from theirs."""
+    try:
+        act(path)
+    except FileNotFoundError:  # another process was faster
+        return False
+    except OSError as error:
+        log.warning("job log not bounded", path=str(path), reason=str(error))
+        return False
+    return True
 
 
 def _cut(path: Path) -> None:

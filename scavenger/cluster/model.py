@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+#: As Slurm numbers jobs, in 32 bits. Where a message holds it, another process wrote it: the ledger takes no larger integer than 2**63.
+JobId = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class JobState(StrEnum):
@@ -137,8 +143,8 @@ class Node:
     states: frozenset[str]
     partitions: frozenset[str]
     gpu_type: str
-    gpus: int
-    gpus_allocated: int
+    gpus: Count
+    gpus_allocated: Count
     cpus: int
     cpus_allocated: int
     memory_mb: int
@@ -164,7 +170,7 @@ class Job:
     `unread`: what could not be read; such a time or priority is 0, such a limit infinite.
     """
 
-    job_id: int
+    job_id: JobId
     user: str
     partition: str
     state: JobState
@@ -173,12 +179,12 @@ class Job:
     name: str = ""
     comment: str = ""
     nodes: tuple[str, ...] = ()
-    gpus: int = 0
-    gpus_by_node: tuple[tuple[str, int], ...] = ()
+    gpus: Count = 0
+    gpus_by_node: tuple[tuple[str, Count], ...] = ()
     n_nodes: int = 1
     cpus: int = 1
     priority: int = 0
-    restart_count: int = 0
+    restart_count: Count = 0
     submit_time: float = 0.0
     eligible_time: float = 0.0
     start_time: float = 0.0
@@ -205,14 +211,14 @@ class JobLife:
     `state`: the word of how it ended (PREEMPTED, REQUEUED, CANCELLED, ...).
     """
 
-    job_id: int
+    job_id: JobId
     name: str
     state: str
     submit_time: float
     start_time: float  # 0: it never started, where it has no nodes either; else Slurm lost it
     end_time: float
     nodes: tuple[str, ...] = ()
-    gpus: int = 0
+    gpus: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,7 +293,7 @@ def _template(config: DaemonConfig) -> None:
 
 
 def _engines(config: DaemonConfig) -> str:
-    if (engines := client.account(config)) is not None:
+    if (engines := client.engines_user_of(config)) is not None:
         engines.check()
     elif config.daemon.public_dir is not None and not choose.is_local(config):
         return (

@@ -271,7 +271,7 @@ class Canary:
         self._job_id, self._asked = 0, False  # `_asked`: Slurm may have a job, known or not
         self._port = config.daemon.port if daemon_port else 0
         # Engines of another user find it where they find the daemon; their key and their log are that user's.
-        self._engines = client.account(config)
+        self._engines = client.engines_user_of(config)
         home = config.daemon.state_dir if self._engines is None else config.daemon.public_dir
         assert home is not None  # by the configuration
         home = home.resolve()

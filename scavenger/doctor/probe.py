@@ -183,14 +183,14 @@ def run(
     `engines`: those whose imports are tried. `say` is called with a line on the submitted job and how long it is waited for.
     """
     cluster = client.over(config, SlurmCluster(env, config.cluster.command_timeout_s))
-    account = client.account(config)
+    engines_user = client.engines_user_of(config)
     job_id = 0
     with contextlib.ExitStack() as stack:
         try:
             place = (
                 stack.enter_context(_own_place(config, env))
-                if account is None
-                else _place_of(account, config, cluster)
+                if engines_user is None
+                else _place_of(engines_user, config, cluster)
             )
         except OSError as error:
             return CommandOutput(error=f"the state directory cannot be written: {error}")
@@ -235,7 +235,7 @@ def _own_place(config: DaemonConfig, env: Mapping[str, str] | None) -> Iterator[
 
 
 def _place_of(
-    account: client.EngineAccount, config: DaemonConfig, cluster: SlurmCluster | client.ProxyCluster
+    engines_user: client.EnginesUser, config: DaemonConfig, cluster: SlurmCluster | client.ProxyCluster
 ) -> ProbePlace:
     """In the folder of the engines' user, whose process gives the job's log; the daemon has that removed with others."""
     home, public_dir = config.engines_home, config.daemon.public_dir
@@ -244,7 +244,7 @@ def _place_of(
     log = job_script.log_path(home, name)
 
     def read() -> str:
-        return account.end_of_log(name).decode("utf-8", "replace")
+        return engines_user.end_of_log(name).decode("utf-8", "replace")
 
     def state(job_id: int) -> tuple[str, str, int]:
         with contextlib.suppress(ClusterError):

@@ -136,7 +136,7 @@ class Harvester:
         self.tracker = self.session.tracker
         self.stop_state = StopState(lambda: self.config)
         self._thread = OneThread("cluster")
-        self._engines = client.account(config)
+        self._engines = client.engines_user_of(config)
         self._keys = WorkerKeys(self._state_dir, router, self._engines)
         self._durable = Durable(
             ledger, lambda: patience_s(self.config.cluster.fast_poll_interval_s), sources.clock
@@ -467,6 +467,10 @@ class Harvester:
             await self._thread.call(self._keys.write, intent_id)
         except OSError as error:
             raise ClusterError(f"its key file cannot be written: {error}") from error
+        except (
+            ClusterError
+        ) as error:  # also no answer is a refusal: sbatch never ran, and there is no job to look for
+            raise ClusterError(f"its key cannot be written: {error.cause}", error.remedy) from error
         self._keys.allow(intent_id)
         return await self._thread.call(self.cluster.submit, spec)
 

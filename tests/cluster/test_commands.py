@@ -343,6 +343,7 @@ def test_options_are_built_from_fields_and_the_environment_is_not_among_them() -
         "--account=acc",
         "--requeue",
         "--parsable",
+        "--ignore-pbs",
         "--open-mode=append",
         "--comment=a 'b' $(c)",
     } <= set(argv)

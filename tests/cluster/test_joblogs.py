@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import pwd
+import tempfile
 from pathlib import Path
 
-from scavenger.cluster.job_logs import TAIL_BYTES, LogFile, Plan, bound, last_words, plan
+from scavenger.cluster.job_logs import TAIL_BYTES, LogBounds, LogFile, bound, last_words, plan
+from tests.proxies import ENGINES, do_as
 
 MB = 2**20
 
 
 def test_what_is_within_the_bound_is_left_alone() -> None:
-    assert plan([LogFile("a.log", MB, 1.0), LogFile("b.log", MB, 2.0)], (), 16 * MB) == Plan((), ())
+    assert plan([LogFile("a.log", MB, 1.0), LogFile("b.log", MB, 2.0)], (), 16 * MB) == LogBounds((), ())
 
 
 def test_the_oldest_of_ended_jobs_go_first_and_one_that_may_still_write_never() -> None:
@@ -20,11 +23,11 @@ def test_the_oldest_of_ended_jobs_go_first_and_one_that_may_still_write_never() 
         for name, at in (("old", 1.0), ("mine", 0.0), ("newer", 2.0), ("newest", 3.0))
     ]
     files += [LogFile(f"x{n}.log", 2 * MB, 10.0 + n) for n in range(6)]
-    assert plan(files, {"mine.log"}, 16 * MB) == Plan((), ("old.log", "newer.log"))
+    assert plan(files, {"mine.log"}, 16 * MB) == LogBounds((), ("old.log", "newer.log"))
 
 
 def test_one_log_that_is_too_large_is_cut_also_while_its_job_writes() -> None:
-    assert plan([LogFile("loud.log", 3 * MB, 1.0)], {"loud.log"}, 16 * MB) == Plan(("loud.log",), ())
+    assert plan([LogFile("loud.log", 3 * MB, 1.0)], {"loud.log"}, 16 * MB) == LogBounds(("loud.log",), ())
 
 
 def test_a_log_is_cut_under_the_job_that_appends_to_it_and_keeps_its_last_words(tmp_path: Path) -> None:
@@ -33,7 +36,7 @@ def test_a_log_is_cut_under_the_job_that_appends_to_it_and_keeps_its_last_words(
     with path.open("ab", buffering=0) as job:  # as Slurm's --open-mode=append
         for number in range(40_000):
             job.write(b"complaint number %010d, and much more of the same sort\n" % number)
-        assert bound(tmp_path, {"scv-1.log"}, 8 * MB) == Plan(("scv-1.log",), ())
+        assert bound(tmp_path, {"scv-1.log"}, 8 * MB) == LogBounds(("scv-1.log",), ())
         job.write(b"the last word\n")
     text = path.read_bytes()
     assert len(text) < 2 * TAIL_BYTES
@@ -65,3 +68,29 @@ def test_the_last_word_is_the_worker_s_own_else_the_last_line_that_is_not_slurm_
     assert last_words(path) == "?[2Jno \N{REPLACEMENT CHARACTER} daemon"
     path.write_text("rollout: " + "y" * 1000)
     assert len(last_words(path)) == 300
+
+
+def test_a_log_that_cannot_be_touched_keeps_no_other_from_its_bound() -> None:
+    """One oversized log of mode 000 was enough that none was cut or removed."""
+    with tempfile.TemporaryDirectory(prefix="scv-") as made:
+        folder = Path(made)
+        for number, name in enumerate(("scv-locked", "scv-loud", "scv-old")):
+            path = folder / f"{name}.log"
+            path.write_bytes(b"x\n" * (MB if name != "scv-old" else TAIL_BYTES // 2))
+            os.utime(path, (number - 10 * (name == "scv-old"),) * 2)
+        (folder / "scv-locked.log").chmod(0)
+        live = {"scv-locked.log", "scv-loud.log"}
+
+        def act() -> LogBounds:
+            return bound(folder, live, 2 * TAIL_BYTES)
+
+        if os.geteuid() == 0:  # root may read any file
+            user = pwd.getpwnam(ENGINES)
+            for path in (folder, folder / "scv-loud.log", folder / "scv-old.log"):
+                os.chown(path, user.pw_uid, user.pw_gid)
+            said = do_as(ENGINES, act)
+        else:
+            said = str(act())
+        assert said == str(LogBounds(("scv-loud.log",), ("scv-old.log",)))
+        assert (folder / "scv-loud.log").stat().st_size < 2 * TAIL_BYTES
+        assert (folder / "scv-locked.log").stat().st_size == 2 * MB

@@ -178,6 +178,9 @@ def test_a_second_server_in_the_same_folder_is_refused(local_server: LocalServer
 def test_no_server_is_unavailable_and_not_empty(tmp_path: Path) -> None:
     with pytest.raises(ClusterUnavailable, match="no local cluster answers"):
         LocalCluster(tmp_path).view()
+    with pytest.raises(ClusterError, match="no local cluster answers") as found:
+        LocalCluster(tmp_path).submit(JobSpec("n", "", "p", "#!/bin/sh\n"))
+    assert type(found.value) is ClusterError, "it was not sent: there is no job to look for"
 
 
 def test_output_names_are_filled_in_as_slurm_does() -> None:

@@ -10,7 +10,6 @@ import pwd
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +28,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.cluster.slurm.backend import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.doctor import probe
-from scavenger.errors import ClusterUnavailable, ConfigError
+from scavenger.errors import ConfigError
 from scavenger.harvest.decide.actions import Submit
 from scavenger.harvest.execute.job_script import job_spec, log_path, read_template
 from scavenger.protocol import key_requests, keys
@@ -109,12 +108,11 @@ class Site:
         allow = server.EngineJobRules(self.engines, partitions)
         return server.SubmitRole(SlurmCluster(self.sandbox.env), self.engines, allow.check)
 
-    def submitter(self) -> tuple[server.SubmitRole, SlurmCluster]:
-        return self.serves_jobs(frozenset({"scavenge"})), SlurmCluster(self.sandbox.env)
+    def submitter(self) -> server.SubmitRole:
+        return self.serves_jobs(frozenset({"scavenge"}))
 
-    def viewer(self) -> tuple[server.ViewRole, SlurmCluster]:
-        cluster = SlurmCluster(self.sandbox.env)
-        return server.ViewRole(cluster), cluster
+    def viewer(self) -> server.ViewRole:
+        return server.ViewRole(SlurmCluster(self.sandbox.env))
 
     def cluster(self) -> Cluster:
         """As the daemon has it: Slurm's own commands would not even be found."""
@@ -131,7 +129,7 @@ class Site:
         """As the daemon does, and as its user."""
         pair = keys.generate("run", intent)
         keys.write_keypair(keys.worker_key_path(self.state, intent), pair)
-        account = client.account(self.config)
+        account = client.engines_user_of(self.config)
         assert account is not None
         account.put_key(pair)
         return self.cluster().submit(self.spec(intent))
@@ -190,7 +188,7 @@ def test_the_daemon_reads_engines_logs_by_that_process_and_has_old_keys_removed(
     for intent in INTENTS:
         assert site.as_daemon(partial(site.submit_engine, intent)).isdigit()
         wait_for("it has said all", log_path(site.engines, intent).exists)
-    engines = client.account(site.config)
+    engines = client.engines_user_of(site.config)
     assert engines is not None
     wait_for(
         "its words", lambda: ENGINES in site.as_daemon(lambda: engines.end_of_log(INTENTS[0]).decode()), 30.0
@@ -200,7 +198,7 @@ def test_the_daemon_reads_engines_logs_by_that_process_and_has_old_keys_removed(
     assert site.as_daemon(lambda: engines.tidy({INTENTS[1]}, 2**20)) == "None"
     assert [path.stem for path in (site.engines / "workers").glob("*.key")] == [INTENTS[1]]
     (site.engines / "logs/scv-link.log").symlink_to(site.state / "ledger.sqlite3")
-    assert "EngineAccount" not in (said := site.as_daemon(lambda: engines.end_of_log("scv-link"))), said
+    assert "EnginesUser" not in (said := site.as_daemon(lambda: engines.end_of_log("scv-link"))), said
     assert "every token" not in said
     assert "ClusterError" in said
 
@@ -225,7 +223,9 @@ def test_what_is_no_request_is_refused_and_the_process_goes_on(site: Site, proce
                 sock.connect(str(site.submit))
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
-                reply = framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES["submit"], "it").reply
+                reply = framing.receive(
+                    sock, wire.answers, wire.MAX_REPLY_BYTES["submit"], "it", time.monotonic() + 20
+                ).reply
                 assert isinstance(reply, wire.FailedReply)
 
     assert site.as_daemon(garbage) == "None"
@@ -283,7 +283,7 @@ def test_each_role_takes_its_own_requests_alone_and_slurm_keeps_foreign_jobs_fro
 def test_keys_are_sent_to_no_other_user_s_process(site: Site) -> None:
     with listening_as(VIEWER, site.view, site.viewer):
         wrong = client.ProxyLine("submit", site.view, ENGINES, 20.0)
-        account = client.EngineAccount(wrong, site.engines)
+        account = client.EnginesUser(wrong, site.engines)
         said = site.as_daemon(lambda: account.put_key(keys.generate("run", INTENTS[0])))
         assert f"listens at {site.view}, and not {ENGINES}" in said
 
@@ -327,9 +327,9 @@ def test_an_operator_s_process_shows_the_daemon_the_jobs_that_private_data_hides
         os.chown(folder / "view", pwd.getpwnam(VIEWER).pw_uid, pwd.getpwnam(VIEWER).pw_gid)
         socket_path = folder / "view/socket"
 
-        def made() -> tuple[server.ViewRole, SlurmCluster]:
+        def made() -> server.ViewRole:
             cluster = SlurmCluster(sandbox.env)
-            return server.ViewRole(cluster, server.OperatorCheck(cluster.environment, 20.0)), cluster
+            return server.ViewRole(cluster, server.OperatorCheck(cluster.environment, 20.0))
 
         with listening_as(VIEWER, socket_path, made):
             line = client.ProxyLine("view", socket_path, "", 20.0)
@@ -350,44 +350,6 @@ def test_doctor_s_test_job_runs_as_the_engines_user(site: Site, processes: Proce
     assert f"state_dir={site.public} cannot be entered" in said
 
 
-@pytest.mark.parametrize(
-    ("sent", "error"),
-    [
-        (framing.HEADER.pack(wire.MAX_REPLY_BYTES["submit"] + 1), "more than the bound"),
-        (framing.HEADER.pack(4) + b"\xff" * 4, "malformed"),
-        (framing.HEADER.pack(40) + b"x", "closed the connection"),
-        (framing.frame(wire.ProxyAnswer(wire.SubmitReply(7))), "replies SubmitReply to Greet"),
-        (framing.frame(wire.ProxyAnswer(wire.Greeting("submit", "e"), {"submit": 10**12})), ""),
-    ],
-    ids=["large", "malformed", "cut", "other", "counts"],
-)
-def test_a_process_that_another_one_took_the_place_of_is_bounded(sent: bytes, error: str) -> None:
-    """The engines' user may end its process and listen there itself."""
-    with tempfile.TemporaryDirectory(prefix="scv-") as short, socket.socket(socket.AF_UNIX) as listener:
-        path = Path(short) / "submit"
-        listener.bind(str(path))
-        listener.listen()
-
-        def reply() -> None:
-            taken, _ = listener.accept()
-            with taken:
-                taken.recv(1 << 16)
-                taken.sendall(sent)
-
-        thread = threading.Thread(target=reply)
-        thread.start()
-        line = client.ProxyLine("submit", path, "", 5.0)
-        try:
-            if error:
-                with pytest.raises(ClusterUnavailable, match=error):
-                    line.ask(wire.Greet(), wire.Greeting)
-            else:
-                assert line.ask(wire.Greet(), wire.Greeting).user == "e"
-        finally:
-            thread.join()
-    assert line.rpc.total == 0
-
-
 def test_a_folder_that_others_may_enter_and_a_user_that_keeps_nothing_apart_are_refused(site: Site) -> None:
     site.engines.chmod(0o750)
     assert "is not a folder of" in do_as(ENGINES, lambda: server.prepare(site.engines))
@@ -399,18 +361,16 @@ def test_a_folder_that_others_may_enter_and_a_user_that_keeps_nothing_apart_are_
 
 
 def test_another_folder_than_the_process_has_is_named(site: Site, processes: Process) -> None:
-    other = client.EngineAccount(client.ProxyLine("submit", site.submit, ENGINES, 20.0), site.folder)
+    other = client.EnginesUser(client.ProxyLine("submit", site.submit, ENGINES, 20.0), site.folder)
     assert "give both one path" in site.as_daemon(other.check)
-    engines = client.account(site.config)
+    engines = client.engines_user_of(site.config)
     assert engines is not None
     assert site.as_daemon(engines.check) == "None"
 
 
 def test_a_socket_in_use_is_not_taken_away(site: Site, processes: Process) -> None:
     cluster = SlurmCluster(site.sandbox.env)
-    listener = server.ProxyListener(
-        site.submit, pwd.getpwnam(DAEMON), server.ViewRole(cluster), cluster.rpc.counts
-    )
+    listener = server.ProxyListener(site.submit, pwd.getpwnam(DAEMON), server.ViewRole(cluster))
     with pytest.raises(ConfigError, match="another process serves"):
         listener.open()
-    assert site.as_daemon(lambda: client.account(site.config).check()) == "None"  # type: ignore[union-attr]
+    assert site.as_daemon(lambda: client.engines_user_of(site.config).check()) == "None"  # type: ignore[union-attr]

@@ -377,10 +377,7 @@ def test_on_slurm_an_engine_is_harvested_by_the_process_of_the_engines_user(
     engines, public, hands = tmp_path / "engines", tmp_path / "public", SlurmCluster(sandbox.env)
     server.prepare(engines)
     role = server.SubmitRole(hands, engines, server.EngineJobRules(engines, frozenset({"scavenge"})).check)
-    with (
-        tempfile.TemporaryDirectory(prefix="scv-") as short,
-        served(Path(short) / "submit", role, hands) as at,
-    ):
+    with tempfile.TemporaryDirectory(prefix="scv-") as short, served(Path(short) / "submit", role) as at:
         cluster = {"submit_socket": at, "engines_user": getpass.getuser(), "engines_dir": engines}
         found = told(ask(tmp_path, daemon={"public_dir": public}, cluster=cluster))
         assert "start the daemon once" in found["checked"]["remedy"]

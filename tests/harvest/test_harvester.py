@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import itertools
 import stat
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
+from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import poller as polling
 from scavenger.harvest.track.observed_jobs import comment_of
@@ -327,6 +330,38 @@ def test_a_refused_submission_says_why_and_backs_off(world: World) -> None:
     asyncio.run(play())
     assert len(world.of(rec.JobIntended)) == 1
     assert [ended.state for ended in world.of(rec.JobEnded)] == ["REFUSED"]
+    assert world.allowed == {}
+
+
+def test_a_key_that_the_engines_user_does_not_get_refuses_its_submission_and_backs_off(world: World) -> None:
+    """`sbatch` never ran: a job that may exist would be looked for, and would take the place of another that waits."""
+    config = world.config
+
+    def with_a_proxy_that_is_away(template: str, **harvest: Any) -> DaemonConfig:
+        made = config(template, **harvest)
+        proxy = {
+            "submit_socket": world.state_dir / "nobody-listens",
+            "engines_user": getpass.getuser(),
+            "engines_dir": world.state_dir.parent / "engines",
+        }
+        daemon = made.daemon.model_copy(update={"public_dir": world.state_dir.parent / "public"})
+        return made.model_copy(update={"cluster": made.cluster.model_copy(update=proxy), "daemon": daemon})
+
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester(backoff_s=60.0)):
+            await until("refused", lambda: world.events("submit_refused"))
+            polls = len(world.of(rec.ClusterPolled))
+            await until("it polls on", lambda: len(world.of(rec.ClusterPolled)) > polls + 3)
+
+    world.config = with_a_proxy_that_is_away  # type: ignore[method-assign]
+    asyncio.run(play())
+    [event] = world.events("submit_refused")
+    assert "its key cannot be written" in event.reason
+    assert "does not answer" in event.reason
+    assert [ended.state for ended in world.of(rec.JobEnded)] == ["REFUSED"]
+    assert not world.events("submit_unknown")
+    assert not [said for said in world.said if isinstance(said, tuple) and said[0] == "submit"]
     assert world.allowed == {}
 
 

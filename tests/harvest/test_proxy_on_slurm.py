@@ -69,17 +69,17 @@ def test_a_process_that_dies_loses_no_engine_and_its_successor_submits_again(
 
         async def play() -> None:
             async with running(world.harvester()):
-                with served(socket, role, hands):
+                with served(socket, role):
                     world.want(1)
                     await until("an engine runs", lambda: world.of(rec.AllocationStarted))
                 polls = len(world.of(rec.ClusterPolled))
                 world.want(2)
-                await until("the submission fails", lambda: world.events("submit_unknown"))
+                await until("the submission fails", lambda: world.events("submit_refused"))
                 await until("it polls on", lambda: len(world.of(rec.ClusterPolled)) > polls + 5)
                 assert not world.of(IntentRevoked)
                 assert not world.of(JobGone)
                 assert len(world.jobs(JobState.RUNNING)) == 1
-                with served(socket, role, hands):
+                with served(socket, role):
                     await until("both run", lambda: len(world.of(rec.AllocationStarted)) == 2)
                     assert not world.of(IntentRevoked)
                     live = {job.name for job in world.jobs(JobState.RUNNING)}

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +101,7 @@ class LocalCluster:
         return reply
 
     def _exchange(self, request: wire.Request) -> wire.Reply:
-        data, sent = framing.frame(request), False
+        data, sent, deadline = framing.frame(request), False, time.monotonic() + self._timeout_s
         if len(data) > wire.MAX_REQUEST_BYTES:
             raise ClusterError(
                 f"a request of {len(data)} bytes is too large", "shorten the job script or its environment"
@@ -111,15 +112,19 @@ class LocalCluster:
                 sock.connect(self._path)
                 sent = True
                 sock.sendall(data)
-                return wire.receive_reply(sock)
+                return wire.receive_reply(sock, deadline)
         except (OSError, ClusterUnavailable) as error:
             if sent and isinstance(request, wire.SubmitJob):
                 raise SubmitUnknown(f"the local cluster gave no answer to a submission: {error}") from error
             if isinstance(error, ClusterUnavailable):
                 raise
+            cause = f"no local cluster answers at {self._path}: {error}"
+            remedy = "start one: python -m scavenger.cluster.local.client serve --dir DIR"
+            if isinstance(request, wire.SubmitJob):  # it was not sent: there is no job to look for
+                raise ClusterError(cause, remedy) from error
             raise ClusterUnavailable(
-                f"no local cluster answers at {self._path}: {error}",
-                "start one: python -m scavenger.cluster.local.client serve --dir DIR",
+                cause,
+                remedy,
                 error_kind=ErrorKind.NO_REPLY if isinstance(error, TimeoutError) else ErrorKind.DOWN,
             ) from error
 

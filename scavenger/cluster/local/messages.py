@@ -83,6 +83,6 @@ request_decoder = msgspec.msgpack.Decoder(Request)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def receive_reply(sock: socket.socket) -> Reply:
-    """One reply. Raises `ClusterUnavailable` when it is cut short, too large or malformed; OSError passes."""
-    return framing.receive(sock, reply_decoder, MAX_REPLY_BYTES, "the local cluster")
+def receive_reply(sock: socket.socket, deadline: float) -> Reply:
+    """One reply, as `framing.receive` takes it."""
+    return framing.receive(sock, reply_decoder, MAX_REPLY_BYTES, "the local cluster", deadline)

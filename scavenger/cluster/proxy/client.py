@@ -12,6 +12,7 @@ import contextlib
 import os
 import pwd
 import socket
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -33,16 +34,20 @@ COMMANDS = 5
 
 
 class ProxyLine:
-    """A socket's client. `user`: of the process that listens there; "" = any that could make the socket."""
+    """A socket's client. `user`: of the process that listens there; "" = any that could make the socket.
+
+    The user is looked up here and never again: a directory service that fails later is no fault of a request. Raises `ConfigError`.
+    """
 
     def __init__(self, role: wire.Role, path: Path, user: str, timeout_s: float) -> None:
         self._role, self._path, self._user, self._timeout_s = role, path, user, COMMANDS * timeout_s
+        self._uid = uid_of(user) if user else None
         self.rpc = RpcCounter()
 
     def ask(self, request: wire.Request, kind: type[R]) -> R:
         """Raises `ClusterError` as `port.Cluster` does."""
-        answer = self._exchange(request)
-        if all(0 <= count <= wire.MOST_RPC for count in answer.rpc.values()):  # polls are paced by it
+        answer, most = self._exchange(request), wire.most_rpc(request)
+        if all(0 <= count <= most for count in answer.rpc.values()):  # polls are paced by it
             self.rpc.add(answer.rpc)
         reply = answer.reply
         if isinstance(reply, kind):
@@ -53,6 +58,8 @@ class ProxyLine:
             )
         if reply.kind == "unknown":
             raise SubmitUnknown(reply.cause)
+        if reply.kind == "busy":
+            raise _not_done(request, f"{self._who} did not take the request: {reply.cause}", reply.remedy)
         if reply.kind == "unavailable":
             raise ClusterUnavailable(
                 reply.cause, reply.remedy, error_kind=reply.error_kind or ErrorKind.BACKEND
@@ -64,7 +71,7 @@ class ProxyLine:
         return f"scavenger slurm-proxy --role {self._role}"
 
     def _exchange(self, request: wire.Request) -> wire.ProxyAnswer:
-        data, sent = framing.frame(request), False
+        data, sent, deadline = framing.frame(request), False, time.monotonic() + self._timeout_s
         if len(data) > wire.MAX_REQUEST_BYTES:
             raise ClusterError(f"a request of {len(data)} bytes is too large", "shorten the job script")
         try:
@@ -77,27 +84,33 @@ class ProxyLine:
                     BrokenPipeError, ConnectionResetError
                 ):  # it was refused unread: it says why
                     sock.sendall(data)
-                return framing.receive(sock, wire.answers, wire.MAX_REPLY_BYTES[self._role], self._who)
+                most_bytes = wire.MAX_REPLY_BYTES[self._role]
+                return framing.receive(sock, wire.answers, most_bytes, self._who, deadline)
         except (OSError, ClusterUnavailable) as error:
             cause = f"{self._who} does not answer at {self._path}: {error}"
             if sent and isinstance(request, wire.SubmitJob):
                 raise SubmitUnknown(cause) from error
             unit = "scavenger-slurm-submit" if self._role == "submit" else "scavenger-slurm-view"
-            raise ClusterUnavailable(
-                cause, f"systemctl status {unit}", error_kind=ErrorKind.BACKEND
-            ) from error
+            raise _not_done(request, cause, f"systemctl status {unit}") from error
 
     def _check_peer(self, sock: socket.socket) -> None:
         """Keys are sent to nobody else. Raises `ClusterError`."""
         uid = framing.peer_uid(sock)
-        if self._user and uid != uid_of(self._user):
+        if self._uid is not None and uid != self._uid:
             raise ClusterError(
                 f"uid {uid} listens at {self._path}, and not {self._user}",
                 "cluster.engines_user is the user of the process there: User= of its unit",
             )
 
 
-class EngineAccount:
+def _not_done(request: wire.Request, cause: str, remedy: str) -> ClusterError:
+    """Of a request that did nothing. A submission is refused then: there is no job to look for."""
+    if isinstance(request, wire.SubmitJob):
+        return ClusterError(cause, remedy)
+    return ClusterUnavailable(cause, remedy, error_kind=ErrorKind.BACKEND)
+
+
+class EnginesUser:
     """The engines' user, by its process: what lies in its folder."""
 
     def __init__(self, line: ProxyLine, folder: Path) -> None:
@@ -212,10 +225,10 @@ def view_line(config: DaemonConfig) -> ProxyLine | None:
     return None if c.view_socket is None else ProxyLine("view", c.view_socket, "", c.command_timeout_s)
 
 
-def account(config: DaemonConfig) -> EngineAccount | None:
+def engines_user_of(config: DaemonConfig) -> EnginesUser | None:
     """None where engines run as the daemon's user."""
     line = submit_line(config)
-    return None if line is None else EngineAccount(line, config.engines_home)
+    return None if line is None else EnginesUser(line, config.engines_home)
 
 
 def uid_of(user: str) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobId, JobLife, JobSpec
 from scavenger.protocol.keys import KeyPair
 
 Role = Literal["submit", "view"]
@@ -21,7 +21,7 @@ Role = Literal["submit", "view"]
 MAX_REQUEST_BYTES = 1 << 20
 #: A view of 100,000 jobs takes about 60 MB; role submit has nothing large to say.
 MAX_REPLY_BYTES: Mapping[Role, int] = {"view": 512 << 20, "submit": 1 << 20}
-#: A reply that counts more than this took no request: no command does.
+#: A reply that counts more of one kind than this took no request: no command does, beside one for each job that it names.
 MOST_RPC = 1000
 #: Of a job's log, so much of its end is given.
 LOG_BYTES = 64 * 1024
@@ -109,7 +109,7 @@ class AccountingReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class SubmitReply(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
+    job_id: JobId
 
 
 class LogReply(msgspec.Struct, frozen=True, tag=True):
@@ -121,9 +121,9 @@ class DoneReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class FailedReply(msgspec.Struct, frozen=True, tag=True):
-    """`kind`: which error it becomes again. `error_kind`: of `unavailable`."""
+    """`kind`: which error it becomes again; `busy`: the request was not even read. `error_kind`: of `unavailable`."""
 
-    kind: Literal["refused", "unavailable", "unknown"]
+    kind: Literal["refused", "unavailable", "unknown", "busy"]
     cause: str
     remedy: str = ""
     error_kind: str = ""
@@ -150,6 +150,11 @@ class ProxyAnswer(msgspec.Struct, frozen=True):
 
     reply: Reply
     rpc: dict[str, int] = {}
+
+
+def most_rpc(request: Request) -> int:
+    """The bound of each count in a reply to it. Pure."""
+    return MOST_RPC + (len(request.job_ids) if isinstance(request, CancelJobs) else 0)
 
 
 submit_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(SubmitRequest)

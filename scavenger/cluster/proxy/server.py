@@ -9,7 +9,7 @@ was not checked. What is another user's Slurm itself refuses: this process has n
 Boundary: the process; the daemon has `client`.
 
 Owns the socket, who may use it, and what each role takes. Threads: files may hang with the file system they are on, and a cancellation does
-not wait for them.
+not wait for them, nor do they take all room. What finds no room is refused at once as busy.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 import structlog
 
 from scavenger.cluster import framing, job_logs
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import ClusterInfo, JobSpec
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.proxy import messages as wire
@@ -41,12 +42,15 @@ log = structlog.get_logger()
 #: How long a client that said something may take to say the rest.
 REQUEST_S = 10.0
 MOST_CLIENTS = 16
+#: Of these, so many may be at files: where those hang, the rest is there for Slurm.
+MOST_AT_FILES = 4
 #: A key or an empty log of a job that the daemon did not name as alive stays for so long: its name may have been under way.
 KEEP_S = 600.0
 _NAME = re.compile(r"scv-[a-z0-9-]{1,40}")
 _MOST_SCRIPT = 256 * 1024
-#: A script may carry options of sbatch: all of ours come from the specification.
-_DIRECTIVE = re.compile(r"^#SBATCH\b", re.M)
+#: A script may carry options of sbatch: all of ours come from the specification. It reads those of other batch systems too, and of each
+#: the line's beginning alone.
+_DIRECTIVE = re.compile(r"^#(SBATCH|SLURM|PBS|BSUB)", re.M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,9 @@ class EngineJobRules:
             raise ClusterError(f"job {spec.name} brings environment variables: engines' jobs need none")
         if len(spec.script) > _MOST_SCRIPT or not spec.script.startswith("#!"):
             raise ClusterError(f"the script of job {spec.name} is too long, or begins without #!")
-        if _DIRECTIVE.search(spec.script):
+        if found := _DIRECTIVE.search(spec.script):
             raise ClusterError(
-                f"the script of job {spec.name} has #SBATCH lines, which could change any option",
+                f"the script of job {spec.name} has {found[0]} lines, which could change any option",
                 "take them out of harvest.job_template: options come from [harvest]",
             )
 
@@ -87,25 +91,43 @@ class SubmitRole:
 
     def __init__(self, cluster: Cluster, folder: Path, allow: Callable[[JobSpec], None]) -> None:
         self._cluster, self._folder, self._allow = cluster, folder, allow
-        self._slurm, self._files = threading.Lock(), threading.Lock()
+        self._slurm, self._tidying = threading.Lock(), threading.Lock()
+        self._at_files = threading.Semaphore(MOST_AT_FILES)
         self.requests = wire.submit_requests
 
-    def reply(self, request: wire.Request) -> wire.Reply:
-        """Raises `ScavengerError` and `OSError`."""
+    def answer(self, request: wire.Request) -> wire.ProxyAnswer:
+        """What came of the request, with what it cost Slurm. Raises `ScavengerError` and `OSError` where that is nothing."""
         match request:
             case wire.Greet():
-                return wire.Greeting("submit", own_name(), str(self._folder))
-            case wire.PutKey(intent, pair):
-                keys.write_keypair(keys.worker_key_path(self._folder, intent), pair)
-            case wire.ReadLog(name):
-                return wire.LogReply(job_logs.end_of(log_path(self._folder, name)))
-            case wire.Tidy(live, most_bytes):
-                with self._files:
-                    self._tidy(frozenset(live), most_bytes)
+                return wire.ProxyAnswer(wire.Greeting("submit", own_name(), str(self._folder)))
+            case wire.PutKey() | wire.ReadLog() | wire.Tidy():
+                return wire.ProxyAnswer(self._file(request))
             case _:
                 with self._slurm:
-                    return self._act(request)
+                    return counted(self._cluster, lambda: self._act(request))
+
+    def _file(self, request: wire.PutKey | wire.ReadLog | wire.Tidy) -> wire.Reply:
+        with contextlib.ExitStack() as taken:
+            self._take(self._at_files, f"{MOST_AT_FILES} requests are", taken)
+            match request:
+                case wire.PutKey(intent, pair):
+                    keys.write_keypair(keys.worker_key_path(self._folder, intent), pair)
+                case wire.ReadLog(name):
+                    return wire.LogReply(job_logs.end_of(log_path(self._folder, name)))
+                case wire.Tidy(live, most_bytes):
+                    self._take(self._tidying, "another Tidy is", taken)
+                    self._tidy(frozenset(live), most_bytes)
         return wire.DoneReply()
+
+    def _take(self, room: threading.Semaphore | threading.Lock, by: str, taken: contextlib.ExitStack) -> None:
+        """Never waits: what has it may hang. Raises `ClusterUnavailable`."""
+        if not room.acquire(blocking=False):
+            raise ClusterUnavailable(
+                f"{by} busy in {self._folder}",
+                "where that lasts its file system hangs: mend or mount it again",
+                error_kind=ErrorKind.BACKEND,
+            )
+        taken.callback(room.release)
 
     def _act(self, request: wire.Request) -> wire.Reply:
         match request:
@@ -144,20 +166,23 @@ class ViewRole:
         self._slurm = threading.Lock()
         self.requests = wire.view_requests
 
-    def reply(self, request: wire.Request) -> wire.Reply:
-        """Raises `ScavengerError`."""
+    def answer(self, request: wire.Request) -> wire.ProxyAnswer:
+        """What came of the request, a failure too, with what it cost Slurm."""
         with self._slurm:
-            match request:
-                case wire.Greet():
-                    return wire.Greeting("view", own_name())
-                case wire.GetInfo():
-                    return wire.InfoReply(self._info())
-                case wire.GetView():
-                    return wire.ViewReply(self._cluster.view())
-                case wire.GetJobs():
-                    return wire.JobsReply(self._cluster.jobs())
-                case wire.GetAccounting(job_ids):
-                    return wire.AccountingReply(self._cluster.accounting(job_ids))
+            return counted(self._cluster, lambda: self._read(request))
+
+    def _read(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.Greet():
+                return wire.Greeting("view", own_name())
+            case wire.GetInfo():
+                return wire.InfoReply(self._info())
+            case wire.GetView():
+                return wire.ViewReply(self._cluster.view())
+            case wire.GetJobs():
+                return wire.JobsReply(self._cluster.jobs())
+            case wire.GetAccounting(job_ids):
+                return wire.AccountingReply(self._cluster.accounting(job_ids))
         raise ClusterError(f"role view takes no {type(request).__name__}")
 
     def _info(self) -> ClusterInfo:
@@ -219,10 +244,8 @@ def check_separate(allowed: pwd.struct_passwd, uid: int) -> None:
 class ProxyListener:
     """The socket of a role, which one Unix user may connect to."""
 
-    def __init__(
-        self, path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole, rpc: Counts
-    ) -> None:
-        self._path, self._allowed, self._role, self._rpc = path, allowed, role, rpc
+    def __init__(self, path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole) -> None:
+        self._path, self._allowed, self._role = path, allowed, role
         self._room = threading.Semaphore(MOST_CLIENTS)
         self._socket: socket.socket | None = None
 
@@ -249,43 +272,40 @@ class ProxyListener:
             ) from error
 
     def serve(self) -> None:
-        """ProxyAnswer until the process ends."""
+        """Answer requests until the process ends."""
         assert self._socket is not None  # by `open`
         while True:
             client, _ = self._socket.accept()
             uid = framing.peer_uid(client)
             if uid != self._allowed.pw_uid:
                 log.warning("refused", uid=uid, reason=f"only {self._allowed.pw_name} may connect")
-                with client, contextlib.suppress(OSError):
-                    client.settimeout(0)
-                    client.send(
-                        framing.frame(
-                            wire.ProxyAnswer(wire.FailedReply("refused", f"uid {uid} may not ask this"))
-                        )
-                    )
-                continue
-            self._room.acquire()
-            threading.Thread(target=self._serve_one, args=(client,), daemon=True).start()
+                _turn_away(client, wire.FailedReply("refused", f"uid {uid} may not ask this"))
+            elif not self._room.acquire(blocking=False):
+                log.warning("busy", requests=MOST_CLIENTS)
+                _turn_away(client, wire.FailedReply("busy", f"{MOST_CLIENTS} others are under way"))
+            else:
+                threading.Thread(target=self._serve_one, args=(client,), daemon=True).start()
 
     def _serve_one(self, client: socket.socket) -> None:
         try:
             with client:
-                client.settimeout(REQUEST_S)
-                before = self._rpc()
                 try:
-                    request = framing.receive(
-                        client, self._role.requests, wire.MAX_REQUEST_BYTES, "the daemon"
-                    )
-                    reply = self._role.reply(request)
+                    answer = self._role.answer(self._request(client))
                 except (ScavengerError, OSError) as error:
-                    reply = failed(error)
-                    log.warning("failed", reason=reply.cause)
-                spent = {name: n - before.get(name, 0) for name, n in self._rpc().items()}
-                client.sendall(framing.frame(wire.ProxyAnswer(reply, spent)))
+                    answer = wire.ProxyAnswer(failed(error))
+                if isinstance(answer.reply, wire.FailedReply):
+                    log.warning("failed", reason=answer.reply.cause)
+                client.settimeout(REQUEST_S)
+                client.sendall(framing.frame(answer))
         except OSError as error:
             log.warning("the daemon did not take the reply", reason=str(error))
         finally:
             self._room.release()
+
+    def _request(self, client: socket.socket) -> wire.Request:
+        """Raises `ClusterUnavailable` and `OSError`."""
+        deadline = time.monotonic() + REQUEST_S
+        return framing.receive(client, self._role.requests, wire.MAX_REQUEST_BYTES, "the daemon", deadline)
 
     def close(self) -> None:
         if self._socket is None:
@@ -296,7 +316,22 @@ class ProxyListener:
         self._path.unlink(missing_ok=True)
 
 
-Counts = Callable[[], dict[str, int]]
+def _turn_away(client: socket.socket, reply: wire.FailedReply) -> None:
+    """Without reading what it asks, and without waiting for it."""
+    with client, contextlib.suppress(OSError):
+        client.settimeout(0)
+        client.send(framing.frame(wire.ProxyAnswer(reply)))
+
+
+def counted(cluster: Cluster, act: Callable[[], wire.Reply]) -> wire.ProxyAnswer:
+    """What `act` did, or how it failed, and the requests to slurmctld meanwhile: its own where no other one asks Slurm beside it."""
+    before = cluster.rpc.counts()
+    try:
+        reply = act()
+    except (ScavengerError, OSError) as error:
+        reply = failed(error)
+    spent = {name: n - before.get(name, 0) for name, n in cluster.rpc.counts().items()}
+    return wire.ProxyAnswer(reply, {name: n for name, n in spent.items() if n})
 
 
 def failed(error: ScavengerError | OSError) -> wire.FailedReply:
@@ -311,10 +346,8 @@ def failed(error: ScavengerError | OSError) -> wire.FailedReply:
 
 
 @contextlib.contextmanager
-def listening(
-    path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole, rpc: Counts
-) -> Iterator[ProxyListener]:
-    listener = ProxyListener(path, allowed, role, rpc)
+def listening(path: Path, allowed: pwd.struct_passwd, role: SubmitRole | ViewRole) -> Iterator[ProxyListener]:
+    listener = ProxyListener(path, allowed, role)
     try:
         listener.open()
         yield listener

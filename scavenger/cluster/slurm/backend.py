@@ -169,7 +169,7 @@ class SlurmCluster:
         self._env["SLURM_TIME_FORMAT"] = "%s"
         self._env["LC_ALL"] = "C.UTF-8"
         self._timeout_s, self._output = timeout_s, output
-        self._version = ""
+        self._version = self._user = ""
         self._partitions = PartitionCache(partitions_s)
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
@@ -194,9 +194,9 @@ class SlurmCluster:
         return commands.parse_node_hosts(self._ask(commands.nodes_argv(), port.NODES))
 
     def info(self) -> ClusterInfo:
-        info = commands.parse_info(
-            self._ask(commands.config_argv(), port.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name
-        )
+        # once: a directory service that fails later is no fault of Slurm's
+        self._user = self._user or pwd.getpwuid(os.getuid()).pw_name
+        info = commands.parse_info(self._ask(commands.config_argv(), port.CONFIG), user=self._user)
         if self._switches is None:  # cables are asked for once; the configuration again and again
             topology = self._command(
                 commands.topology_argv(), port.TOPOLOGY

@@ -160,6 +160,7 @@ def sbatch_argv(spec: JobSpec) -> list[str]:
     argv = [
         "sbatch",
         "--parsable",
+        "--ignore-pbs",  # #PBS and #BSUB lines of a script are comments, as they look: 22.05, 24.11 and 26.05 know it
         f"--job-name={_text('name', spec.name)}",
         f"--partition={_text('partition', spec.partition)}",
         f"--comment={_text('comment', spec.comment)}",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from scavenger.cluster.proxy.client import EngineAccount
+from scavenger.cluster.proxy.client import EnginesUser
 from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
@@ -68,11 +68,11 @@ class Sources:
 
 
 class WorkerKeys:
-    """The key files under `state_dir`, and what the daemon's key ring has of them. `account`: where engines are another user's, which has
-    a copy of its own; the daemon believes its own."""
+    """The key files under `state_dir`, and what the daemon's key ring has of them. `engines_user`: where engines are another user's, which
+    has a copy of its own; the daemon believes its own."""
 
-    def __init__(self, state_dir: Path, router: RouterLink, account: EngineAccount | None = None) -> None:
-        self._account = account
+    def __init__(self, state_dir: Path, router: RouterLink, engines_user: EnginesUser | None = None) -> None:
+        self._engines_user = engines_user
         self._state_dir, self._register, self._unregister = state_dir, router.register, router.unregister
         self._minted: dict[str, keys.KeyPair] = {}  # by intent that is not submitted yet
         self._public: dict[str, str] = {}  # intent -> public key that we let in
@@ -86,8 +86,8 @@ class WorkerKeys:
         """Put the pair where its job will read it. Blocks; raises `OSError`, `ClusterError`."""
         pair = self._minted[intent_id]
         keys.write_keypair(keys.worker_key_path(self._state_dir, intent_id), pair)
-        if self._account is not None:
-            self._account.put_key(pair)
+        if self._engines_user is not None:
+            self._engines_user.put_key(pair)
 
     def allow(self, intent_id: str) -> None:
         """Let the holder of a minted pair in, as the worker of its run and intent."""
@@ -118,7 +118,7 @@ class WorkerKeys:
     def _drop_files(self, intent_id: str) -> None:
         try:
             keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
-            if self._account is None:
+            if self._engines_user is None:
                 drop_empty_log(self._state_dir, intent_id)
         except OSError as error:  # its key opens nothing; the next daemon's start tries again
             log.warning("a closed job's files stay", intent=intent_id, reason=str(error))
