@@ -19,6 +19,7 @@ class ErrorKind(StrEnum):
     RATE_LIMITED = "rate_limited"  # Slurm itself asks for fewer RPCs (SlurmctldParameters=rl_enable)
     PARTIAL = "partial"  # an answer that is cut off, malformed, or leaves out what it must hold
     BACKEND = "backend"  # our own helper process ended or hung
+    NOT_SENT = "not_sent"  # the request never left us: nothing came of it
 
 
 # First match counts: a failure of munge also says "Protocol authentication error", one of the network often more than one thing.

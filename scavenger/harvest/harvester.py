@@ -467,6 +467,8 @@ class Harvester:
             await self._thread.call(self._keys.write, intent_id)
         except OSError as error:
             raise ClusterError(f"its key file cannot be written: {error}") from error
+        except ClusterError as error:  # whatever became of the key: Slurm was not asked, there is no job
+            raise ClusterError(f"its key cannot be handed over: {error.cause}", error.remedy) from error
         self._keys.allow(intent_id)
         return await self._thread.call(self.cluster.submit, spec)
 

@@ -5,6 +5,7 @@
     decide(view, ...)       -> Decision    actions, each with its reason
     perform(decision, ...)  -> Procedure   the commands that carry them out, in this order:
 
+        orphaned jobs         those of intents that the ledger does not have open are cancelled
         DrainAllocated        an event to the router; Slurm hears nothing of it
         CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import ClusterView
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 from scavenger.harvest.decide import decide
@@ -95,7 +97,7 @@ class ReleaseJob:
 
 @dataclass(frozen=True, slots=True)
 class SubmitJob:
-    """`job_id` is Slurm's answer. `SubmitUnknown`: none came."""
+    """`job_id` is Slurm's answer. `SubmitUnknown`: none came. What failed before Slurm was asked is a refusal."""
 
     intent_id: str
     action: Submit
@@ -334,6 +336,8 @@ class HarvestSession:
         match answer.error:
             case None:
                 output = self.tracker.submitted(intent_id, answer.job_id, answer.now)
+            case ClusterUnavailable(error_kind=ErrorKind.NOT_SENT) as error:  # there is no job to look for
+                output = self.tracker.submit_refused(intent_id, error.cause, answer.now)
             case SubmitUnknown() | ClusterUnavailable() as error:
                 output = self.tracker.submit_unknown(intent_id, error.cause, answer.now)
             case error:

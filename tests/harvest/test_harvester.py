@@ -7,10 +7,14 @@ import itertools
 import stat
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import ClusterView, JobLife, JobState, PreemptMode
+from scavenger.cluster.proxy import client
+from scavenger.cluster.proxy import messages as wire
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import poller as polling
 from scavenger.harvest.track.observed_jobs import comment_of
@@ -328,6 +332,35 @@ def test_a_refused_submission_says_why_and_backs_off(world: World) -> None:
     assert len(world.of(rec.JobIntended)) == 1
     assert [ended.state for ended in world.of(rec.JobEnded)] == ["REFUSED"]
     assert world.allowed == {}
+
+
+def test_where_engines_keys_cannot_be_handed_over_nothing_was_submitted_and_it_backs_off(
+    world: World, tmp_path: Path
+) -> None:
+    """Nobody listens at the socket of the engines' user: neither the key nor the job gets there, so no job is looked for."""
+    line = client.ProxyLine("submit", tmp_path / "nobody", "", 1.0)
+
+    async def play() -> None:
+        world.want(1)
+        made = world.harvester(backoff_s=60.0)
+        made._keys._account = client.EngineAccount(line, tmp_path / "engines")
+        async with running(made):
+            await until("refused", lambda: world.events("submit_refused"))
+            await until("it says so", lambda: any("does not answer" in d.reason for d in world.acted("none")))
+            assert not made.tracker.intents, "its place is free"
+
+    asyncio.run(play())
+    assert not world.events("submit_unknown")
+    assert [ended.state for ended in world.of(rec.JobEnded)] == ["REFUSED"]
+    [event] = world.events("submit_refused")
+    assert (
+        "its key cannot be handed over: scavenger slurm-proxy --role submit does not answer" in event.reason
+    )
+    assert world.allowed == {}
+    assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "submit"]
+    with pytest.raises(ClusterUnavailable) as caught:
+        line.ask(wire.SubmitJob(spec()), wire.SubmitReply)
+    assert caught.value.error_kind == ErrorKind.NOT_SENT
 
 
 def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_alone(world: World) -> None:

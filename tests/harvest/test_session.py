@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from scavenger.cluster.error_kind import ErrorKind
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 from scavenger.harvest.decide.actions import (
     Action,
@@ -135,6 +136,7 @@ def test_between_two_starts_it_asks_whether_the_decision_still_holds() -> None:
         (ClusterError("no such account"), False, "submit_refused"),
         (SubmitUnknown("no answer came"), True, "submit_unknown"),
         (ClusterUnavailable("slurmctld does not answer"), True, "submit_unknown"),
+        (ClusterUnavailable("nobody listens there", error_kind=ErrorKind.NOT_SENT), False, "submit_refused"),
     ],
 )
 def test_a_submission_that_fails_is_the_last_and_one_that_may_have_arrived_is_remembered(

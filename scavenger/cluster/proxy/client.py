@@ -84,7 +84,9 @@ class ProxyLine:
                 raise SubmitUnknown(cause) from error
             unit = "scavenger-slurm-submit" if self._role == "submit" else "scavenger-slurm-view"
             raise ClusterUnavailable(
-                cause, f"systemctl status {unit}", error_kind=ErrorKind.BACKEND
+                cause,
+                f"systemctl status {unit}",
+                error_kind=ErrorKind.BACKEND if sent else ErrorKind.NOT_SENT,
             ) from error
 
     def _check_peer(self, sock: socket.socket) -> None:
