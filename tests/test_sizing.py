@@ -272,3 +272,26 @@ def test_an_engine_that_is_too_small_is_told_how_many_gpus_hold_it() -> None:
     cause, remedy = fit.cache_problem(large, small, 40960)
     assert "an engine (run.gpus_per_engine = 1) has 1.5 GB for its KV cache" in cause
     assert remedy.endswith("this fits: run.gpus_per_engine = 2")
+
+
+@pytest.mark.parametrize(
+    ("sample_tokens", "longest", "gpus"),
+    [
+        (40960, 9216, 2),
+        (131072, 9216, 4),  # prompts and completions are shorter than what an engine must start with
+        (40960, 8 * 40960, 2),  # as deterministic runs train them: a prompt's samples together
+    ],
+)
+def test_an_engine_that_is_proposed_is_one_that_the_next_check_takes(
+    sample_tokens: int, longest: int, gpus: int
+) -> None:
+    large = MODELS["32B"]
+    small = job(
+        large, ranks=64, engine_share=0.6, longest=longest, sample_tokens=sample_tokens, micro_tokens=1024
+    )
+    small = replace(small, gpu_gb=80.0, context=8 if longest > sample_tokens else 1)
+    cause, remedy = fit.problem(large, small)
+    assert "an engine's weights take" in cause
+    assert remedy.endswith(f"this fits: run.gpus_per_engine = {gpus}")
+    proposed = replace(small, engine_gpus=gpus, reserved=False)
+    assert fit.problem(large, proposed) == fit.cache_problem(large, proposed, sample_tokens) == ("", "")

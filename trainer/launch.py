@@ -17,6 +17,7 @@ variable that the user set stays. A job that fails says why in the last line of 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ from trainer import embedded, engine_control, failure, mpi_settings, reach, rese
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
 from trainer.model.mesh import divide
-from trainer.mpi_settings import GiveUp, Library, MpiChoice, Trial
+from trainer.mpi_settings import GiveUp, HostFault, Library, MpiChoice, Trial
 from trainer.reserved import EngineLocation, ReservedEngine, die_with_parent
 
 POLL_S = 0.2
@@ -43,9 +44,11 @@ POLL_S = 0.2
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Of a tiny world: MPI's start and a byte each way; and of its Python's start as well, on a slow file system.
 WORLD_S, TRIAL_S = 10.0, 60.0
-#: Where a host of the job drops connections: it meets soon, or not at all.
+#: Where a host of the job answers no connection: it meets soon, or not at all.
 SILENT_TRIAL_S = 20.0
 VERSION_S = 20.0
+#: In place of the status of a launcher that could not be started, as shells have it.
+NOT_STARTED = 127
 LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
@@ -194,7 +197,7 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
         return RankStart(made.trainer, environ, "one rank needs no launcher")
     found = _library(made, environ)
     launchers, trials = _launchers(made, found, environ), list[Trial]()
-    silent = reach.silent_hosts(_other_hosts(environ)) if made.slurm else ()
+    silent = _silent_hosts(environ) if made.slurm else {}
     while True:
         chosen = mpi_settings.decide(found, launchers, made.ranks, trials, silent)
         if isinstance(chosen, GiveUp):
@@ -207,6 +210,10 @@ def rank_start(made: LaunchPlan, environ: Mapping[str, str]) -> RankStart:
         print(f"launch: trying {made.ranks} ranks under {chosen.launcher}", flush=True)
         code, error_text = _tried(_launched(chosen.launcher, made, probe), whole, limit_s)
         trials.append(Trial(chosen.launcher, chosen.settings, code, error_text))
+
+
+def _silent_hosts(environ: Mapping[str, str]) -> dict[str, HostFault]:
+    return reach.silent_hosts(_other_hosts(environ), reach.tried_ports(reach.system_ports(), random.Random()))
 
 
 def _other_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -289,7 +296,7 @@ def _tried(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> t
                 preexec_fn=die_with_parent,
             )
         except OSError as error:
-            return None, f"{argv[0]}: {error.strerror}"
+            return NOT_STARTED, f"{argv[0]}: {error.strerror}"
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 #: Exit codes of `trainer.world_probe`; any other one is the MPI library's or the launcher's own.
 NO_MPI, WRONG_SIZE, UNREACHABLE = 64, 65, 66
@@ -51,6 +52,13 @@ class Library:
             if self.make
             else "an MPI library of unknown make"
         )
+
+
+class HostFault(StrEnum):
+    """How a host of the job was seen from here, by TCP, at every port that was tried."""
+
+    DROPS = "TCP connections to it are dropped"
+    UNREACHABLE = "it is unreachable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +138,16 @@ def candidates(found: Library) -> tuple[MpiSettings, ...]:
 
 
 def decide(
-    found: Library, launchers: Sequence[str], ranks: int, trials: Sequence[Trial], silent: Sequence[str] = ()
+    found: Library,
+    launchers: Sequence[str],
+    ranks: int,
+    trials: Sequence[Trial],
+    silent: Mapping[str, HostFault] = {},
 ) -> Try | MpiChoice | GiveUp:
     """The next trial, or the first candidate whose world met.
 
-    `launchers` in the order in which they are preferred. `silent`: the job's hosts that drop connections from here; after one trial that
-    did not meet, no other is made.
+    `launchers` in the order in which they are preferred. `silent`: the job's hosts that answer no connection from here; after a trial
+    whose ranks did not hear one another, no other is made. One that ended otherwise says nothing of the network.
     """
     if trials and trials[-1].code == 0:
         last = trials[-1]
@@ -147,10 +159,11 @@ def decide(
             "install mpi4py for SCAVENGER_PYTHON and an MPI library (openmpi-bin), on every node of the job"
         )
         return GiveUp(f"ranks cannot load MPI: {trials[-1].words}", remedy)
-    if trials and silent:
-        several = len(silent) > 1
-        dropped = f"{', '.join(silent)} {'drop' if several else 'drops'} TCP connections from this host"
-        return GiveUp(f"{ranks} ranks cannot reach one another: {dropped}; {_describe(trials)}", _OPEN_TCP)
+    if silent and trials and trials[-1].code in (UNREACHABLE, None):
+        seen = ", ".join(f"{host} ({fault})" for host, fault in silent.items())
+        return GiveUp(
+            f"{ranks} ranks cannot reach one another: from this host, {seen}; {_describe(trials)}", _OPEN_TCP
+        )
     #: Singletons: launcher and library do not know one another, and no transport changes that.
     hopeless = {trial.launcher for trial in trials if trial.code == WRONG_SIZE}
     tried = {(trial.launcher, trial.settings.name) for trial in trials}

@@ -6,22 +6,28 @@ Owns the two checks and their words. MPI is handed in: this module imports neith
 from __future__ import annotations
 
 import errno
+import itertools
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from scavenger.errors import ConfigError
+from trainer.mpi_settings import HostFault
 
 TAG = 3
 #: MPI_Init has met before: what is left is one small message each way.
 LIMIT_S = 20.0
 CONNECT_S = 5.0
-#: Of those that Linux gives by itself (32768 to 60999); how long an answer may take between nodes of one cluster.
-SILENT_PORTS, SILENT_S = (34567, 45678, 56789), 3.0
+#: The ports that Linux gives by itself, and those where it does not say.
+PORT_RANGE, PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range"), "32768 60999"
+#: At how many of them a host is tried; how long an answer may take between nodes of one cluster.
+TRIED_PORTS, SILENT_S = 8, 3.0
 _POLL_S = 0.002
 
 
@@ -81,29 +87,52 @@ def connects(host: str, port: int, limit_s: float = CONNECT_S) -> str:
         return f"{host}:{port}: {error.strerror or error}"
 
 
-def silent_hosts(
-    hosts: Sequence[str], ports: Sequence[int] = SILENT_PORTS, limit_s: float = SILENT_S
-) -> tuple[str, ...]:
-    """Hosts that neither accept nor refuse a connection at any of these ports: something drops TCP on the way, as firewalls do.
+def system_ports() -> str:
+    """First and last port that this host gives by itself."""
+    try:
+        return PORT_RANGE.read_text()
+    except OSError:
+        return PORTS
 
-    Srun, MPI and torch connect at ports that the system gives. Names that do not resolve are left to them: they say so at once.
+
+def tried_ports(system: str, draw: random.Random, most: int = TRIED_PORTS) -> tuple[int, ...]:
+    """Spread over the ports that the system gives (`system_ports`): a firewall may open a part of them. Pure, but for what `draw` gives."""
+    first, last = map(int, system.split())
+    count = max(1, min(most, last - first + 1))
+    bounds = [first + part * (last - first + 1) // count for part in range(count + 1)]
+    return tuple(draw.randrange(low, high) for low, high in itertools.pairwise(bounds))
+
+
+def silent_hosts(
+    hosts: Sequence[str], ports: Sequence[int], limit_s: float = SILENT_S
+) -> dict[str, HostFault]:
+    """Hosts that neither accept nor refuse a connection at any of these ports, and how that showed.
+
+    Srun, MPI and torch connect at ports that the system gives (`tried_ports`). Names that do not resolve are left to them: they say so at
+    once.
     """
     if not hosts:
-        return ()
-
-    def is_dropped(host: str, port: int) -> bool:
-        try:
-            socket.create_connection((host, port), limit_s).close()
-        except TimeoutError:
-            return True
-        except OSError as error:
-            return error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-        return False
-
+        return {}
     pairs = [(host, port) for host in hosts for port in ports]
-    with ThreadPoolExecutor(min(64, len(pairs))) as pool:
-        dropped = dict(zip(pairs, pool.map(lambda pair: is_dropped(*pair), pairs), strict=True))
-    return tuple(host for host in hosts if all(dropped[host, port] for port in ports))
+    with ThreadPoolExecutor(min(256, len(pairs))) as pool:
+        seen = pool.map(lambda pair: _fault(pair[0], pair[1], limit_s), pairs)
+        found = dict(zip(pairs, seen, strict=True))
+    faults = {host: [found[host, port] for port in ports] for host in hosts}
+    return {
+        host: HostFault.DROPS if HostFault.DROPS in of_ports else HostFault.UNREACHABLE
+        for host, of_ports in faults.items()
+        if None not in of_ports
+    }
+
+
+def _fault(host: str, port: int, limit_s: float) -> HostFault | None:
+    try:
+        socket.create_connection((host, port), limit_s).close()
+    except TimeoutError:
+        return HostFault.DROPS  # as firewalls do
+    except OSError as error:  # no route, or a firewall that says so
+        return HostFault.UNREACHABLE if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH) else None
+    return None
 
 
 def check_tcp(comm: Any, limit_s: float = CONNECT_S) -> None:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import pwd
 import signal
 import socket
 import time
@@ -28,6 +27,7 @@ from scavenger import __version__
 from scavenger.asyncio_helpers import within
 from scavenger.cluster.model import ClusterView
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.proxy import client
 from scavenger.config import DaemonConfig
 from scavenger.daemon import ownership, process
 from scavenger.daemon.enrolment import Enrolment
@@ -99,6 +99,7 @@ class Daemon:
         self.training = TrainingJobs()
         self._training_gpus = TrainingGpus()
         self.harvester: Harvester | None = None
+        self._own_user = ""  # this process's, not that of engines; from `_harvester` on
         self._announcement = Announcement(self.state_dir, config.daemon)
         self._key_requests: KeyRequests | None = None  # where other users may own runs
         self._waits_for = ""  # the holder that was logged last, while this daemon waits to claim
@@ -492,9 +493,8 @@ class Daemon:
     def _follow_training(self, view: ClusterView) -> None:
         """A training job that ended while its run is open is reported with the poll that shows it, not when its silence does."""
         assert self.harvester is not None  # whose view it is
-        user = pwd.getpwuid(os.getuid()).pw_name  # not that of engines
         runs = [run for run in self.server.router.core.runs.values() if not run.ended]
-        users = {run.id: self._enrolment.unix_user(run.owner_key, user) for run in runs}
+        users = {run.id: self._enrolment.unix_user(run.owner_key, self._own_user) for run in runs}
         opened = [  # a trainer without a connection was heard by the daemon before this one, if at all
             UnclosedRun(
                 run.name,
@@ -553,6 +553,7 @@ class Daemon:
     def _harvester(self, server: RouterServer, uid: str) -> Harvester | None:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
+        self._own_user = client.own_user()  # once: a directory that fails or is slow holds up no poll
         router = server.router
         link = RouterLink(
             post=server.post,

@@ -5,6 +5,7 @@
     decide(view, ...)       -> Decision    actions, each with its reason
     perform(decision, ...)  -> Procedure   the commands that carry them out, in this order:
 
+        orphaned jobs         those of intents that the ledger does not have open are cancelled
         DrainAllocated        an event to the router; Slurm hears nothing of it
         CancelPending, Cancel one command for all. A job without an id yet is remembered, and leaves when it turns up
         Release               a standby job begins; one that Slurm does not let us steer is cancelled
@@ -95,7 +96,7 @@ class ReleaseJob:
 
 @dataclass(frozen=True, slots=True)
 class SubmitJob:
-    """`job_id` is Slurm's answer. `SubmitUnknown`: none came."""
+    """`job_id` is Slurm's answer. `SubmitUnknown`: none came. What failed before Slurm was asked is a refusal."""
 
     intent_id: str
     action: Submit

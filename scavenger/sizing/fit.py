@@ -91,7 +91,7 @@ def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> 
             f"an engine's weights take {asks.engine:.1f} GB of each of its {job.engine_gpus} GPUs, of which it may have "
             f"{engine:.1f} GB: too little is left for its cache",
             "raise run.gpus_per_engine, or engine.gpu_memory_share"
-            + _wider(shape, job, "run.gpus_per_engine", job.longest),
+            + _wider(shape, job, "run.gpus_per_engine", job.sample_tokens),
         )
     each = engines.weight_nbytes(shape, job.reserved_gpus) / GB
     if job.reserved and each > _WEIGHTS_SHARE * engine:

@@ -30,7 +30,7 @@ _MAPPED = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """What one component takes in one phase: bytes of a rank's GPU, and of its host for one rank."""
 
     phase: str
@@ -39,16 +39,16 @@ class Row:
     host: int
 
 
-def table(shape: ModelShape, job: TrainJob) -> tuple[Row, ...]:
+def table(shape: ModelShape, job: TrainJob) -> tuple[MemoryRow, ...]:
     """All that is there in each phase, by rank. A micro-batch counts at its most in either direction."""
     return tuple(row for phase in PHASES for row in _phase(shape, job, phase) if row.device or row.host)
 
 
-def device_nbytes(rows: tuple[Row, ...], phase: str) -> int:
+def device_nbytes(rows: tuple[MemoryRow, ...], phase: str) -> int:
     return sum(row.device for row in rows if row.phase == phase)
 
 
-def host_nbytes(rows: tuple[Row, ...], phase: str) -> int:
+def host_nbytes(rows: tuple[MemoryRow, ...], phase: str) -> int:
     return sum(row.host for row in rows if row.phase == phase)
 
 
@@ -74,37 +74,37 @@ def published(shape: ModelShape, job: TrainJob) -> PublishedSize:
     return PublishedSize(whole, whole if job.lora_rank else 0)
 
 
-def _phase(shape: ModelShape, job: TrainJob, phase: str) -> list[Row]:
+def _phase(shape: ModelShape, job: TrainJob, phase: str) -> list[MemoryRow]:
     states, kept = training.states(shape, job), stays(shape, job)
     here = kept or phase != "generate"
     gradients = states.gradients if phase != "load" else 0
     rows = [
-        Row(phase, "weights", states.weights if here else 0, 0),
-        Row(phase, "reference model", states.reference if here else 0, 0),
-        Row(phase, "optimizer", states.optimizer if here else 0, 0),
-        Row(phase, "gradients", gradients if here else 0, 0),
-        Row(
+        MemoryRow(phase, "weights", states.weights if here else 0, 0),
+        MemoryRow(phase, "reference model", states.reference if here else 0, 0),
+        MemoryRow(phase, "optimizer", states.optimizer if here else 0, 0),
+        MemoryRow(phase, "gradients", gradients if here else 0, 0),
+        MemoryRow(
             phase,
             "engine",
             _engine_device(job) if phase == "generate" else 0,
             _engine_host(shape, job, phase),
         ),
-        Row(phase, "process", 0, RANK_NBYTES + (_MAPPED if phase == "load" else 0)),
+        MemoryRow(phase, "process", 0, RANK_NBYTES + (_MAPPED if phase == "load" else 0)),
     ]
     if phase != "load":
         rows += [
-            Row(phase, "published versions", 0, _versions(shape, job)),
-            Row(phase, "place of states that leave", 0, 0 if kept else states.nbytes),
+            MemoryRow(phase, "published versions", 0, _versions(shape, job)),
+            MemoryRow(phase, "place of states that leave", 0, 0 if kept else states.nbytes),
         ]
     if phase == "publish":  # as large as what is trained of the weights, which a gradient is too
-        rows.append(Row(phase, "checkpoint under way", 0, states.gradients + states.optimizer))
+        rows.append(MemoryRow(phase, "checkpoint under way", 0, states.gradients + states.optimizer))
     moment = _most(shape, job, phase)
     if moment is not None:
         rows += [
-            Row(phase, "gathered layers", moment.gathered, 0),
-            Row(phase, "gradients being summed", moment.reduced, 0),
-            Row(phase, "activations", moment.activations, 0),
-            Row(phase, "output head", moment.head, 0),
+            MemoryRow(phase, "gathered layers", moment.gathered, 0),
+            MemoryRow(phase, "gradients being summed", moment.reduced, 0),
+            MemoryRow(phase, "activations", moment.activations, 0),
+            MemoryRow(phase, "output head", moment.head, 0),
         ]
     return rows
 

@@ -34,7 +34,8 @@ class TrainJob:
     of adapters; rank 0: all is trained. `compute`, `master`: bytes of a value as layers compute, and of a master weight. `flash`: attention
     gives its result in the layout that the next layer wants, as on GPUs. `per_node`: ranks of a node, 0 = all of one.
     `reserved_workers`: reserved engines in all; 0: as many as the GPUs hold. `replicas`: of the model, over the `ranks`. `context`: ranks
-    that share each sample's tokens.
+    that share each sample's tokens. `sample_tokens`: of the longest sample that an engine must hold (`model.context_length`), whatever is
+    trained of it at once; 0: not known.
     """
 
     ranks: int
@@ -59,6 +60,7 @@ class TrainJob:
     reserved_workers: int = 0
     replicas: int = 1
     context: int = 1
+    sample_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,19 @@ def test_a_refusal_is_no_trouble_that_passes(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="Access/permission denied") as caught:
         site(tmp_path, squeue="echo 'slurm_load_jobs error: Access/permission denied' >&2; exit 1").jobs()
     assert not isinstance(caught.value, ClusterUnavailable)
+
+
+def test_a_directory_of_users_that_fails_is_trouble_that_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An LDAP that is away has no entry for anybody."""
+
+    def unknown(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ClusterUnavailable, match=f"uid {os.getuid()}, and this host knows no such user"):
+        site(tmp_path, scontrol="echo 'SLURM_VERSION = 24.11.5'").info()
 
 
 @pytest.mark.parametrize(

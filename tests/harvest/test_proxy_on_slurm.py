@@ -75,6 +75,7 @@ def test_a_process_that_dies_loses_no_engine_and_its_successor_submits_again(
                 polls = len(world.of(rec.ClusterPolled))
                 world.want(2)
                 await until("the submission fails", lambda: world.events("submit_refused"))
+                assert not world.events("submit_unknown"), "sbatch never ran"
                 await until("it polls on", lambda: len(world.of(rec.ClusterPolled)) > polls + 5)
                 assert not world.of(IntentRevoked)
                 assert not world.of(JobGone)

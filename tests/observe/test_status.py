@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pwd
 import stat
 import threading
 import time
@@ -297,6 +298,42 @@ def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
     assert last.stopped_at is not None
     assert after.exit_code == 1
     assert "NO DAEMON SERVES: CLOSED, stopped at" in after.output
+
+
+def test_a_directory_of_users_that_fails_while_the_daemon_runs_ends_no_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop asks LDAP for nobody: one that is away has no entry for anybody, and one that is slow stops the loop."""
+    keys.init_state(tmp_path / "state", "ada")
+    pace = {"poll_interval_s": 0.2, "fast_poll_interval_s": 0.1, "min_poll_interval_s": 0.0}
+    document: dict[str, dict[str, Any]] = {
+        "daemon": {"state_dir": str(tmp_path / "state")},
+        "cluster": pace | {"max_rpc_per_min": 60_000.0},
+    }
+
+    def unknown(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    with LocalServer(tmp_path / "local") as server:
+        served = main.Daemon(DaemonConfig.model_validate(document), server.cluster())
+
+        async def play() -> None:
+            running = asyncio.create_task(served.run())
+            async with asyncio.timeout(20):
+                while served.harvester is None:
+                    assert not running.done(), running.result()
+                    await asyncio.sleep(0.01)
+                monkeypatch.setattr(pwd, "getpwuid", unknown)
+                seen = set[float]()
+                while len(seen) < 4:
+                    assert not running.done(), running.result()
+                    if served.harvester.view is not None:
+                        seen.add(served.harvester.view.observed_at)
+                    await asyncio.sleep(0.01)
+                served.stop.set()
+                await running
+
+        asyncio.run(play())
 
 
 @pytest.mark.parametrize(

@@ -104,12 +104,12 @@ def booted(
 def _is_held(path: Path) -> bool:
     """Whether a process has this file open."""
     target = str(path)
-    for one in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(one) == target:
-                return True
-        except OSError:  # the process ended, or its descriptor was closed
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process ended
+            for descriptor in os.listdir(process / "fd"):
+                with contextlib.suppress(OSError):  # it was closed
+                    if os.readlink(process / "fd" / descriptor) == target:
+                        return True
     return False
 
 

@@ -4,7 +4,9 @@ and the tiny world, under a real mpirun."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import re
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from trainer.mpi_settings import (
     UNREACHABLE,
     WRONG_SIZE,
     GiveUp,
+    HostFault,
     Library,
     MpiChoice,
     MpiSettings,
@@ -125,16 +128,44 @@ def test_a_launcher_that_starts_worlds_of_one_is_tried_once_whatever_the_transpo
 
 
 def test_where_a_host_drops_connections_one_trial_is_enough() -> None:
-    library, launchers = mpi_settings.library(OPEN_MPI_5), ("srun", "mpirun")
-    first = mpi_settings.decide(library, launchers, 2, (), ("node2",))
+    library, launchers, silent = (
+        mpi_settings.library(OPEN_MPI_5),
+        ("srun", "mpirun"),
+        {"node2": HostFault.DROPS, "node3": HostFault.UNREACHABLE},
+    )
+    first = mpi_settings.decide(library, launchers, 2, (), silent)
     assert isinstance(first, Try), "a port range of their own may be open"
-    failed = Trial(first.launcher, first.settings, None, "did not end within 20 s")
-    given_up = mpi_settings.decide(library, launchers, 2, (failed,), ("node2",))
-    assert isinstance(given_up, GiveUp)
-    assert "cannot reach one another: node2 drops TCP connections from this host; " in given_up.reason
-    assert "open TCP between the nodes" in given_up.remedy
+    for code, words in ((None, "did not end within 20 s"), (UNREACHABLE, "rank 0 heard nothing")):
+        failed = Trial(first.launcher, first.settings, code, words)
+        given_up = mpi_settings.decide(library, launchers, 2, (failed,), silent)
+        assert isinstance(given_up, GiveUp)
+        assert (
+            "cannot reach one another: from this host, node2 (TCP connections to it are dropped), node3 (it is unreachable); "
+            in given_up.reason
+        )
+        assert words in given_up.reason
+        assert "open TCP between the nodes" in given_up.remedy
     met = Trial(first.launcher, first.settings, 0)
-    assert isinstance(mpi_settings.decide(library, launchers, 2, (met,), ("node2",)), MpiChoice)
+    assert isinstance(mpi_settings.decide(library, launchers, 2, (met,), silent), MpiChoice)
+
+
+@pytest.mark.parametrize("code", [WRONG_SIZE, 14, launch.NOT_STARTED])
+def test_a_trial_that_says_nothing_of_the_network_is_followed_by_the_next_where_hosts_are_silent(
+    code: int,
+) -> None:
+    """A launcher of another make starts worlds of one: the next one's may meet on ports of their own."""
+    library, silent = mpi_settings.library(OPEN_MPI_5), {"node2": HostFault.DROPS}
+    first = mpi_settings.decide(library, ("srun", "mpirun"), 2, (), silent)
+    assert isinstance(first, Try)
+    trial = Trial(first.launcher, first.settings, code, "its words")
+    following = mpi_settings.decide(library, ("srun", "mpirun"), 2, (trial,), silent)
+    assert isinstance(following, Try)
+    assert following.launcher == ("mpirun" if code == WRONG_SIZE else "srun")
+
+
+def test_a_launcher_that_cannot_be_started_did_not_run_into_its_deadline() -> None:
+    code, words = launch._tried(["/no/such/mpirun"], os.environ, 1.0)
+    assert (code, words) == (launch.NOT_STARTED, "/no/such/mpirun: No such file or directory")
 
 
 def test_a_host_that_refuses_is_there_and_one_that_says_nothing_is_silent() -> None:
@@ -146,9 +177,40 @@ def test_a_host_that_refuses_is_there_and_one_that_says_nothing_is_silent() -> N
             waiting = kept.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        assert reach.silent_hosts(("127.0.0.1", "127.0.0.2"), (port,), 0.5) == ("127.0.0.2",)
-        assert reach.silent_hosts(("no-such-host.invalid",), (port,), 0.5) == ()
-        assert reach.silent_hosts((), (port,), 0.5) == ()
+        hosts = ("127.0.0.1", "127.0.0.2")
+        assert reach.silent_hosts(hosts, (port,), 0.5) == {"127.0.0.2": HostFault.DROPS}
+        assert reach.silent_hosts(hosts, (port, 1), 0.5) == {}, "it refuses at another"
+        assert reach.silent_hosts(("no-such-host.invalid",), (port,), 0.5) == {}
+        assert reach.silent_hosts((), (port,), 0.5) == {}
+
+
+def test_a_host_without_a_route_is_unreachable_and_not_called_a_firewall_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_route(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address == ("mixed", 2):
+            raise TimeoutError
+        raise OSError(errno.EHOSTUNREACH if address[1] == 1 else errno.ENETUNREACH, "no route")
+
+    monkeypatch.setattr(socket, "create_connection", no_route)
+    found = reach.silent_hosts(("away", "mixed"), (1, 2), 0.5)
+    assert found == {"away": HostFault.UNREACHABLE, "mixed": HostFault.DROPS}
+
+
+def test_a_host_is_tried_at_ports_that_the_system_gives() -> None:
+    """A site that opens a range between its nodes gives that range to the system, too."""
+    draw = random.Random(1)
+    for system in (reach.system_ports(), "50000 50999\n", "32768\t60999", "40000 40003"):
+        first, last = map(int, system.split())
+        ports = reach.tried_ports(system, draw)
+        assert len(set(ports)) == len(ports) == min(reach.TRIED_PORTS, last - first + 1)
+        assert all(first <= port <= last for port in ports)
+    eighth = (60999 - 32768) / 8
+    spread = reach.tried_ports("32768 60999", draw)
+    assert [int((port - 32768) / (eighth + 1)) for port in spread] == list(range(8)), (
+        "wherever a part is open"
+    )
+    assert spread != reach.tried_ports("32768 60999", draw)
 
 
 def test_when_no_candidate_is_left_each_one_s_words_are_told() -> None:

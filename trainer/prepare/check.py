@@ -360,6 +360,7 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         reserved_workers=config.reserved.workers,
         replicas=trainer.replicas,
         context=trainer.context_parallel,
+        sample_tokens=config.model.context_length,
     )
 
 

@@ -208,7 +208,18 @@ def over(config: DaemonConfig, own: SlurmCluster) -> SlurmCluster | ProxyCluster
 
 def jobs_user(config: DaemonConfig) -> str:
     """The Unix user of engines' jobs."""
-    return config.cluster.engines_user or pwd.getpwuid(os.getuid()).pw_name
+    return config.cluster.engines_user or own_user()
+
+
+def own_user() -> str:
+    """This process's Unix user. Asks LDAP or SSSD where the site has one, for as long as that takes. Raises `ConfigError`."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError as error:
+        raise ConfigError(
+            f"this process runs as uid {os.getuid()}, and this host knows no such user",
+            "does `getent passwd` name it? if not, see to LDAP or SSSD",
+        ) from error
 
 
 def submit_line(config: DaemonConfig) -> ProxyLine | None:

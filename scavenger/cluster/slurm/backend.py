@@ -169,7 +169,7 @@ class SlurmCluster:
         self._env["SLURM_TIME_FORMAT"] = "%s"
         self._env["LC_ALL"] = "C.UTF-8"
         self._timeout_s, self._output = timeout_s, output
-        self._version = self._user = ""
+        self._version = ""
         self._partitions = PartitionCache(partitions_s)
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
@@ -178,6 +178,7 @@ class SlurmCluster:
         self._ask_qos_at = -math.inf
         self._settled: frozenset[Life] = frozenset()
         self._warned: set[str] = set()
+        self._user = ""  # this process's, once it was asked for
         self.rpc = RpcCounter()
 
     @property
@@ -194,9 +195,7 @@ class SlurmCluster:
         return commands.parse_node_hosts(self._ask(commands.nodes_argv(), port.NODES))
 
     def info(self) -> ClusterInfo:
-        # once: a directory service that fails later is no fault of Slurm's
-        self._user = self._user or pwd.getpwuid(os.getuid()).pw_name
-        info = commands.parse_info(self._ask(commands.config_argv(), port.CONFIG), user=self._user)
+        info = commands.parse_info(self._ask(commands.config_argv(), port.CONFIG), user=self._own_user())
         if self._switches is None:  # cables are asked for once; the configuration again and again
             topology = self._command(
                 commands.topology_argv(), port.TOPOLOGY
@@ -332,6 +331,19 @@ class SlurmCluster:
 
     def close(self) -> None:
         """Nothing is held between calls."""
+
+    def _own_user(self) -> str:
+        """Asked for once. Raises `ClusterUnavailable`."""
+        if not self._user:
+            try:
+                self._user = pwd.getpwuid(os.getuid()).pw_name
+            except KeyError as error:
+                raise ClusterUnavailable(
+                    f"this process runs as uid {os.getuid()}, and this host knows no such user",
+                    "does `getent passwd` name it? if not, see to LDAP or SSSD",
+                    error_kind=ErrorKind.BACKEND,
+                ) from error
+        return self._user
 
     def _ask(self, argv: Sequence[str], cost: Mapping[str, int]) -> str:
         done = self._command(argv, cost)

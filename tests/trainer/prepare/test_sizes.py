@@ -425,4 +425,5 @@ def test_the_check_counts_adapters_experts_and_exact_runs_as_they_are(
     assert len(adapted.targets) == 7
     change(run, "seed = 1", "seed = 1\ndeterministic = true")
     exact = check.job_of(read_run(run), shape, RequestedGpus(2, 2, 80.0), 37)
+    assert exact.sample_tokens == plain.sample_tokens == config.model.context_length, "as vLLM is started"
     assert (exact.compute, exact.master, exact.head_chunk) == (8, 8, 0)
