@@ -9,12 +9,16 @@ from scavenger.protocol.messages import (
     Held,
     Ok,
     PullAhead,
+    Serving,
     UseWeights,
     WeightsLoaded,
+    WeightSource,
 )
 from scavenger.router.core import worker_counts
 from tests.router.harness import Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
+
+W3 = 13
 
 GOODBYE = Goodbye("preempted", True)
 
@@ -28,6 +32,10 @@ def ahead() -> Bench:
     bench.publish(2, 1)
     bench.submit(step=3, version=2, groups=specs(1, 1))
     return bench
+
+
+def engine(number: int) -> WeightSource:
+    return WeightSource(f"tcp://engine{number}:1", "", b"t")
 
 
 def asked(bench: Bench, conn: int) -> list[int]:
@@ -101,3 +109,33 @@ def test_the_trainer_is_told_who_generated_a_sample() -> None:
     finish_all(bench, W2, [moved])
     [sample] = bench.take(1, GroupDone)[0].samples
     assert (sample.by_harvested, sample.by_reserved, sample.moves) == (3, 5, 1)
+
+
+def test_a_version_that_is_generated_with_is_held_on_while_the_next_is_pulled_and_outlives_its_trainer() -> (
+    None
+):
+    """Before, each engine that had the next version's bytes let go of its own: its samples could go on nowhere once the trainer left."""
+    bench = started(n=1)
+    finish_all(bench, W1, bench.join(W1))
+    bench.hello(W2)
+    bench.say(W2, WeightsLoaded(1, root(1)))
+    bench.submit(step=2, version=1, groups=specs(2, 4))  # each engine has room for four
+    assert isinstance(bench.commit_step(1, [1]), Ok)
+    old = {conn: bench.leases(conn) for conn in (W1, W2)}
+    assert all(old.values()), "both generate with version 1"
+    for conn in old:
+        bench.say(conn, Serving(1, root(1), engine(conn)))
+    bench.publish(2, 1)
+    bench.submit(step=3, version=2, groups=specs(1, 1))
+    bench.tick(1.0)
+    for conn in old:
+        [order] = bench.take(conn, PullAhead)
+        assert order.weights.version == 2
+        for version in {1, 2} - {2, *order.weights.keep}:  # what an engine's store does once it has the bytes
+            bench.say(conn, Serving(version, root(version), None))
+        bench.say(conn, Serving(2, root(2), engine(conn)))
+    bench.open(resume_step=1)  # the trainer left and another came: version 1 has no publisher any more
+    bench.say(W2, GOODBYE)
+    bench.hello(W3)
+    [load] = bench.take(W3, UseWeights)
+    assert (load.version, load.sources) == (1, (engine(W1),)), "what W2 left goes on with version 1"

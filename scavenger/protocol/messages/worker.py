@@ -255,7 +255,7 @@ class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
 
     `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that no other worker holds
-    and that are still needed; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
+    and that are still needed, and of a `PullAhead` the one that is generated with; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
     `base`: of a version that holds adapters, what they are merged with; pulled first by who lacks it.
     """
 

@@ -6,6 +6,8 @@ carried out.
 
 from __future__ import annotations
 
+import msgspec
+
 from scavenger.policy.interface import Toggled, WorkerReady
 from scavenger.protocol.messages import (
     BaseWeights,
@@ -243,8 +245,11 @@ def _pull_ahead(core: Core, worker: Worker) -> None:
         or not worker.run.weights.available(wanted)
     ):
         return
+    order = _order(core, worker, version)
+    # What it generates with stays: once the trainer is gone, no other engine may hold it. The order to load lets go of it.
+    order = msgspec.structs.replace(order, keep=tuple(sorted({*order.keep, weights.loaded})))
     weights.ahead = wanted
-    core.send_durable(worker.conn, PullAhead(_order(core, worker, version)))
+    core.send_durable(worker.conn, PullAhead(order))
 
 
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
