@@ -51,6 +51,7 @@ from scavenger.protocol.worker.events import (
     LoadWeights,
     LogNote,
     MoreHolders,
+    PullFailed,
     PullWeights,
     Received,
     SendMessage,
@@ -225,6 +226,11 @@ class _Pulled:
     verify_s: float
     chosen: str  # whole or as deltas, and why
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the engine reads to load it, its base's among them."""
+        return self.manifest.total_nbytes + (self.base[0].total_nbytes if self.base is not None else 0)
+
 
 class RolloutWorker:
     """One process's worker. `run()` returns the `EndWorker` that ended it."""
@@ -259,6 +265,7 @@ class RolloutWorker:
         self._pulling: asyncio.Task[None] | None = None
         self._ahead: asyncio.Task[None] | None = None  # a pull beside generation
         self._ahead_version = -1
+        self._next_ahead: messages.UseWeights | None = None  # the newest order, behind what is being pulled
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> EndWorker:
@@ -274,6 +281,7 @@ class RolloutWorker:
             return await self._loop()
         finally:
             preload.cancel()
+            self._next_ahead = None
             for task in (*self._tasks, self._connecting, self._pulling, self._ahead):
                 if task is not None:
                     task.cancel()
@@ -318,22 +326,40 @@ class RolloutWorker:
             for task in (self._pulling, self._ahead):
                 if task is not None and task is not ahead:
                     task.cancel()
+            self._next_ahead = None
             self._store.offer(action.weights)
             self._pulling = self._spawn(
                 self._pull(action.weights, ahead), functools.partial(LoadFailed, action.weights.version)
             )
+            self._pulling.add_done_callback(lambda _task: self._begin_ahead())
         elif isinstance(action, PullWeights):
-            if (self._pulling is None or self._pulling.done()) and (
-                self._ahead is None or self._ahead.done()
-            ):
-                self._ahead_version = action.weights.version
-                self._ahead = spawn(self._fetched_ahead(action.weights), _not_ahead)
+            self._next_ahead = action.weights
+            self._begin_ahead()
         elif isinstance(action, MoreHolders):
             self._store.offer(action.weights)
         elif isinstance(action, LogNote):
             _log.info(f"session.{action.event}", detail=action.detail)
         else:
             self._commands.put_nowait(action)
+
+    def _begin_ahead(self) -> None:
+        """Pull by the newest order, once nothing else is being pulled: were that given up for it, quick versions would never come whole."""
+        order = self._next_ahead
+        under_way = self._ahead is not None and not self._ahead.done()
+        if order is None or (self._pulling is not None and not self._pulling.done()):
+            return
+        if under_way and order.version == self._ahead_version:
+            self._next_ahead = None
+            self._store.offer(order)
+        elif not under_way:
+            self._next_ahead, self._ahead_version = None, order.version
+            self._ahead = spawn(self._fetched_ahead(order), functools.partial(self._not_ahead, order.version))
+            self._ahead.add_done_callback(lambda _task: self._begin_ahead())
+
+    def _not_ahead(self, version: int, reason: str) -> None:
+        """The order to load it pulls what is missing, and reports what fails then."""
+        _log.warning("weights.not_pulled_ahead", version=version, reason=reason)
+        self._inbox.put_nowait(PullFailed(version))
 
     def _spawn(
         self, work: Coroutine[object, object, None], failed: Callable[[str], WorkerEvent]
@@ -473,7 +499,7 @@ class RolloutWorker:
             self._inbox.put_nowait(failed)
             return
         load_s = self._clock() - began
-        self._store.loaded(pulled.manifest.total_nbytes, load_s)
+        self._store.loaded(pulled.nbytes, load_s)
         _log.info(
             "weights.loaded",
             version=version,
@@ -489,11 +515,6 @@ class RolloutWorker:
                 version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged, pulled.chosen
             )
         )
-
-
-def _not_ahead(reason: str) -> None:
-    """The order to load it pulls what is missing, and reports what fails then."""
-    _log.warning("weights.not_pulled_ahead", reason=reason)
 
 
 async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:

@@ -109,7 +109,8 @@ class Stage:
         self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
         self.source = WeightServer()
         options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
-        self.worker = asyncio.create_task(RolloutWorker(options, builder=lambda _name: self.build).run())
+        self.rollout = RolloutWorker(options, builder=lambda _name: self.build)
+        self.worker = asyncio.create_task(self.rollout.run())
 
     async def build(self, _spec: EngineSpec, _host: EngineHost) -> Scripted:
         return self.engine

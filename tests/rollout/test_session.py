@@ -24,6 +24,7 @@ from scavenger.protocol.worker.events import (
     LoadFailed,
     LoadWeights,
     LogNote,
+    PullFailed,
     PullWeights,
     SendMessage,
     SleepEngine,
@@ -303,6 +304,32 @@ def test_the_next_version_is_pulled_ahead_and_disturbs_no_lease() -> None:
     assert t.hear(wire.PullAhead(wire.UseWeights(7, b"m", ()))) == [], "it has that one"
     assert of(LoadWeights, t.hear(ahead))
     assert t.hear(wire.PullAhead(wire.UseWeights(9, b"m", ()))) == [], "a load is not disturbed"
+
+
+def test_heartbeats_say_which_version_is_pulled_ahead_until_that_fails_or_a_load_is_ordered() -> None:
+    t = Talk().joined()
+
+    def said() -> int:
+        (beat,) = [
+            message for message in sent(t.wait(WELCOME.heartbeat_s)) if isinstance(message, wire.Heartbeat)
+        ]
+        t.hear(wire.HeartbeatAck(1, beat.heard + 1))
+        return beat.ahead
+
+    assert said() == -1
+    for version in (8, 9):
+        t.hear(wire.PullAhead(wire.UseWeights(version, b"m", ())))
+    assert said() == 9
+    t.do(PullFailed(8))
+    assert said() == 9, "the newest order counts"
+    t.do(PullFailed(9))
+    assert said() == -1
+    t.hear(wire.PullAhead(wire.UseWeights(9, b"m", ())))
+    assert said() == 9
+    t.hear(wire.UseWeights(9, b"m", ()))
+    assert said() == -1
+    t.hear(wire.PullAhead(wire.UseWeights(10, b"m", ())))
+    assert said() == -1, "an order that a load keeps from being done is repeated"
 
 
 def test_the_time_from_a_version_s_last_token_to_the_next_one_s_first_is_told() -> None:

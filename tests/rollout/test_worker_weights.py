@@ -18,6 +18,12 @@ from scavenger.weights.source import WeightServer
 from tests.rollout.stage import Play, Stage, kind_of
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not holds():
+            await asyncio.sleep(0.01)  # polls a condition
+
+
 def test_a_worker_serves_on_what_it_loaded_and_says_so_again_to_a_restarted_daemon(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
@@ -75,6 +81,51 @@ def test_an_order_to_load_what_is_on_its_way_waits_for_that_pull(play: Play) -> 
     play(scene)
 
 
+def test_a_newer_version_to_pull_ahead_is_pulled_behind_the_one_that_is_on_its_way(play: Play) -> None:
+    """Before, an order that came during a pull was dropped."""
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        data = memoryview(bytes(4 << 20))
+        slow, blob = manifests.build(2, {"w": ("float32", (len(data) // 4,), data)})
+        with WeightServer(local=False, nbytes_per_s=4 * len(data)) as source:
+            order = messages.UseWeights(2, manifests.encode(slow), (source.publish(slow, blob),), keep=(1,))
+            stage.assign(1, most=10_000)
+            stage.daemon.send(messages.PullAhead(order))
+            while not source.stats.parts:
+                await asyncio.sleep(0.005)  # polls a condition
+            for number in (3, 4):
+                manifest, blob = manifests.build(
+                    number, {"w": ("float32", (256,), memoryview(bytes([number]) * 1024))}
+                )
+                newer = messages.UseWeights(
+                    number, manifests.encode(manifest), (stage.source.publish(manifest, blob),), keep=(1,)
+                )
+                stage.daemon.send(messages.PullAhead(newer))
+            served = {1}
+            while 4 not in served:
+                served.add((await stage.daemon.expect(messages.Serving)).version)
+        assert served == {1, 2, 4}, "of those that wait the newest order counts"
+        await until(lambda: [beat.ahead for beat in stage.daemon.beats[-1:]] == [4])
+        assert stage.engine.calls == ["load 1 1024"]
+
+    play(scene)
+
+
+def test_a_pull_ahead_that_fails_is_told_by_the_next_heartbeat(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        data = memoryview(bytes(4 << 20))
+        manifest, blob = manifests.build(2, {"w": ("float32", (len(data) // 4,), data)})
+        with WeightServer(local=False, nbytes_per_s=len(data) // 4) as source:
+            order = messages.UseWeights(2, manifests.encode(manifest), (source.publish(manifest, blob),))
+            stage.daemon.send(messages.PullAhead(order))
+            await until(lambda: [beat.ahead for beat in stage.daemon.beats[-1:]] == [2])
+        await until(lambda: [beat.ahead for beat in stage.daemon.beats[-1:]] == [-1])
+
+    play(scene)
+
+
 def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play: Play) -> None:
     base, blob = manifests.build(1, {"a.weight": ("float32", (16, 8), memoryview(bytes(512)))})
 
@@ -108,6 +159,9 @@ def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play
         assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 2 * (512 + 192)
         said = {said.version for said in stage.daemon.inbox if isinstance(said, messages.Serving)}
         assert said >= {1, 2, 3}
+        loading = stage.rollout._store.rates.loading
+        assert loading.count == 2
+        assert loading.nbytes == pytest.approx(1.95 * (512 + 192)), "each load reads its base too"
 
     play(scene)
 

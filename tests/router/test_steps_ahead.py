@@ -6,6 +6,7 @@ from scavenger.protocol.messages import (
     Goodbye,
     GroupDone,
     Heartbeat,
+    HeartbeatAck,
     Held,
     Ok,
     PullAhead,
@@ -139,3 +140,40 @@ def test_a_version_that_is_generated_with_is_held_on_while_the_next_is_pulled_an
     bench.hello(W3)
     [load] = bench.take(W3, UseWeights)
     assert (load.version, load.sources) == (1, (engine(W1),)), "what W2 left goes on with version 1"
+
+
+def test_an_order_to_pull_ahead_that_did_not_reach_its_engine_is_repeated_and_another_leads_the_node_first() -> (
+    None
+):
+    """Before, it was sent once, and the other engines of the node waited for bytes that this one never fetched."""
+    bench = ahead()
+    bench.tick(1.0)
+    [old] = bench.leases(W1)
+    assert len(bench.take(W1, PullAhead)) == 1
+    bench.hello(W2, node="n11")
+    [load] = bench.take(W2, UseWeights)
+    assert (load.version, [source.last for source in load.sources]) == (2, [True]), (
+        "W1 fetches it for the node"
+    )
+    held = (Held(old.sample_id, old.epoch, 0),)
+    bench.say(W1, Heartbeat(held, 1, 1))
+    bench.tick(0.5)
+    assert bench.take(W2, UseWeights) == [], "its heartbeat may be older than the order"
+    [ack] = bench.take(W1, HeartbeatAck)
+    bench.say(W1, Heartbeat(held, 2, 1, heard=ack.number))
+    bench.tick(0.75)
+    [load] = bench.take(W2, UseWeights)
+    assert (load.more, [source.last for source in load.sources]) == (True, [False]), "now W2 does"
+    bench.tick(0.5)
+    [order] = bench.take(W1, PullAhead)
+    assert (order.weights.version, [source.last for source in order.weights.sources]) == (2, [True])
+    bench.say(W1, Heartbeat(held, 3, 1, heard=ack.number, ahead=2))
+    for progress in (4, 5):
+        ack = bench.take(W1, HeartbeatAck)[-1]
+        bench.say(W1, Heartbeat(held, progress, 1, heard=ack.number, ahead=2))
+        bench.tick(1.0)
+    assert bench.take(W1, PullAhead) == [], "it is here, or on its way"
+    [ack] = bench.take(W1, HeartbeatAck)
+    bench.say(W1, Heartbeat(held, 6, 1, heard=ack.number))
+    bench.tick(1.25)
+    assert len(bench.take(W1, PullAhead)) == 1, "its pull failed"

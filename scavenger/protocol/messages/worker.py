@@ -117,7 +117,8 @@ class Heartbeat(Message, frozen=True):
     `wake_s`: what its engine's last waking took; 0 = it was never woken.
     `memory`: what it does with its GPUs' memory, by the last order (Sleep, Wake) that reached it, whose number is `memory_order`;
     `bytes_held`: of that memory, as its engine said last. `weights_pause_s`: between the last token under one version and the first under
-    the next, last time; 0 = there was none yet.
+    the next, last time; 0 = there was none yet. `ahead`: the version of the last `PullAhead` that reached it since it last loaded one, if
+    that is here or on its way; -1: none, or its pull failed.
     """
 
     held: tuple[Held, ...]
@@ -130,6 +131,7 @@ class Heartbeat(Message, frozen=True):
     memory_order: Count = 0
     bytes_held: Nbytes = 0
     weights_pause_s: Rate = 0.0
+    ahead: int = -1
 
 
 class WeightsLoaded(Message, frozen=True):
@@ -255,8 +257,9 @@ class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
 
     `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that no other worker holds
-    and that are still needed, and of a `PullAhead` the one that is generated with; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
-    `base`: of a version that holds adapters, what they are merged with; pulled first by who lacks it.
+    and that are still needed, and of a `PullAhead` the one that is generated with; go on serving them. `encrypt`: the run's weights cross
+    no network in the clear, whatever the sources are. `base`: of a version that holds adapters, what they are merged with;
+    pulled first by who lacks it.
     """
 
     version: int
@@ -269,8 +272,8 @@ class UseWeights(Message, frozen=True):
 
 
 class PullAhead(Message, frozen=True):
-    """Have this version's bytes here while the engine still generates with its own: an order to load it is to be expected. Nothing is
-    answered, and nothing that runs is disturbed."""
+    """Have this version's bytes here while the engine still generates with its own: an order to load it is to be expected. Nothing
+    that runs is disturbed; heartbeats say whether it came and goes on (`ahead`)."""
 
     weights: UseWeights
 

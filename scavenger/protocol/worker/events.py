@@ -212,6 +212,13 @@ class LoadFailed(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class PullFailed(WorkerEvent):
+    """What `PullWeights` asked for did not come."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Serves(WorkerEvent):
     """This worker began or ended to serve a version to others, or a part of one."""
 
@@ -278,7 +285,8 @@ class LoadWeights(WorkerAction):
 
 @dataclass(frozen=True, slots=True)
 class PullWeights(WorkerAction):
-    """Pull and verify beside what the engine does, unless a load is in progress; nothing is answered."""
+    """Pull and verify beside what the engine does, behind what is being pulled already; supersedes one that has not begun. Answer
+    PullFailed where it fails."""
 
     weights: messages.UseWeights
 

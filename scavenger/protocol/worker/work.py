@@ -31,6 +31,7 @@ from scavenger.protocol.worker.events import (
     LoadWeights,
     LogNote,
     MoreHolders,
+    PullFailed,
     PullWeights,
     Request,
     SendMessage,
@@ -295,6 +296,7 @@ class Work:
         self.loaded_root = self.loaded_merged = b""
         self.mismatches = 0  # versions in a row of which the engine held other weights than were published
         self._wanted: messages.UseWeights | None = None  # being pulled or loaded
+        self._ahead = -1  # version that was pulled beside the work, or is on its way
         self._serving: dict[int, messages.Serving] = {}  # what is given out to other workers
         self._waiting: list[messages.Lease] = []  # assigned for the version that is being loaded
         self.memory: messages.Memory = "awake"  # of its GPUs: what the engine does with it
@@ -331,7 +333,7 @@ class Work:
             return []
         dropped = self.leases.all()
         actions = self._forget(dropped)
-        self._wanted, self._waiting, self.loaded_version = None, [], -1
+        self._wanted, self._waiting, self.loaded_version, self._ahead = None, [], -1, -1
         self.loaded_root = self.loaded_merged = b""
         return [
             LogNote(
@@ -383,6 +385,7 @@ class Work:
             self._wake_s,
             *memory,
             self.weights_pause_s,
+            self._ahead,
         )
 
     def beat_acked(self, message: messages.HeartbeatAck, _now: float) -> list[WorkerAction]:
@@ -551,13 +554,20 @@ class Work:
             return self._send(self._loaded_message(message.version, 0.0, 0.0))
         # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
         actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.finish is None])]
-        self._wanted, self._waiting, self.loaded_version = message, [], -1
+        self._wanted, self._waiting, self.loaded_version, self._ahead = message, [], -1, -1
         return [*actions, LoadWeights(message)]
 
     def pull_ahead(self, message: messages.PullAhead, _now: float) -> list[WorkerAction]:
         if self.closed or self._wanted is not None or message.weights.version == self.loaded_version:
             return []
+        self._ahead = message.weights.version
         return [PullWeights(message.weights)]
+
+    def pull_failed(self, event: PullFailed, _now: float) -> list[WorkerAction]:
+        """The next heartbeat says so, and the daemon asks again, if the version is still wanted."""
+        if event.version == self._ahead:
+            self._ahead = -1
+        return []
 
     def loaded(self, event: Loaded, now: float) -> list[WorkerAction]:
         self.mismatches = 0

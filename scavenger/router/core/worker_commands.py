@@ -59,6 +59,11 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
     ):
         # `steer` asks again; a load under way is not disturbed by that.
         worker.weights.asked = worker.weights.loaded
+    weights = worker.weights
+    if weights.ahead > weights.loaded and beat.ahead != weights.ahead and beat.heard > weights.ahead_after:
+        # The order to pull ahead was lost, or its pull failed. Another engine may lead its node, before `steer` asks this one again.
+        worker.run.weights.directory.settled(worker.id)
+        weights.ahead, weights.ahead_failed_at = -1, core.now
     # Its memory state answers the newest order: the acknowledgement may have been lost.
     if beat.memory_order == worker.memory.order:
         if beat.memory == "asleep" and worker.memory.state is GpuMemoryState.FALLING_ASLEEP:
@@ -229,12 +234,13 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if worker.status is WorkerStatus.READY:
         worker.transition(WorkerStep.LOAD)
     worker.weights.asked, worker.weights.asked_at, worker.run.due.fleet = wanted, core.now, True
+    worker.weights.ahead = -1  # an order to load ends it
     worker.run.due.changed_workers.append(worker)
     _send_to_holders(core, worker, version)
 
 
 def _pull_ahead(core: Core, worker: Worker) -> None:
-    """Have a worker that still generates pull what idle workers load now, once: the load that follows finds the bytes there."""
+    """Have a worker that still generates pull what idle workers load now: the load that follows finds the bytes there."""
     wanted, weights = worker.run.cached.target, worker.weights
     version = worker.run.weights.versions.get(wanted)
     if (
@@ -242,14 +248,16 @@ def _pull_ahead(core: Core, worker: Worker) -> None:
         or wanted <= max(weights.loaded, weights.ahead)
         or weights.loaded < 0
         or weights.asked != weights.loaded
+        or core.now - weights.ahead_failed_at < RETRY_LOAD_S
         or not worker.run.weights.available(wanted)
     ):
         return
+    worker.run.weights.directory.settled(worker.id)  # what it was to pull before this is superseded
     order = _order(core, worker, version)
     # What it generates with stays: once the trainer is gone, no other engine may hold it. The order to load lets go of it.
     order = msgspec.structs.replace(order, keep=tuple(sorted({*order.keep, weights.loaded})))
-    weights.ahead = wanted
-    core.send_durable(worker.conn, PullAhead(order))
+    weights.ahead, weights.ahead_after = wanted, worker.heartbeat.acks
+    core.send(worker.conn, PullAhead(order))  # before the next ack, which shows that it was received
 
 
 def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
