@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-#: Bytes a second until there is a measurement. The link: 1 Gbit/s, all connections together. The others: one core of 2.x GHz.
-LINK = 125e6
-HASHING = 4e9
-APPLYING = 0.15e9
-LOADING = 2e9
-ENCODING = 0.2e9
+#: Until there is a measurement. The link: 1 Gbit/s, all connections together. The others: one core of 2.x GHz.
+LINK_NBYTES_PER_S = 125e6
+HASHING_NBYTES_PER_S = 4e9
+APPLYING_NBYTES_PER_S = 0.15e9
+LOADING_NBYTES_PER_S = 2e9
+ENCODING_NBYTES_PER_S = 0.2e9
 _KEPT = 0.95  # of the older measurements, with each new one: the last twenty or so decide
 #: A publisher that found deltas not worth it makes those of one version in so many all the same, so that its figures stay true.
 TRIED_AGAIN = 8
@@ -68,18 +68,20 @@ class MeasuredRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a receiver can do. `link`: all its connections together; hashing and applying: one of its `threads`; `bound`: 0 = none."""
+    """What a receiver can do. `link`: all its connections together; hashing and applying: one of its `threads`. No bound: 0."""
 
-    link: MeasuredRate = MeasuredRate(LINK)
-    hashing: MeasuredRate = MeasuredRate(HASHING)
-    applying: MeasuredRate = MeasuredRate(APPLYING)
-    loading: MeasuredRate = MeasuredRate(LOADING)
+    link: MeasuredRate = MeasuredRate(LINK_NBYTES_PER_S)
+    hashing: MeasuredRate = MeasuredRate(HASHING_NBYTES_PER_S)
+    applying: MeasuredRate = MeasuredRate(APPLYING_NBYTES_PER_S)
+    loading: MeasuredRate = MeasuredRate(LOADING_NBYTES_PER_S)
     threads: int = 1
-    bound: float = 0.0
+    bound_nbytes_per_s: float = 0.0
 
     @property
     def wire(self) -> float:
-        return min(self.link.per_s, self.bound) if self.bound > 0 else self.link.per_s
+        return (
+            min(self.link.per_s, self.bound_nbytes_per_s) if self.bound_nbytes_per_s > 0 else self.link.per_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +172,15 @@ class EncodingChoice:
 
 
 def encoding_pays(
-    nbytes: float, share: float, encoding: MeasuredRate, reports: Sequence[ReceiverReport], skipped: int = 0
+    full_nbytes: float,
+    own_nbytes: float,
+    share: float,
+    encoding: MeasuredRate,
+    reports: Sequence[ReceiverReport],
+    skipped: int = 0,
 ) -> EncodingChoice:
-    """Whether any receiver has the next version sooner if its deltas are made. `nbytes`: this rank's part; `share`: what its deltas were
-    of that the last time.
+    """Whether any receiver has the next version sooner if its deltas are made. `own_nbytes`: this rank's part, which it encodes while the
+    others encode theirs; a receiver's rates are of all ranks together. `share`: what its deltas were of its part the last time.
 
     `skipped`: versions in a row whose deltas were not made. Without figures they are made: that is how there come to be some.
     """
@@ -181,11 +188,15 @@ def encoding_pays(
         return EncodingChoice(True, "no figures yet")
     if skipped >= TRIED_AGAIN:
         return EncodingChoice(True, f"{skipped} versions without: tried again")
-    made_s, best = nbytes / encoding.per_s, 0.0
+    made_s, best = own_nbytes / encoding.per_s, 0.0
     for report in reports:
-        rates = Rates(link=_said(report.link, LINK), applying=_said(report.applying, APPLYING), threads=1)
-        full_s = predicted_s(nbytes, nbytes, rates)
-        delta_s = predicted_s(nbytes, share * nbytes, rates, 1) + max(0.0, made_s - report.late_s)
+        rates = Rates(
+            link=_said(report.link, LINK_NBYTES_PER_S),
+            applying=_said(report.applying, APPLYING_NBYTES_PER_S),
+            threads=1,
+        )
+        full_s = predicted_s(full_nbytes, full_nbytes, rates)
+        delta_s = predicted_s(full_nbytes, share * full_nbytes, rates, 1) + max(0.0, made_s - report.late_s)
         best = max(best, full_s - delta_s)
     facts = f"making them takes {made_s:.3g} s ({encoding}); of {len(reports)} receivers"
     if best > 0:
@@ -201,26 +212,26 @@ def _said(rate: float, default: float) -> MeasuredRate:
 class RateBook:
     """What one process measured of pulls: per connection to each host, and per thread. Not thread-safe: the caller has a lock."""
 
-    hashing: MeasuredRate = MeasuredRate(HASHING)
-    applying: MeasuredRate = MeasuredRate(APPLYING)
-    loading: MeasuredRate = MeasuredRate(LOADING)
+    hashing: MeasuredRate = MeasuredRate(HASHING_NBYTES_PER_S)
+    applying: MeasuredRate = MeasuredRate(APPLYING_NBYTES_PER_S)
+    loading: MeasuredRate = MeasuredRate(LOADING_NBYTES_PER_S)
     connections: dict[str, MeasuredRate] = field(default_factory=dict)  # host -> one connection to it
-    assumed_link: float = LINK
+    assumed_link_nbytes_per_s: float = LINK_NBYTES_PER_S
 
     def delivered(self, host: str, nbytes: int, seconds: float) -> None:
         """One connection to `host` delivered whole chunks of `nbytes` in `seconds`."""
-        known = self.connections.get(host, MeasuredRate(self.assumed_link))
+        known = self.connections.get(host, MeasuredRate(self.assumed_link_nbytes_per_s))
         self.connections[host] = known.measured(nbytes, seconds)
 
-    def rates(self, hosts: Sequence[str], cores: int, bound: float = 0.0) -> Rates:
+    def rates(self, hosts: Sequence[str], cores: int, bound_nbytes_per_s: float = 0.0) -> Rates:
         """Of a pull with one connection for each of `hosts` (a host may come several times).
 
         An unmeasured host adds nothing to those that were measured. Threads share the cores; a rate measured in use has that in it.
         """
         known = [rate for host in hosts if (rate := self.connections.get(host)) is not None]
         count = min((rate.count for rate in known), default=0)
-        link = MeasuredRate(self.assumed_link)
+        link = MeasuredRate(self.assumed_link_nbytes_per_s)
         if count:
             link = replace(link, nbytes=sum(rate.per_s for rate in known), seconds=1.0, count=count)
         threads = len(hosts) if self.applying.count else min(len(hosts), cores)
-        return Rates(link, self.hashing, self.applying, self.loading, max(1, threads), bound)
+        return Rates(link, self.hashing, self.applying, self.loading, max(1, threads), bound_nbytes_per_s)

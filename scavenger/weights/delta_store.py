@@ -177,7 +177,7 @@ class Encoder:
         self._lock = threading.Lock()
         self._reports: deque[ReceiverReport] = deque(maxlen=choice.REPORTS)
         self._skipped = 0  # versions in a row whose deltas were not made
-        self.rate = MeasuredRate(choice.ENCODING)
+        self.rate = MeasuredRate(choice.ENCODING_NBYTES_PER_S)
         self.share = _SHARE  # of the whole bytes, that the deltas of the last version had
 
     def heard(self, report: ReceiverReport) -> None:
@@ -198,8 +198,9 @@ class Encoder:
         mine = range(len(manifest.chunk_hashes)) if chunks is None else chunks
         with self._lock:
             reports = tuple(self._reports)
-        nbytes = min(len(mine) * manifest.chunk_nbytes, manifest.total_nbytes)
-        found = choice.encoding_pays(nbytes, self.share, self.rate, reports, self._skipped)
+        full = manifest.total_nbytes
+        own = min(len(mine) * manifest.chunk_nbytes, full)
+        found = choice.encoding_pays(full, own, self.share, self.rate, reports, self._skipped)
         _log.info("weights.deltas", version=manifest.version, made=found.encode, reason=found.reason)
         self._skipped = 0 if found.encode else self._skipped + 1
         if not found.encode:

@@ -109,6 +109,7 @@ class Pull:
         self._offers: dict[messages.WeightSource, tuple[OfferedDeltas, float]] = {}  # and when each was told
         self._waiting_since: float | None = None  # for deltas to be made
         self._changes = 0  # of the choice
+        self.told: set[str] = set()  # endpoints that were told what was measured
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
         self._last: dict[
@@ -351,7 +352,6 @@ class _Stream(threading.Thread):
         self._complaint = ""  # what its connection was last lost for
         self._asked_at = pull.clock()  # when it last had anything for us
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
-        self._reported = False  # whether it was told on this connection what we measured
         self._probed = len(pull.manifest.chunk_hashes) < PROBED_CHUNKS
         self._whole_at: float | None = None  # when a whole chunk was last done with; None: the last was none
         self._taken = 0
@@ -449,14 +449,16 @@ class _Stream(threading.Thread):
         return isinstance(channel, FileChannel | RdmaChannel)
 
     def _ask_have(self, channel: Channel, parent: bytes) -> None:
-        """Also tell, once a connection, what was measured: the publisher decides by it whether to make deltas."""
-        with self._pull.lock:
-            rates = self._pull.known_rates()
-        told = self._reported or not parent
-        link = 0.0 if told or not rates.link.count else rates.link.per_s
-        applying = 0.0 if told or not rates.applying.count else rates.applying.per_s * rates.threads
+        """Also tell, once a pull and source, what was measured: a publisher that is told decides by it whether to make deltas, and each of
+        a version's ranks decides for its part."""
+        pull, link, applying = self._pull, 0.0, 0.0
+        with pull.lock:
+            rates = pull.known_rates()
+            if parent and rates.link.count and self.source.endpoint not in pull.told:
+                pull.told.add(self.source.endpoint)
+                link = rates.link.per_s
+                applying = rates.applying.per_s * rates.threads if rates.applying.count else 0.0
         channel.ask_have(parent, link, applying)
-        self._reported = True
 
     def _heard(self) -> None:
         self._transfer.heard(self.index, self._pull.clock())
@@ -568,7 +570,7 @@ class _Stream(threading.Thread):
 
     def _connected(self) -> Channel:
         if self._channel is None:
-            self._have_at, self._have_due, self._known, self._reported = None, False, False, False
+            self._have_at, self._have_due, self._known = None, False, False
             self._channel = self._connections.open(self._manifest)
         return self._channel
 

@@ -113,7 +113,7 @@ def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
     waited: float,
     ahead: float,
 ) -> None:
-    rates = Rates(link=rate(link), applying=rate(applying), threads=threads, bound=bound)
+    rates = Rates(link=rate(link), applying=rate(applying), threads=threads, bound_nbytes_per_s=bound)
     offer = DeltaOffer(share * full, steps, pending)
     found = choose(full, offer, rates, ahead_nbytes=ahead, waited_s=waited, patience_s=30.0)
     assert found.delta_s is not None
@@ -128,7 +128,9 @@ def test_what_is_chosen_is_never_predicted_to_be_the_slower_one(
             assert 0 < pending + found.delta_s < min(found.full_s, mixed_s)
             assert waited + pending <= min(30.0, found.full_s)
     # A faster link never turns a whole version into a delta, a faster core never a delta into a whole version.
-    quicker = choose(full, replace(offer, pending_s=0.0), replace(rates, link=rate(10 * link), bound=0.0))
+    quicker = choose(
+        full, replace(offer, pending_s=0.0), replace(rates, link=rate(10 * link), bound_nbytes_per_s=0.0)
+    )
     stronger = choose(full, replace(offer, pending_s=0.0), replace(rates, applying=rate(10 * applying)))
     if found.form is Form.FULL:
         assert quicker.form is Form.FULL
@@ -162,13 +164,13 @@ def test_a_rate_is_its_default_until_measured_and_forgets_slowly() -> None:
 
 def test_connections_add_up_and_a_host_that_was_not_measured_adds_nothing() -> None:
     book = RateBook()
-    assert book.rates(["a", "a"], cores=8).link.per_s == choice.LINK
+    assert book.rates(["a", "a"], cores=8).link.per_s == choice.LINK_NBYTES_PER_S
     book.delivered("a", 100, 1.0)
     assert book.rates(["a", "a", "b"], cores=8).link.per_s == pytest.approx(200.0)
     assert book.rates(["a"] * 4, cores=2).threads == 2
     book.applying = book.applying.measured(10, 1.0)
     assert book.rates(["a"] * 4, cores=2).threads == 4, "what threads take from each other is in the rate"
-    assert book.rates(["a"], cores=2, bound=50.0).wire == 50.0
+    assert book.rates(["a"], cores=2, bound_nbytes_per_s=50.0).wire == 50.0
 
 
 # ---------------------------------------------------------------- the publisher's decision
@@ -177,15 +179,39 @@ def test_connections_add_up_and_a_host_that_was_not_measured_adds_nothing() -> N
 def test_deltas_are_made_where_a_receiver_has_the_version_sooner_by_them() -> None:
     encoding = rate(0.2 * GB)
     slow, fast = ReceiverReport(0.02 * GB, 0.6 * GB), ReceiverReport(5 * GB, 0.6 * GB)
-    assert encoding_pays(16 * GB, 0.015, encoding, []).encode
-    assert encoding_pays(16 * GB, 0.015, MeasuredRate(1.0), [fast]).encode, "unmeasured"
-    assert encoding_pays(16 * GB, 0.015, encoding, [slow]).encode
-    assert not encoding_pays(16 * GB, 0.015, encoding, [fast]).encode
-    assert encoding_pays(16 * GB, 0.015, encoding, [fast, slow]).encode, "one is enough"
-    assert not encoding_pays(16 * GB, 0.015, rate(0.01 * GB), [slow]).encode, "made too late"
-    assert encoding_pays(16 * GB, 0.015, rate(0.01 * GB), [replace(slow, late_s=3600.0)]).encode
-    assert encoding_pays(16 * GB, 0.015, encoding, [fast], skipped=choice.TRIED_AGAIN).encode
-    assert not encoding_pays(16 * GB, 1.0, encoding, [ReceiverReport(0.125 * GB, 0.6 * GB)]).encode
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, encoding, []).encode
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, MeasuredRate(1.0), [fast]).encode, "unmeasured"
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, encoding, [slow]).encode
+    assert not encoding_pays(16 * GB, 16 * GB, 0.015, encoding, [fast]).encode
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, encoding, [fast, slow]).encode, "one is enough"
+    assert not encoding_pays(16 * GB, 16 * GB, 0.015, rate(0.01 * GB), [slow]).encode, "made too late"
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, rate(0.01 * GB), [replace(slow, late_s=3600.0)]).encode
+    assert encoding_pays(16 * GB, 16 * GB, 0.015, encoding, [fast], skipped=choice.TRIED_AGAIN).encode
+    assert not encoding_pays(16 * GB, 16 * GB, 1.0, encoding, [ReceiverReport(0.125 * GB, 0.6 * GB)]).encode
+
+
+def test_ranks_that_each_encode_their_part_save_by_the_bytes_of_all() -> None:
+    """A receiver's rates are of all ranks together. Before, they were held against one rank's part, as if it came at the speed of all."""
+    encoding, reports = rate(0.2 * GB), [ReceiverReport(0.2 * GB, 0.6 * GB)]
+    assert not encoding_pays(4 * GB, 4 * GB, 0.015, encoding, reports).encode
+    found = encoding_pays(16 * GB, 4 * GB, 0.015, encoding, reports)
+    assert found.encode
+    assert "making them takes 20 s" in found.reason, "all ranks encode at the same time"
+    saves_s = 16 / 0.2 - (16 / 4 + 16 / 0.6) - 4 / 0.2
+    assert f"one saves {saves_s:.3g} s" in found.reason
+
+
+def test_a_rank_decides_by_the_bytes_of_the_whole_version() -> None:
+    (old, blob), (new, changed) = history(2)
+    chains = Chains(4)
+    encoder = Encoder(chains)
+    quarter = range(len(new.chunk_hashes) // 4)
+    encoder.rate = rate(0.2 * GB)
+    encoder.heard(ReceiverReport(0.2 * GB, 0.6 * GB))
+    encoder.published(old, blob.view, quarter)
+    encoder.published(new, changed.view, quarter)
+    encoder.wait()
+    assert new.root in chains._steps
 
 
 def test_a_publisher_whose_receivers_are_near_makes_no_deltas_and_tries_again_later() -> None:
@@ -208,7 +234,7 @@ def test_a_publisher_hears_from_receivers_what_they_measured() -> None:
             source.wait_deltas()
         fetch(versions[0], versions[1][0], source, versions[1][1])
         assert source._encoder is not None
-        (report, *_) = source._encoder._reports
+        (report,) = source._encoder._reports  # of four connections: those of 16 receivers are kept
         assert report.link == pytest.approx(4e6, rel=0.01), "of four connections"
         assert 0 <= report.late_s < 10
 
