@@ -1,14 +1,16 @@
 """Which chunk is asked of which holder, and what becomes of an answer: the pure core of a pull. Theory of operation:
 
-A chunk is wanted, then in flight at one holder (at most two, when a faster one steals it from a slow one), then here. Nothing but a
-chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives later (I8).
+A chunk is wanted, then in flight at one holder (at two when a faster one steals it from a slow one, at more when none of those delivers
+it), then here. Nothing but a chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives
+later (I8).
 
   which chunk   one that the fewest partial holders have, so that receivers who begin together fetch different ones from the publisher
                 and the rest from each other; among equals the order is the receiver's own (`seed`). What is on its way to a partial
                 holder is left to it, and asked of no complete one, as long as that holder gets anything (`stall_s`), and each chunk for
                 `_LEFT_STALLS * stall_s` in all: no word of partial holders keeps a pull from the complete ones for longer than that
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
-  stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
+  stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time;
+                or one that others were asked for as long ago as that
   last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
   failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes, refusals and
                 chunks that it had told of and does not have, in a row, give it up
@@ -30,8 +32,8 @@ from scavenger.weights.manifest import Manifest, chunk_hash
 
 _MOST_COPIES = 2
 _RATE_MEMORY = 0.7
-#: Times `stall_s`: so long at most is a chunk left to partial holders that say it is on its way to them. An honest one has it by then, or
-#: gets less than a chunk a second over its usual four connections.
+#: Times `stall_s`: so long at most is a chunk left to partial holders that say it is on its way to them, and to holders that were asked
+#: for it and do not deliver. An honest one has it by then, or gets less than a chunk a second over its usual four connections.
 _LEFT_STALLS = 2
 
 
@@ -216,18 +218,23 @@ class Transfer:
         return free
 
     def _steal(self, index: int, has: np.ndarray[Any, Any] | None, now: float) -> int | None:
-        """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time."""
+        """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time.
+
+        One that all have kept for `_LEFT_STALLS * stall_s`, whatever else they said meanwhile, any further holder may be asked for.
+        """
         thief = self.holders[index]
-        if not thief.rate:
-            return None
-        mine = (len(thief.asked) + 1) / thief.rate
+        mine = (len(thief.asked) + 1) / thief.rate if thief.rate else 0.0
         best, latest = None, 2 * mine
         for chunk, at in self._flying.items():
-            if self.here[chunk] or len(at) >= _MOST_COPIES or (has is not None and not has[chunk]):
+            if self.here[chunk] or (has is not None and not has[chunk]):
                 continue
             if any(self.holders[other].source == thief.source for other in at):
                 continue  # two connections to one source share what it can send
-            expected = min(self._expected(self.holders[other], chunk, now) for other in at)
+            expected = min(now - self.holders[other].asked[chunk] for other in at)
+            if expected < _LEFT_STALLS * self._limits.stall_s:
+                if not thief.rate or len(at) >= _MOST_COPIES:
+                    continue
+                expected = min(self._expected(self.holders[other], chunk, now) for other in at)
             if expected > latest:
                 best, latest = chunk, expected
         self.stolen += best is not None

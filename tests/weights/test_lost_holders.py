@@ -38,7 +38,8 @@ from tests.weights.pulling import ME, QUICK, get, version
 
 class Faulty:
     """A holder on plain TCP that serves `parts` chunks and then is silent, ends, or ends within a chunk. One that "claims" says that it has
-    one chunk, each time another, that all others are on their way to it, and does not have what it is asked for.
+    one chunk, each time another, that all others are on their way to it, and does not have what it is asked for. One that "keeps" says
+    as often as it is asked that it has every chunk, and never sends any.
     """
 
     def __init__(
@@ -74,6 +75,13 @@ class Faulty:
                 if len(head) < 4:
                     return
                 request = decode_request(sock.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+                if self._how == "keeps":
+                    if not isinstance(request, protocol.Get):
+                        self.told += 1
+                        chunks = len(self._manifest.chunk_hashes)
+                        bitmap = (2**chunks - 1).to_bytes(-(-chunks // 8), "little")
+                        send(sock, AvailableChunks(request.version, False, bitmap))
+                    continue
                 if self._how == "claims":
                     send(sock, self._claim(request))
                     continue
@@ -211,18 +219,19 @@ def test_a_holder_that_comes_later_takes_part(tcp: WeightServer) -> None:
     assert asyncio.run(late()).view == blob
 
 
-def test_a_holder_that_claims_that_all_is_on_its_way_to_it_keeps_no_pull_from_the_publisher(
-    tcp: WeightServer,
+@pytest.mark.parametrize(("how", "chunks"), [("claims", 74), ("keeps", 2)])
+def test_a_holder_that_claims_what_it_does_not_deliver_keeps_no_pull_from_the_publisher(
+    tcp: WeightServer, how: str, chunks: int
 ) -> None:
-    manifest, blob = version(1)
+    manifest, blob = version(1, nbytes=chunks * 4096)
     address = tcp.publish(manifest, blob)
 
     async def late() -> Buffer:
-        with Faulty(blob, manifest, 0, "claims") as liar:
+        with Faulty(blob, manifest, 0, how) as liar:
             work = Pull(manifest, ME, limits=QUICK)
             work.offer([liar.address])
             waiting = asyncio.create_task(work.finish(5.0))
-            while not liar.told:
+            while liar.told < 2:
                 await asyncio.sleep(0.01)  # polls a condition
             work.offer([liar.address, address])
             return await waiting

@@ -281,3 +281,26 @@ def test_the_absent_rest_of_a_window_is_one_failure_and_what_was_not_asked_is_no
     (chunk,) = t.ask(1, 1.0)
     t.delivered(1, chunk, part(blob, chunk), 1.0)
     assert t.holders[1].failures == 0
+
+
+def test_a_chunk_that_others_keep_while_they_talk_on_is_asked_of_one_that_delivered_nothing_yet() -> None:
+    t, blob = transfer(4, chunks=5)
+    for index in (1, 2):
+        (chunk, *_) = t.ask(index, 0.0)
+        t.delivered(index, chunk, part(blob, chunk), 0.01)
+    now = 0.1
+    while now < 1.9:  # each takes what the other keeps
+        for index in (1, 2):
+            t.heard(index, now)
+            assert not t.stalled(index, now)
+            t.ask(index, now)
+        assert t.ask(3, now) == []
+        now += 0.1
+    assert all(len(at) == 2 for at in t._flying.values())
+    while not t.complete() and now < 5.0:
+        t.heard(1, now)
+        t.heard(2, now)
+        for chunk in t.ask(3, now):
+            t.delivered(3, chunk, part(blob, chunk), now)
+        now += 0.1
+    assert t.complete()
