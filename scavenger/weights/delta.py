@@ -136,9 +136,9 @@ def chain(deltas: Sequence[bytes]) -> bytes:
 
 
 def links(encoded: bytes | memoryview) -> int:
-    """How many deltas a chain has; one that is cut off has a link too many rather than one too few."""
+    """How many deltas a chain has, counted up to one more than it may have; one that is cut off has one too many rather than too few."""
     at = count = 0
-    while at < len(encoded):
+    while at < len(encoded) and count <= MOST_LINKS:  # whoever sent it may have made millions of empty ones
         at += _LENGTH.size + int.from_bytes(encoded[at : at + _LENGTH.size], "little")
         count += 1
     return count

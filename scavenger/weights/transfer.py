@@ -1,16 +1,19 @@
 """Which chunk is asked of which holder, and what becomes of an answer: the pure core of a pull. Theory of operation:
 
-A chunk is wanted, then in flight at one holder (at most two, when a faster one steals it from a slow one), then here. Nothing but a
-chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives later (I8).
+A chunk is wanted, then in flight at one holder (at two when a faster one steals it from a slow one, at more when none of those delivers
+it), then here. Nothing but a chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives
+later (I8).
 
   which chunk   one that the fewest partial holders have, so that receivers who begin together fetch different ones from the publisher
                 and the rest from each other; among equals the order is the receiver's own (`seed`). What is on its way to a partial
-                holder is left to it, and asked of no complete one, as long as that holder gets anything (`stall_s`)
+                holder is left to it, and asked of no complete one, as long as that holder gets anything (`stall_s`), and each chunk for
+                `_LEFT_STALLS * stall_s` in all: no word of partial holders keeps a pull from the complete ones for longer than that
   how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
-  stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
+  stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time;
+                or one that others were asked for as long ago as that
   last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
-  failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes and refusals in a
-                row give it up
+  failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes, refusals and
+                chunks that it had told of and does not have, in a row, give it up
 
 Owns the bookkeeping of one version's transfer into one blob. No socket, no lock and no clock: time is an argument, and so is order.
 """
@@ -29,6 +32,9 @@ from scavenger.weights.manifest import Manifest, chunk_hash
 
 _MOST_COPIES = 2
 _RATE_MEMORY = 0.7
+#: Times `stall_s`: so long at most is a chunk left to partial holders that say it is on its way to them, and to holders that were asked
+#: for it and do not deliver. An honest one has it by then, or gets less than a chunk a second over its usual four connections.
+_LEFT_STALLS = 2
 
 
 class ChunkOutcome(Enum):
@@ -45,7 +51,8 @@ class TransferLimits:
     """`window` chunks are asked of a holder at a time; after `stall_s` without any byte they go back to all.
 
     A holder rests `backoff_s` after a failure, doubling to `backoff_max_s`, and is given up after `failures` in a row
-    that say something about it (corrupt bytes, a refusal). Silence never gives a holder up: the deadline does.
+    that say something about it (corrupt bytes, a refusal, a chunk that it had told of and does not have). Silence never gives
+    a holder up: the deadline does.
     `streams` connections are shared by all complete holders, at least one each; a partial holder gets one.
     """
 
@@ -100,9 +107,11 @@ class Transfer:
         self._free = np.ones(count, dtype=bool)
         self._flying: dict[int, set[int]] = {}  # chunk -> holders that were asked for it
         self._has: dict[int, np.ndarray[Any, Any]] = {}  # partial source -> its chunks
-        self._coming: dict[
-            int, tuple[np.ndarray[Any, Any], float]
-        ] = {}  # -> those on their way to it, since when it got one
+        self._coming: dict[int, np.ndarray[Any, Any]] = {}  # -> those on their way to it
+        self._got: dict[int, tuple[int, float]] = {}  # -> the most chunks that it told of, and since when
+        self._left_since = np.full(
+            count, np.inf
+        )  # when a chunk was first said to be on its way to one of them
         self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
         self._rarity = self._order
         self._last: set[int] = set()  # sources that are asked only while the others deliver nothing
@@ -124,13 +133,16 @@ class Transfer:
         self, source: int, has: np.ndarray[Any, Any], coming: np.ndarray[Any, Any] | None, now: float
     ) -> None:
         """Note which chunks are on their way to a partial source, before `know` is told what it has."""
-        known = self._has.get(source)
+        count, most = int(np.count_nonzero(has)), self._got.get(source)
+        if (
+            most is None or count > most[0]
+        ):  # more than ever: one that says other chunks each time got nothing
+            self._got[source] = count, now
         if coming is None:
             self._coming.pop(source, None)
-        elif source in self._coming and known is not None and not np.any(has & ~known):
-            self._coming[source] = coming, self._coming[source][1]
-        else:
-            self._coming[source] = coming, now
+            return
+        self._coming[source] = coming
+        self._left_since[coming & np.isinf(self._left_since)] = now
 
     def know(self, source: int, has: np.ndarray[Any, Any] | None) -> None:
         """Note which chunks a source has; None: all. A source that has not said is taken to have all."""
@@ -196,25 +208,33 @@ class Transfer:
 
     def _unclaimed(self, now: float) -> np.ndarray[Any, Any]:
         """Free chunks that are on their way to no partial holder, or only to such as get nothing any more."""
-        free = self._free
-        for coming, got_at in self._coming.values():
-            if now - got_at < self._limits.stall_s:
-                free = free & ~coming
+        stall_s, left = self._limits.stall_s, np.zeros_like(self._free)
+        for source, coming in self._coming.items():
+            if now - self._got[source][1] < stall_s:
+                left |= coming
+        if not left.any():
+            return self._free
+        free: np.ndarray[Any, Any] = self._free & ~(left & (now - self._left_since < _LEFT_STALLS * stall_s))
         return free
 
     def _steal(self, index: int, has: np.ndarray[Any, Any] | None, now: float) -> int | None:
-        """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time."""
+        """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time.
+
+        One that all have kept for `_LEFT_STALLS * stall_s`, whatever else they said meanwhile, any further holder may be asked for.
+        """
         thief = self.holders[index]
-        if not thief.rate:
-            return None
-        mine = (len(thief.asked) + 1) / thief.rate
+        mine = (len(thief.asked) + 1) / thief.rate if thief.rate else 0.0
         best, latest = None, 2 * mine
         for chunk, at in self._flying.items():
-            if self.here[chunk] or len(at) >= _MOST_COPIES or (has is not None and not has[chunk]):
+            if self.here[chunk] or (has is not None and not has[chunk]):
                 continue
             if any(self.holders[other].source == thief.source for other in at):
                 continue  # two connections to one source share what it can send
-            expected = min(self._expected(self.holders[other], chunk, now) for other in at)
+            expected = min(now - self.holders[other].asked[chunk] for other in at)
+            if expected < _LEFT_STALLS * self._limits.stall_s:
+                if not thief.rate or len(at) >= _MOST_COPIES:
+                    continue
+                expected = min(self._expected(self.holders[other], chunk, now) for other in at)
             if expected > latest:
                 best, latest = chunk, expected
         self.stolen += best is not None
@@ -281,15 +301,18 @@ class Transfer:
         self.holders[index].heard_at = now
 
     def absent(self, index: int, chunk: int, now: float) -> None:
-        """Note that a partial holder does not have this chunk (yet). That is no failure."""
+        """Note that a holder does not have this chunk (yet). A failure where it was asked, which is because it had said that it has it."""
         holder = self.holders[index]
         holder.heard_at = now
+        asked = chunk in holder.asked
         self._unask(holder, index, chunk)
         has = self._has.get(holder.source)
         self.know(
             holder.source,
             np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk),
         )
+        if asked and now >= holder.resting_until:  # the rest of a window is the same failure
+            self._failed(index, f"chunk {chunk} is not there, which it had told of", now)
 
     def returned(self, index: int, chunk: int, now: float) -> None:
         """Take back a chunk whose bytes were of no use, without a failure: the fault may be ours."""

@@ -1,9 +1,10 @@
 """The versions that one process serves, who may read them, and who is reading: shared by the servers of all transports.
 
 Owns the table and its leases. Knows no socket. A version is *served*, then *leaving* (`retire`: its readers may go on, new ones are
-refused), then gone: when no reader's lease on it runs any more. Every request renews its reader's lease for `lease_s`. Memory may be
-written again only when the version is gone (`wait_gone`); a reader that is slower than its lease finds the version gone, or a wrong
-hash, and asks another holder.
+refused), then gone: when no reader's lease on it runs any more. Every request renews its reader's lease for `lease_s`, but none beyond
+`RETIRED_LEASES * lease_s` after the version was retired, and only the `MOST_RETIRED` that were retired last are leaving: no reader makes
+this process keep more. Memory may be written again only when the version is gone (`wait_gone`); a reader that is slower finds the
+version gone, or a wrong hash, and asks another holder.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ from scavenger.weights.protocol import (
     SourceRequest,
 )
 
+#: How many leases after a version was retired its last readers are refused: two minutes with leases of 15 s, the time that an engine gives
+#: a pull. Who began before has had its time.
+RETIRED_LEASES = 8
+#: Retired versions whose readers may go on. One more, and the one that was retired first is gone.
+MOST_RETIRED = 2
+
 
 @dataclass(slots=True)
 class StoredVersion:
@@ -44,7 +51,7 @@ class StoredVersion:
     token: bytes
     buffer: Buffer | None
     here: np.ndarray[Any, Any] | None
-    retired: bool = False
+    retired_at: float | None = None  # by the store's clock; None: it is served to new readers too
     readers: dict[Hashable, float] = field(default_factory=dict)  # who -> until when its lease runs
     parts: tuple[int, ...] | None = (
         None  # the chunks that are here, now and later; None: all, or all that will come
@@ -133,7 +140,7 @@ class VersionStore:
                     f"version {manifest.version} was published with other weights",
                     "versions are never reused",
                 )
-            if present is None or present.retired:
+            if present is None or present.retired_at is not None:
                 here = (
                     np.zeros(len(manifest.chunk_hashes), dtype=bool) if empty or chunks is not None else None
                 )
@@ -151,7 +158,7 @@ class VersionStore:
                     coming=coming,
                     since=self._clock(),
                 )
-                served = {v: held.manifest for v, held in self._versions.items() if not held.retired}
+                served = {v: held.manifest for v, held in self._versions.items() if held.retired_at is None}
                 bases = {of.adapter.base for of in served.values() if of.adapter is not None}
                 for old in [v for v, of in served.items() if of.root not in bases][: -self._keep]:
                     self._retire(old)
@@ -177,15 +184,18 @@ class VersionStore:
     def _retire(self, version: int) -> None:
         held = self._versions.get(version)
         if held is not None:
-            held.retired = True
+            held.retired_at = self._clock() if held.retired_at is None else held.retired_at
             self._sweep()
 
     def _sweep(self) -> None:
+        """Let go of the retired versions that nobody reads, and of the first ones of more than `MOST_RETIRED`."""
         now = self._clock()
-        for version, held in list(self._versions.items()):
-            if held.retired and not any(until > now for until in held.readers.values()):
-                del self._versions[version]
-                self._changed.notify_all()
+        retired = {v: held.retired_at for v, held in self._versions.items() if held.retired_at is not None}
+        read = [v for v in retired if any(until > now for until in self._versions[v].readers.values())]
+        read.sort(key=retired.__getitem__)
+        for version in retired.keys() - set(read[-MOST_RETIRED:]):
+            del self._versions[version]
+            self._changed.notify_all()
 
     def withdraw(self, version: int) -> None:
         """Stop serving it, to present readers too. Only for memory that is not written again."""
@@ -196,7 +206,7 @@ class VersionStore:
     def versions(self) -> list[int]:
         """The versions that new readers can get."""
         with self._changed:
-            return [version for version, held in self._versions.items() if not held.retired]
+            return [version for version, held in self._versions.items() if held.retired_at is None]
 
     def wait_gone(self, version: int, timeout_s: float) -> bool:
         """Wait until each reader of the version ended or its lease ran out. False after `timeout_s`, or where it is not retired."""
@@ -208,7 +218,7 @@ class VersionStore:
                 if held is None:
                     return True
                 now = self._clock()
-                if not held.retired or now >= deadline:
+                if held.retired_at is None or now >= deadline:
                     return False
                 self._changed.wait(max(0.001, min([*held.readers.values(), deadline]) - now))
 
@@ -229,12 +239,16 @@ class VersionStore:
                 return NoSuch(
                     request.version, chunk, f"version {request.version} is not served here under this token"
                 )
-            if held.retired and reader not in held.readers:
+            now = self._clock()
+            until = now + self._lease_s
+            if held.retired_at is not None:
+                until = min(until, held.retired_at + RETIRED_LEASES * self._lease_s)
+            if until <= now or (held.retired_at is not None and reader not in held.readers):
                 self.stats.refused += 1
                 return NoSuch(
                     request.version, chunk, f"version {request.version} is not served here any more"
                 )
-            held.readers[reader] = self._clock() + self._lease_s
+            held.readers[reader] = until
             return held
 
     def reply(self, request: SourceRequest, reader: Hashable) -> StoreReply:

@@ -408,6 +408,12 @@ def test_what_is_given_on_is_bounded_in_bytes_and_in_links() -> None:
     assert most.find(b"a", b"c", 0, 1000) is None, "a receiver refuses longer chains"
 
 
+def test_the_links_of_a_chain_of_millions_are_not_counted_to_the_end() -> None:
+    assert delta.links(bytes(4 << 20)) == delta.MOST_LINKS + 1
+    assert delta.links(bytes(4 * delta.MOST_LINKS)) == delta.MOST_LINKS
+    assert delta.links(b"\xff" * 8) == 1, "cut off"
+
+
 def test_what_is_made_here_is_bounded_as_what_came_is() -> None:
     versions = history(3)
     roots = [manifest.root for manifest, _ in versions]

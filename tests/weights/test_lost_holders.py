@@ -20,7 +20,14 @@ from scavenger.weights import protocol
 from scavenger.weights.channel import SharedContext, ZmqChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, MemoryPool
-from scavenger.weights.protocol import TOKEN_NBYTES, AvailableChunks, ChunkPart, decode_request, encode
+from scavenger.weights.protocol import (
+    TOKEN_NBYTES,
+    AvailableChunks,
+    ChunkPart,
+    NoSuch,
+    decode_request,
+    encode,
+)
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightServer
 from scavenger.weights.spool import Spool
@@ -30,7 +37,10 @@ from tests.weights.pulling import ME, QUICK, get, version
 
 
 class Faulty:
-    """A holder on plain TCP that serves `parts` chunks and then is silent, ends, or ends within a chunk."""
+    """A holder on plain TCP that serves `parts` chunks and then is silent, ends, or ends within a chunk. One that "claims" says that it has
+    one chunk, each time another, that all others are on their way to it, and does not have what it is asked for. One that "keeps" says
+    as often as it is asked that it has every chunk, and never sends any.
+    """
 
     def __init__(
         self, blob: memoryview, manifest: Manifest, parts: int, how: str, slow_s: float = 0.0
@@ -40,7 +50,7 @@ class Faulty:
         self.address = messages.WeightSource(
             f"tcp://127.0.0.1:{self._server.getsockname()[1]}", "", bytes(TOKEN_NBYTES)
         )
-        self.served = 0
+        self.served = self.told = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -65,6 +75,16 @@ class Faulty:
                 if len(head) < 4:
                     return
                 request = decode_request(sock.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+                if self._how == "keeps":
+                    if not isinstance(request, protocol.Get):
+                        self.told += 1
+                        chunks = len(self._manifest.chunk_hashes)
+                        bitmap = (2**chunks - 1).to_bytes(-(-chunks // 8), "little")
+                        send(sock, AvailableChunks(request.version, False, bitmap))
+                    continue
+                if self._how == "claims":
+                    send(sock, self._claim(request))
+                    continue
                 if not isinstance(request, protocol.Get):
                     send(sock, AvailableChunks(request.version, complete=True))
                     continue
@@ -85,6 +105,14 @@ class Faulty:
                 sock.sendall(self._blob[start:stop])
                 self.served += 1
 
+    def _claim(self, request: protocol.SourceRequest) -> AvailableChunks | NoSuch:
+        if isinstance(request, protocol.Get):
+            return NoSuch(request.version, request.chunk, "not yet", absent=True)
+        self.told += 1
+        size = -(-len(self._manifest.chunk_hashes) // 8)
+        bitmap = (1 << self.told % 2).to_bytes(size, "little")
+        return AvailableChunks(request.version, False, bitmap, b"\xff" * size)
+
     def __enter__(self) -> Faulty:
         return self
 
@@ -96,7 +124,7 @@ class Faulty:
         self._thread.join()
 
 
-def send(sock: socket.socket, reply: ChunkPart | AvailableChunks) -> None:
+def send(sock: socket.socket, reply: ChunkPart | AvailableChunks | NoSuch) -> None:
     frame = encode(reply)
     sock.sendall(len(frame).to_bytes(4, "little") + frame)
 
@@ -186,6 +214,26 @@ def test_a_holder_that_comes_later_takes_part(tcp: WeightServer) -> None:
             while lost.served < 3:
                 await asyncio.sleep(0.01)
             work.offer([lost.address, address])
+            return await waiting
+
+    assert asyncio.run(late()).view == blob
+
+
+@pytest.mark.parametrize(("how", "chunks"), [("claims", 74), ("keeps", 2)])
+def test_a_holder_that_claims_what_it_does_not_deliver_keeps_no_pull_from_the_publisher(
+    tcp: WeightServer, how: str, chunks: int
+) -> None:
+    manifest, blob = version(1, nbytes=chunks * 4096)
+    address = tcp.publish(manifest, blob)
+
+    async def late() -> Buffer:
+        with Faulty(blob, manifest, 0, how) as liar:
+            work = Pull(manifest, ME, limits=QUICK)
+            work.offer([liar.address])
+            waiting = asyncio.create_task(work.finish(5.0))
+            while liar.told < 2:
+                await asyncio.sleep(0.01)  # polls a condition
+            work.offer([liar.address, address])
             return await waiting
 
     assert asyncio.run(late()).view == blob

@@ -19,6 +19,7 @@ from scavenger.weights.protocol import Get
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightServer
 from scavenger.weights.transfer import TransferLimits
+from scavenger.weights.version_store import RETIRED_LEASES
 
 QUICK = TransferLimits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 CHUNK = 4096
@@ -171,3 +172,29 @@ def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> No
         assert source.versions() == [2]
         assert source.free(1, 0.0)
         assert pool.take(manifest.total_nbytes) is buffer
+
+
+def test_readers_that_never_end_keep_no_more_than_two_retired_versions_and_none_for_long() -> None:
+    now, lease_s = 0.0, 15.0
+    with WeightServer(local=False, keep=2, lease_s=lease_s) as source:
+        store = source._store
+        store._clock = lambda: now
+        tokens = {}
+
+        def read(number: int) -> bool:
+            request = protocol.decode_request(protocol.get(tokens[number], number, 0))
+            return store.reply(request, "reader")[1] is not None
+
+        for number in range(1, 9):
+            manifest, blob = shared(number, ranks=1)
+            tokens[number] = source.publish(manifest, blob).token
+            now += 5.0
+            assert [one for one in tokens if read(one)] == list(range(max(1, number - 3), number + 1))
+        assert list(store._versions) == [5, 6, 7, 8]
+        retired_at = now - 5.0  # version 6, when version 8 was published
+        while read(6):
+            now += 1.0
+            assert now - retired_at <= RETIRED_LEASES * lease_s
+        assert now - retired_at == RETIRED_LEASES * lease_s, "one that began before had the time for its pull"
+        assert source.free(6, 0.0)
+        assert list(store._versions) == [7, 8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,3 +215,92 @@ def test_what_is_on_its_way_to_another_is_not_asked_of_who_has_all_unless_that_o
     t.abandon(1, "gone")
     t.lost(0, "for the test", 1.9)
     assert t.ask(0, 5.0) == [0], "nothing is on its way to who is gone"
+
+
+def only(*chunks: int) -> np.ndarray[Any, Any]:
+    return np.isin(np.arange(10), chunks)
+
+
+EVERY = np.ones(10, dtype=bool)
+
+
+def test_one_that_tells_of_another_chunk_each_time_gets_nothing() -> None:
+    t, _ = transfer(2)
+    for beat in range(10):
+        t.expect(1, only(beat % 2), EVERY, beat / 10)
+        t.know(1, only(beat % 2))
+    assert t.ask(0, 0.95) == [], "it has told of a chunk less than a second ago"
+    t.expect(1, only(0), EVERY, 1.0)
+    t.know(1, only(0))
+    assert t.ask(0, 1.05), "of no more than that since"
+
+
+def test_one_that_says_of_nothing_and_again_of_all_that_it_is_on_its_way_gets_nothing() -> None:
+    t, _ = transfer(2)
+    for beat in range(11):
+        t.expect(1, only(), None if beat % 2 else EVERY, beat / 10)
+        t.know(1, None if beat == 5 else only())
+    assert t.ask(0, 1.05)
+
+
+def test_no_chunk_is_left_to_partial_holders_for_long_however_many_say_that_they_get_some() -> None:
+    t, _ = transfer(4)
+    asked: list[int] = []
+    for beat in range(21):
+        now = beat / 10
+        t.expect(1 + beat % 3, only(*range(beat // 3)), EVERY, now)
+        t.know(1 + beat % 3, only(*range(beat // 3)))
+        asked = t.ask(0, now)
+        assert not asked or now >= 2.0
+    assert asked, "two seconds after it was first left to one of them"
+
+
+def test_one_that_has_not_what_it_told_of_is_given_up() -> None:
+    t, _ = transfer(2)
+    now = 0.0
+    for _ in range(LIMITS.failures):
+        assert not t.holders[1].given_up
+        now += 1.0
+        t.know(1, only(4, 5, 6))
+        for chunk in t.ask(1, now):
+            t.absent(1, chunk, now)
+    assert t.holders[1].given_up
+    assert "which it had told of" in t.summary()
+    assert t.ask(0, now) == [0, 1]
+
+
+def test_the_absent_rest_of_a_window_is_one_failure_and_what_was_not_asked_is_none() -> None:
+    t, blob = transfer(2)
+    t.know(1, only(4, 5))
+    t.absent(1, 9, 0.0)
+    assert t.holders[1].failures == 0
+    for chunk in t.ask(1, 0.0):
+        t.absent(1, chunk, 0.0)
+    assert t.holders[1].failures == 1
+    t.know(1, only(4, 5))
+    (chunk,) = t.ask(1, 1.0)
+    t.delivered(1, chunk, part(blob, chunk), 1.0)
+    assert t.holders[1].failures == 0
+
+
+def test_a_chunk_that_others_keep_while_they_talk_on_is_asked_of_one_that_delivered_nothing_yet() -> None:
+    t, blob = transfer(4, chunks=5)
+    for index in (1, 2):
+        (chunk, *_) = t.ask(index, 0.0)
+        t.delivered(index, chunk, part(blob, chunk), 0.01)
+    now = 0.1
+    while now < 1.9:  # each takes what the other keeps
+        for index in (1, 2):
+            t.heard(index, now)
+            assert not t.stalled(index, now)
+            t.ask(index, now)
+        assert t.ask(3, now) == []
+        now += 0.1
+    assert all(len(at) == 2 for at in t._flying.values())
+    while not t.complete() and now < 5.0:
+        t.heard(1, now)
+        t.heard(2, now)
+        for chunk in t.ask(3, now):
+            t.delivered(3, chunk, part(blob, chunk), now)
+        now += 0.1
+    assert t.complete()
