@@ -3,20 +3,83 @@
 Owns an engine around another one, and the matcher. Only completions of runs with `sampling.stop` are looked at; their tokenizer comes with
 the weights (`scavenger.weights.files`), and the engine within gets the weights alone. Reads no file. Knows no daemon.
 
+The tokenizer is the run's word, and native code parses it: it is opened in a process of its own first (`tokenizer_trial`). One that fails
+there is refused with its version, which stops the run; an engine that died of it would blame its node.
+
 Boundary: an engine around any engine, and a pure matcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from rollout.engines import tokenizer_trial
 from rollout.engines.base import Engine, EngineInfo, Weight
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, describe
 from scavenger.protocol.worker.events import Delta, Request
 from scavenger.weights import files
+
+_REMEDY = "run engines and trainer with one release of tokenizers, or use sampling.stop_token_ids"
+_NO_TOKENIZER = "the version's tokenizer.json, which sampling.stop needs, is no tokenizer here"
+
+
+def _of_library(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: a panic of its native code is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+@contextlib.contextmanager
+def _library(cause: str) -> Iterator[None]:
+    """Every error of the library becomes `EngineError`."""
+    try:
+        yield
+    except BaseException as error:
+        if not _of_library(error):
+            raise
+        raise EngineError(cause, _REMEDY, quoted=str(error)) from error
+
+
+async def _try_out(data: bytes) -> None:
+    """Open the tokenizer in a process under limits. Raises `EngineError` where that does not end well."""
+    script = Path(tokenizer_trial.__file__)
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", str(script), env=environment, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    said = b""
+    try:
+        async with asyncio.timeout(2 * tokenizer_trial.WALL_S):  # it ends itself sooner
+            with contextlib.suppress(ConnectionError):  # it has ended: its exit code says how
+                process.stdin.write(data)
+                await process.stdin.drain()
+            process.stdin.close()
+            said = await process.stdout.read(2000)
+            await process.wait()
+    except TimeoutError:
+        said = b"it takes too long"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0 or said != tokenizer_trial.PASSED:
+        code = process.returncode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise EngineError(
+            f"{_NO_TOKENIZER}: a process that opened it ended with {how}",
+            "publish the model's own tokenizer.json; " + _REMEDY,
+            quoted=said.decode(errors="replace"),
+        )
 
 
 class Matcher:
@@ -43,9 +106,18 @@ class Matcher:
             )  # the last lease's: it may have ended the sample, and its end was lost
 
     def feed(self, token: int) -> bool:
-        """The next token; whether it completes a stop text."""
+        """The next token; whether it completes a stop text. Raises `EngineError` where the tokenizer fails."""
         self._length += 1
-        piece = self._stream.step(self._tokenizer, token)
+        try:
+            piece = self._stream.step(self._tokenizer, token)
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            raise EngineError(
+                "the tokenizer that came with the weights cannot decode this completion, which sampling.stop needs",
+                _REMEDY,
+                quoted=str(error),
+            ) from error
         if not piece:
             return False
         text = self._text + piece
@@ -95,11 +167,16 @@ class Stopping:
         matcher = self._matchers.get(delta.handle)
         if matcher is None:
             return delta
-        last = (
-            0
-            if matcher.found
-            else next((n for n, token in enumerate(delta.token_ids, 1) if matcher.feed(token)), None)
-        )
+        try:
+            last = (
+                0
+                if matcher.found
+                else next((n for n, token in enumerate(delta.token_ids, 1) if matcher.feed(token)), None)
+            )
+        except EngineError as error:  # the sample fails, and the engine goes on
+            del self._matchers[delta.handle]
+            ended.add(delta.handle)
+            return Delta(delta.handle, (), (), (), error=describe(error))
         if last is None or delta.error is not None:
             if delta.finish or delta.error:
                 del self._matchers[delta.handle]
@@ -120,12 +197,12 @@ class Stopping:
         self._matchers.clear()
         weights = [*tensors]
         found = [one for one in weights if files.is_file(one.name)]
-        self._take_tokenizer(found[0] if found else None)
+        await self._take_tokenizer(found[0] if found else None)
         if found:
             weights = [one for one in weights if not files.is_file(one.name)]
         return await self._engine.load(version, weights, summed=summed)
 
-    def _take_tokenizer(self, published: Weight | None) -> None:
+    async def _take_tokenizer(self, published: Weight | None) -> None:
         """Once for all versions that bring the same: it is seconds of work for a large one."""
         if published is not None and not 0 < published.nbytes <= files.MAX_TOKENIZER_NBYTES:
             raise EngineError(
@@ -138,14 +215,10 @@ class Stopping:
             return
         self._tokenizer, self._digest = None, ""
         if published is not None:
-            try:
-                self._tokenizer = Tokenizer.from_buffer(bytes(data))
-            except Exception as error:  # the library raises nothing narrower
-                raise EngineError(
-                    "the version's tokenizer.json, which sampling.stop needs, is no tokenizer here",
-                    "run engines and trainer with one release of tokenizers, or use sampling.stop_token_ids",
-                    quoted=str(error),
-                ) from error
+            copied = bytes(data)
+            await _try_out(copied)
+            with _library(_NO_TOKENIZER):
+                self._tokenizer = Tokenizer.from_buffer(copied)
         self._digest = digest
 
     async def sleep(self) -> None:

@@ -382,8 +382,9 @@ class HarvestSection(Section):
     quarantine_after: Positive = 3
     """Engine deaths on a node within `quarantine_s` after which the node gets no engines for
     `quarantine_s`. Where engines of one owner's runs die on two nodes and none of these runs ever worked, no
-    node is blamed. An engine that could not start (no daemon answered it, an import failed, its key cannot be
-    read) counts only once one that started later on another node has worked."""
+    node is blamed; nor where deaths in one owner's runs alone would close more than two. An engine that
+    could not start (no daemon answered it, an import failed, its key cannot be read) counts only once one
+    that started later on another node has worked."""
     quarantine_s: Seconds = 600.0
     """Seconds of a quarantine. It doubles each further time, up to eight times this."""
     backoff_s: Seconds = 5.0

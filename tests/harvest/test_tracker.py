@@ -777,6 +777,78 @@ def test_nodes_are_to_blame_for_the_deaths_of_a_run_that_worked() -> None:
     assert [name for name, _ in health.quarantined(3.0)] == ["node1", "node2"]
 
 
+def names(health: Health, now: float) -> list[str]:
+    return [name for name, _ in health.quarantined(now)]
+
+
+def test_a_run_that_worked_and_then_dies_everywhere_closes_no_node() -> None:
+    """Its engines may die of what it publishes: of a tokenizer, say."""
+    health = Health(RULES.health)
+    health.owners = {1: "mallory", 2: "alice"}
+    health.proved(0.0, 1, "n00", worked=True)
+    nodes = [f"n{n:02}" for n in range(20)]
+    for n, name in enumerate(nodes):
+        broken_on(health, 1, name, at=100.0 + 3 * n)
+        assert len(names(health, 103.0 + 3 * n)) <= 2
+    assert not health.quarantined(160.0)
+    assert health.doubted(160.0) == set(nodes), "they are tried last"
+    over = 160.0 + RULES.health.quarantine_s
+    assert not health.doubted(over)
+    broken_on(health, 1, "n07", at=over)
+    assert names(health, over + 3.0) == ["n07"], "one node alone is to blame again"
+
+
+def test_deaths_in_the_runs_of_one_owner_keep_two_nodes_from_others_at_most() -> None:
+    health, quarantine_s = Health(RULES.health), RULES.health.quarantine_s
+    health.owners = {1: "mallory", 2: "mallory", 3: "alice"}
+    health.proved(0.0, 1)
+    health.proved(0.0, 2)
+    closed, held = dict.fromkeys((f"n{n:02}" for n in range(16)), 0), []
+    for turn in range(100):
+        now = 100.0 + turn * (quarantine_s + 3.0)
+        free = closed.keys() - set(names(health, now))
+        for n, name in enumerate(sorted(free, key=lambda name: (-closed[name], name))[:2]):
+            broken_on(health, 1 + n, name, at=now)
+            closed[name] += 1
+        held.append(len(health.quarantined(now + 3.0)))
+    assert max(held) == 2
+
+
+def test_many_nodes_are_to_blame_where_engines_of_two_owners_die_on_each() -> None:
+    health = Health(RULES.health)
+    health.owners = {1: "ada", 2: "bob"}
+    health.proved(0.0, 1)
+    health.proved(0.0, 2)
+    nodes = ["node1", "node2", "node3", "node4"]
+    for run in (1, 2, 1):
+        broken_on(health, run, *nodes, at=float(run), times=1)
+    assert names(health, 4.0) == nodes
+
+
+def test_a_node_on_which_another_owner_s_engine_died_too_stays_closed() -> None:
+    health = Health(RULES.health)
+    health.owners = {1: "ada", 2: "bob"}
+    health.proved(0.0, 1)
+    health.proved(0.0, 2)
+    broken_on(health, 1, "node1", "node2")
+    broken_on(health, 2, "node1", at=5.0, times=1)
+    broken_on(health, 1, "node3", at=6.0)
+    assert names(health, 9.0) == ["node1"]
+
+
+def test_deaths_of_an_owner_whose_engines_die_everywhere_do_not_add_to_another_s() -> None:
+    health = Health(RULES.health)
+    health.owners = {1: "mallory", 2: "alice"}
+    health.proved(0.0, 1)
+    health.proved(0.0, 2)
+    broken_on(health, 1, "node1", "node2", "node3")
+    broken_on(health, 2, "node4", at=5.0, times=1)
+    broken_on(health, 1, "node4", at=6.0)
+    assert not health.quarantined(9.0)
+    broken_on(health, 2, "node4", at=10.0, times=2)
+    assert names(health, 12.0) == ["node4"], "alice's own count"
+
+
 def test_an_owner_whose_jobs_die_at_once_waits_alone() -> None:
     health = Health(RULES.health)
     health.owners, health.asking = {1: "ada", 2: "ada", 3: "bob"}, {1, 2, 3}

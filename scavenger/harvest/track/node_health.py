@@ -6,7 +6,10 @@ the owner's next submission waits `backoff_s`, doubled with each further one up 
 can work.
 
 One owner's broken run is no other owner's affair: where engines of an owner's runs die on two nodes, and none of these runs ever worked,
-the runs are at fault and no node is, until `quarantine_s` pass without such a death.
+the runs are at fault and no node is, until `quarantine_s` pass without such a death. A run that once worked may be broken later, by the
+weights or the tokenizer that it publishes. So where deaths in one owner's runs alone would quarantine more than two nodes within
+`quarantine_s`, or while those are still quarantined, these nodes are free again and only tried last. Deaths in two owners' runs blame the
+node.
 
 Engines that could not begin blame the set-up (`set_up`). After one, the owner's next submission waits as above, every owner's where it
 concerns all runs, and then one engine of a run is tried at a time, beside those that run, until an engine that started since has worked.
@@ -98,6 +101,8 @@ class Health:
             str, float
         ] = {}  # owners whose runs are at fault -> when one of their engines last died so
         self._accusations: dict[str, dict[str, float]] = {}  # owner -> node -> when its engine was set aside
+        #: Owner -> node -> when deaths in its runs alone were last enough for a quarantine.
+        self._alone: dict[str, dict[str, float]] = {}
         self._proven: set[int] = set()  # runs of which an engine worked, or lived long
         self._set_ups = SetUps(MAX_SENTENCE * rules.quarantine_s)
 
@@ -119,6 +124,8 @@ class Health:
             return ""
         if len(record.deaths) < rules.quarantine_after or now < record.until:
             return ""
+        if not self._blames(node, record, now):
+            return ""
         sentence_s = self._sentence(record, record.strikes, now)
         record.strikes, record.accused_by = record.strikes + 1, ""
         count, record.runs = len(record.deaths), frozenset(run for _, run in record.deaths)
@@ -132,10 +139,7 @@ class Health:
         self._forget(record, now)
         said = self._accusations.setdefault(owner, {})
         said[node] = now
-        for other, at in list(said.items()):
-            if now >= max(at + self._rules.quarantine_s, self._nodes[other].until):
-                del said[other]
-        if len(said) > NODES_OF_A_FAULT:
+        if self._too_many(said, now):
             for accused in self._nodes.values():
                 if accused.accused_by == owner and now < accused.until:
                     accused.acquit(now)
@@ -147,6 +151,38 @@ class Health:
         record.runs, record.accused_by = frozenset((run_id,)), owner
         record.reason = f"an engine on it was set aside: {reason}; for {sentence_s:g} s"
         return record.reason
+
+    def _too_many(self, said: dict[str, float], now: float) -> bool:
+        """Whether one owner says so of more nodes than can be their fault. `said`: by node, when; what is over leaves it."""
+        for node, at in list(said.items()):
+            if now >= max(at + self._rules.quarantine_s, self._nodes[node].until):
+                del said[node]
+        return len(said) > NODES_OF_A_FAULT
+
+    def _blames(self, node: str, record: _Record, now: float) -> bool:
+        """Whether these deaths, enough for a quarantine, are the node's doing. Those of an owner whose engines die on many are not."""
+        owners = {self._owner(run) for _, run in record.deaths}
+        if len(owners) > 1:
+            owners -= {owner for owner in owners if self._too_many(self._alone.get(owner, {}), now)}
+            record.deaths = [(at, run) for at, run in record.deaths if self._owner(run) in owners]
+        if len(record.deaths) < self._rules.quarantine_after:
+            return False
+        if len(owners) > 1 or _SITE in owners:
+            for one in owners:
+                self._alone.get(one, {}).pop(node, None)
+            return True
+        (owner,) = owners
+        alone = self._alone.setdefault(owner, {})
+        alone[node] = now
+        if not self._too_many(alone, now):
+            return True
+        record.deaths = []
+        for other in alone:
+            held = self._nodes[other]
+            since = {run for at, run in held.deaths if now - at < self._rules.quarantine_s}
+            if now < held.until and not held.accused_by and {*map(self._owner, held.runs | since)} == {owner}:
+                held.acquit(now)
+        return False
 
     def _sentence(self, record: _Record, strikes: int, now: float) -> float:
         """Quarantine a node; returns for how many seconds."""
@@ -287,8 +323,10 @@ class Health:
         return [one for one in both if one is not None and one.set_up]
 
     def doubted(self, now: float) -> frozenset[str]:
-        """Nodes that are tried last: engines could not start there, and whether others can is not known."""
-        return self._set_ups.doubted(now)
+        """Nodes that are tried last: engines could not start there, and whether others can is not known; or one owner's died there, and
+        on too many others to blame these."""
+        died = (alone.keys() for alone in self._alone.values() if self._too_many(alone, now))
+        return self._set_ups.doubted(now).union(*died)
 
     def backoff(self) -> tuple[float, str]:
         """(Unix s before which nothing is submitted, why); (0, "") when there is no back-off.
