@@ -409,12 +409,13 @@ class PolicyDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker is or was: the GPU of one that has left may be the wrong one."""
+    """Where a worker is or was: the GPU of one that has left may be the wrong one. `node`: as its hello named it."""
 
     kind: str
     node: str
     slot: str
     intent_id: str
+    incarnation: int
     job_id: int
 
 

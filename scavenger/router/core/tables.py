@@ -15,7 +15,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.protocol.messages import Assign, GroupDone, Message
 from scavenger.router.core.events import (
-    CondemnedNode,
+    CondemnedEngine,
     Fill,
     ReadHistory,
     RouterAction,
@@ -65,7 +65,7 @@ class Core:
         # Harvested engines that are gone, for the harvester, which accounts for their GPUs.
         self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
         # Nodes of harvested engines that were set aside, for the harvester, which chooses nodes.
-        self.condemned: deque[CondemnedNode] = deque(maxlen=MAX_LIVED)
+        self.condemned: deque[CondemnedEngine] = deque(maxlen=MAX_LIVED)
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
