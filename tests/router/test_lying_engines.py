@@ -9,8 +9,17 @@ import pytest
 from scavenger.errors import WireError
 from scavenger.policy.forecast.speed import CurveFit
 from scavenger.policy.interface import EngineProgress, Fact, Toggled
-from scavenger.protocol.messages import Heartbeat, Held, Lease, decode_to_daemon, encode
+from scavenger.protocol.messages import (
+    Heartbeat,
+    Held,
+    Lease,
+    SampleFailed,
+    WeightsFailed,
+    decode_to_daemon,
+    encode,
+)
 from scavenger.router.core import workers
+from scavenger.router.core.events import JobGone
 from scavenger.router.core.state import Worker
 from tests.router.harness import Bench, started
 
@@ -72,6 +81,42 @@ def test_durations_are_bounded_and_only_a_reserved_engine_tells_of_wakings(
         assert engine(bench).weights.pause_s == 3600.0
         beat(bench, 10, lease, 1, wake_s=4.0)
         assert [fact.seconds for fact in told if isinstance(fact, Toggled)] == wakings
+
+
+def refused_by(bench: Bench, conn: int, intent: str, **how: Any) -> bool:
+    """An engine of this key refuses a version. Whether the run is stopped."""
+    bench.hello(conn, session=f"x{conn}", intent=intent, **how)
+    bench.say(conn, WeightsFailed(2, "no", refused=True))
+    return bool(bench.router.core.runs["r"].stopped)
+
+
+def test_one_key_that_names_many_nodes_and_lives_refuses_a_version_once() -> None:
+    bench = started()
+    bench.join(10)
+    bench.publish(2, 1)
+    assert not any(refused_by(bench, 20 + n, "evil", node=f"m{n}", incarnation=n) for n in range(12))
+    assert not refused_by(bench, 40, "second", node="m1")
+    assert refused_by(bench, 41, "third", node="n3"), "three keys on three nodes do"
+
+
+def test_lives_of_a_key_that_the_scheduler_ended_count_each() -> None:
+    bench = started()
+    bench.join(10)
+    bench.publish(2, 1)
+    for life in range(3):
+        assert refused_by(bench, 20 + life, "job", node=f"n{life}", incarnation=life) == (life == 2)
+        bench.handle(JobGone("job", life, "preempted", crashed=False))
+
+
+def test_samples_that_one_key_fails_on_nodes_that_it_makes_up_fail_on_one_node() -> None:
+    bench = started(n=1, poison_after=3)
+    for n in range(5):
+        for lease in bench.join(30 + n, session=f"y{n}", intent="evil", node=f"m{n}"):
+            bench.say(30 + n, SampleFailed(lease.sample_id, lease.epoch, "bad"))
+    (sample,) = bench.router.core.samples.values()
+    assert sample.failures > 3
+    assert sample.failed_nodes == {"m0"}
+    assert not bench.router.core.runs["r"].stopped
 
 
 @pytest.mark.parametrize("pace", [float("nan"), float("inf"), -1.0])

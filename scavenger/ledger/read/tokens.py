@@ -24,8 +24,9 @@ Format = Literal["ids", "text", "json"]
 
 
 def show(url: str, sample_id: int, format: Format = "ids") -> str:
-    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded, control characters replaced. "json": one object, with the
-    prompt's tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the sample belongs.
+    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded, control characters replaced. "json": one
+    object, with the prompt's tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the
+    sample belongs.
 
     Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
     """

@@ -268,8 +268,8 @@ class Version:
     #: Digest of what its trainer makes of adapters and base; empty: it states none, and nothing is compared.
     merged: bytes = b""
     proved: bool = False  # an engine holds it as it was published
-    #: Worker id -> node of the engines that had all of it and would not serve it; empty as soon as one does.
-    refusers: dict[int, str] = field(default_factory=dict)
+    #: Life (`Core.life_of`) -> node of the engines that had all of it and would not serve it; empty as soon as one does.
+    refusers: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
