@@ -36,6 +36,7 @@ SHARED = {
 #: Inside `scavenger`, from the bottom up: a part imports from parts before it only, and from itself.
 ORDER = (
     "errors",
+    "printable",
     "parsing",
     "backoff",
     "sizing",

@@ -22,6 +22,7 @@ from scavenger.cli import checkpoint, doctor, drain, init, join, ledger, simulat
 from scavenger.cli import keys as cli_keys
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, removed
 from scavenger.errors import ConfigError, ScavengerError
+from scavenger.printable import printable
 from scavenger.protocol import keys
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def main() -> None:
     try:
         app()
     except ScavengerError as error:
-        err.print(f"scavenger: {error}", markup=False)
+        err.print(printable(f"scavenger: {error}"), markup=False)
         sys.exit(error.exit_code)
 
 

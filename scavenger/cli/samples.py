@@ -18,6 +18,7 @@ from scavenger.ledger import store
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reader import SampleRow
 from scavenger.ledger.read.tokens import load_tokenizer
+from scavenger.printable import escaped, printable
 
 
 def lines(url: str, run: str, step: int, group: int | None, purpose: str, *, jsonl: bool) -> Iterator[str]:
@@ -41,12 +42,14 @@ def lines(url: str, run: str, step: int, group: int | None, purpose: str, *, jso
     for row in rows:
         item = describe(row, tokenizer)
         if jsonl:
-            yield json.dumps(item, ensure_ascii=False)
+            yield escaped(json.dumps(item, ensure_ascii=False))
             continue
         if row.group_id != shown:
             shown = row.group_id
-            yield f"group {row.prompt_index} (retry {row.retry})  prompt: {item['prompt']!r}  meta: {row.meta}"
-        yield _line(item)
+            yield printable(
+                f"group {row.prompt_index} (retry {row.retry})  prompt: {item['prompt']!r}  meta: {row.meta}"
+            )
+        yield printable(_line(item))
 
 
 def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:

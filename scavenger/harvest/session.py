@@ -53,7 +53,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand, within_owners
 from scavenger.policy.idle_gpus import Idling
 from scavenger.protocol.messages import RUN_NAME_PATTERN
-from scavenger.router.core.events import CondemnedNode, IntentRevoked, RouterEvent, WorkerLife
+from scavenger.router.core.events import CondemnedEngine, IntentRevoked, RouterEvent, WorkerLife
 
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
 #: For each connected worker, by intent: how many samples it generates, and since when it has none (Unix s).
@@ -161,7 +161,7 @@ class HarvestSession:
         view: ClusterView,
         leases: Leases,
         lives: Sequence[WorkerLife],
-        condemned: Sequence[CondemnedNode],
+        condemned: Sequence[CondemnedEngine],
         now: float,
     ) -> Output:
         """What a view shows of our jobs. The router's word comes first: `lives` are the engines of our jobs that have registered,

@@ -26,6 +26,7 @@ from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
 from scavenger.observe.training import TrainingJob
+from scavenger.printable import printable
 from scavenger.protocol import keys
 
 
@@ -256,7 +257,8 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         *map(shares, s.gpu_memory),
         *map(paused, s.weights_pauses),
     ]
-    return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
+    said = [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
+    return list(map(printable, said))
 
 
 def harvested(status: Status, now: float, gone: str) -> list[str]:

@@ -121,6 +121,16 @@ def test_each_growth_of_the_restart_count_is_one_preemption(seen: int) -> None:
     )
 
 
+def test_an_engine_does_not_say_where_a_job_ran_that_was_submitted_for_one_node() -> None:
+    w = Watch()
+    w.tracker.intend(intended(A, 0.0, pinned="node7"), 0.0)
+    w.tracker.submitted(A, 1, 0.0)
+    w.see(60.0, ours(A, 1))
+    w.tracker.heard([engine(70.0, 90.0, node="somebody-elses")])
+    w.see(120.0, back(put_back_at=100.0))
+    assert [node for _, node, *_ in spans(w)] == ["node7"]
+
+
 def test_a_count_that_cannot_be_is_no_flood_of_rows() -> None:
     w = Watch()
     w.submit(A, 1)

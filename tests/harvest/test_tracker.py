@@ -17,7 +17,7 @@ from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.tracker import Output, Tracker, TrackerRules
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
-from scavenger.router.core.events import CondemnedNode, WorkerLife
+from scavenger.router.core.events import CondemnedEngine, WorkerLife
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
 A, B = "scv-000000000000000a", "scv-000000000000000b"
@@ -900,17 +900,39 @@ def test_a_quick_look_is_expected_after_submissions_and_preemptions_but_not_whil
 
 
 def test_a_node_where_an_engine_computes_wrong_gets_no_engines_and_is_named_with_the_reason() -> None:
-    tracker = Tracker(RULES)
-    wrong = [CondemnedNode(1, "n1", 4, "its logprobs disagree", 0.0)]
+    w = Watch()
+    tracker = w.tracker
+    w.submit(A, 1)
+    w.see(60.0, running(start_time=50.0))
+    wrong = [CondemnedEngine(1, A, 0, 4, "its logprobs disagree", 0.0)]
     tracker.condemned(wrong, 100.0)
     (quarantined,) = tracker.health.quarantined(100.0)
-    assert quarantined[0] == "n1"
+    assert quarantined[0] == "node1"
     assert "an engine on it was set aside: its logprobs disagree" in quarantined[1]
     over = 101.0 + RULES.health.quarantine_s
     tracker.condemned(wrong, over)
     assert not tracker.health.quarantined(over), "each is heard once"
-    tracker.condemned([*wrong, CondemnedNode(2, "n1", 4, "again", over)], over)
+    tracker.condemned([*wrong, CondemnedEngine(2, A, 0, 4, "again", over)], over)
     assert tracker.health.quarantined(over + 1.5 * RULES.health.quarantine_s), "twice as long"
+
+
+def test_the_node_that_is_charged_is_where_slurm_ran_that_life_whatever_its_engine_says() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(60.0, running(start_time=50.0))
+    w.tracker.heard([WorkerLife(A, 0, "somebody-elses", 55.0, 59.0)])
+    w.see(70.0, ours(A, 1, restart_count=1, reason="BeginTime"))
+    w.see(90.0, running(restart_count=1, nodes=("node2",), start_time=80.0))
+    w.tracker.condemned([CondemnedEngine(1, A, 7, 4, "of a life that was not", 95.0)], 95.0)
+    assert not w.tracker.health.quarantined(95.0)
+    w.tracker.condemned([CondemnedEngine(2, A, 0, 4, "its logprobs disagree", 100.0)], 100.0)
+    assert [node for node, _ in w.tracker.health.quarantined(100.0)] == ["node1"], (
+        "its second life is elsewhere"
+    )
+    again = Tracker(RULES)
+    again.restore([rec.OpenIntent(intended(A, 10.0), 1, "RUNNING", 1, "node2", True, 80.0, 1)], 200.0)
+    again.condemned([CondemnedEngine(1, A, 1, 4, "after a restart", 201.0)], 201.0)
+    assert [node for node, _ in again.health.quarantined(201.0)] == ["node2"]
 
 
 def test_the_word_of_one_owner_keeps_two_nodes_from_others_at_most() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import sqlalchemy as sa
@@ -323,3 +324,16 @@ def test_a_time_is_a_date_in_utc_or_so_long_ago() -> None:
 def test_reports_lie_where_an_admin_looks_for_them() -> None:
     assert Path(resources.path("sql/reports")).is_dir()
     assert len(queries.report_names()) >= 10
+
+
+@pytest.mark.parametrize("format", ["table", "csv"])
+def test_what_an_engine_says_does_not_drive_the_terminal_of_who_reads_a_report(
+    tmp_path: Path, format: Literal["table", "csv"]
+) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.sqlite3"
+    said = "\x1b]0;title\x07\x1b[2J\x9b2J\u202e質問\tok"
+    written(url, [*everything(), [r.Event("weights_failed", 0, "worker 1", said, "{}", T0)]])
+    shown = report(url, "events", format)
+    assert "質問" in shown
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
+    assert any(row.get("reason") == said for row in answers(url, "events")), "JSON says it exactly"

@@ -220,6 +220,26 @@ def test_what_a_resume_from_a_checkpoint_that_is_really_kept_needs_is_not_droppe
     assert (201,) in fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0")
 
 
+@pytest.mark.parametrize("jsonl", [False, True])
+def test_a_sample_s_lines_hold_no_control_characters(tmp_path: Path, jsonl: bool) -> None:
+    words = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"\x9b2J": 7, "eight": 8, "nine": 9}, unk_token="eight")).save(str(words))
+    history = [
+        msgspec.structs.replace(x, tokenizer=str(words))
+        if isinstance(x, r.RunCreated)
+        else msgspec.structs.replace(x, node="\x1b[2Jn3")
+        if isinstance(x, r.WorkerJoined)
+        else x
+        for x in training()[0]
+    ]
+    other = f"sqlite:///{tmp_path}/other.sqlite3"
+    written(other, [history, *training()[1:]])
+    shown = list(samples.lines(other, "sorting", 1, None, "train", jsonl=jsonl))
+    assert "n3" in shown[-1]
+    assert all(line.isprintable() or "\ufffd" in line for line in shown)
+    assert not {"\x1b", "\x9b"} & set("".join(shown))
+
+
 def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Path) -> None:
     words = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))

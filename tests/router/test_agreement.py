@@ -83,7 +83,9 @@ def test_the_ledger_has_the_numbers_and_the_node_is_charged() -> None:
     assert found["samples"] == 8
     (event,) = [e for e in bench.ledger.events if e.kind == "engine_set_aside"]
     assert event.reason == decision.reason
-    assert [(one.node, one.number) for one in bench.router.core.condemned] == [("n21", 1)]
+    assert [(one.intent_id, one.incarnation, one.number) for one in bench.router.core.condemned] == [
+        ("job21", 0, 1)
+    ]
 
 
 def test_a_report_that_is_repeated_changes_nothing_and_names_it_again() -> None:
@@ -97,7 +99,7 @@ def test_an_engine_that_left_is_named_and_its_node_is_charged() -> None:
     bench = bench_with()
     bench.say(21, Goodbye("SIGTERM", True))
     assert [one.worker_id for one in report(bench).suspects] == [1]
-    assert [one.node for one in bench.router.core.condemned] == ["n21"]
+    assert [one.intent_id for one in bench.router.core.condemned] == ["job21"]
 
 
 def test_workers_of_another_run_and_engines_that_agree_are_left_alone() -> None:

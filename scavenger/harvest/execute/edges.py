@@ -23,7 +23,7 @@ from scavenger.harvest.execute.job_script import drop_empty_log
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.protocol import keys
-from scavenger.router.core.events import CondemnedNode, PeerIdentity, RouterEvent, WorkerLife
+from scavenger.router.core.events import CondemnedEngine, PeerIdentity, RouterEvent, WorkerLife
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class RouterLink:
     register: Callable[[str, PeerIdentity], None]
     unregister: Callable[[str], None]
     lives: Callable[[], Sequence[WorkerLife]] = tuple
-    condemned: Callable[[], Sequence[CondemnedNode]] = tuple
+    condemned: Callable[[], Sequence[CondemnedEngine]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

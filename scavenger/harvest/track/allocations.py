@@ -12,6 +12,7 @@ Owns the rules for that, and what they say of nodes (`health`) and of preemption
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from scavenger.cluster.model import Job, JobState
 from scavenger.harvest.decide.actions import DrainKind
@@ -22,6 +23,7 @@ from scavenger.harvest.track.node_health import Health
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
+from scavenger.router.core.events import WorkerLife
 
 #: An engine that failed sooner than this after its start "died at once".
 SHORT_LIFE_S = 60.0
@@ -29,14 +31,22 @@ SHORT_LIFE_S = 60.0
 GOODBYE_S = 5.0
 #: Lives that one poll can tell of after the fact. Slurm itself holds a job that it put back a few times; a malformed count is no flood.
 MOST_MISSED = 100
+#: Incarnations whose nodes are remembered, the newest: an engine may be found wrong when it has left.
+MOST_NODES = 20_000
 
 
 class Allocations:
-    """See the module. `preempted`: when, as far as this daemon has seen it."""
+    """See the module. `preempted`: when, as far as this daemon has seen it. `nodes`: where incarnations of intents ran, as Slurm said."""
 
     def __init__(self, health: Health) -> None:
         self.health = health
         self.preempted: deque[float] = deque(maxlen=10_000)
+        self.nodes: dict[tuple[str, int], str] = {}
+
+    def ran(self, intent_id: str, incarnation: int, node: str) -> None:
+        self.nodes[intent_id, incarnation] = node
+        if len(self.nodes) > MOST_NODES:
+            del self.nodes[next(iter(self.nodes))]
 
     def follow(self, draft: Draft, one: Tracked, job: Job, observed: ObservedState, lost: set[str]) -> None:
         allocation = one.allocation
@@ -108,6 +118,7 @@ class Allocations:
 
     def _take(self, draft: Draft, one: Tracked, job: Job) -> Allocation:
         node = job.nodes[0] if job.nodes else ""
+        self.ran(one.intent_id, job.restart_count, node)
         worker = one.workers.get(job.restart_count)
         latest = draft.now if worker is None else min(draft.now, max(worker.joined_at, one.free_at))
         started_at = between(job.start_time or latest, one.free_at, latest)
@@ -130,12 +141,13 @@ class Allocations:
             put_back_at = between(job.submit_time, one.free_at, draft.now) if job.submit_time > 0 else 0.0
             last = incarnation == job.restart_count - 1
             worker = one.workers.get(incarnation)
-            unseen = Allocation(incarnation, worker.node if worker is not None else "", one.free_at)
+            unseen = Allocation(incarnation, _claimed(one, worker), one.free_at)
             why = (observed_jobs.held_word(job) if last else "") or self._requeued_by(one, unseen, lost)
             within = (one.free_at, put_back_at or draft.now)
             self._unseen(draft, one, incarnation, why, within, put_back_at if last else 0.0)
             if last and observed_jobs.launch_failed(job):
-                self._not_launched(draft, one, unseen, job)
+                # No engine of it can have said where that was.
+                self._not_launched(draft, one, replace(unseen, node=one.pinned), job)
 
     def _unseen(
         self,
@@ -153,9 +165,8 @@ class Allocations:
         started_at = life[0] if life else ended_at or low
         end = ended_at or (life[1] if life else started_at)
         gpus = one.intended.gpus
-        allocation = self._begin(
-            draft, one, incarnation, worker.node if worker is not None else one.pinned, gpus, started_at
-        )
+        node = _claimed(one, worker) or one.pinned
+        allocation = self._begin(draft, one, incarnation, node, gpus, started_at)
         self._bounded(
             draft,
             one,
@@ -367,6 +378,12 @@ class Allocations:
         failed = FailedStart(one.intent_id, one.intended.run_id, one.job_id, allocation.node, code, lived_s)
         draft.failed_starts.append(failed)
         self.health.could_not_begin(failed, draft.now)
+
+
+def _claimed(one: Tracked, worker: WorkerLife | None) -> str:
+    """Where a life was that no poll showed: as its engine says, until Slurm's accounting is asked. A job that was submitted for one node
+    ran there, whatever its engine says."""
+    return one.intended.pinned or (worker.node if worker is not None else "")
 
 
 def job_gpus(one: Tracked) -> int:

@@ -40,7 +40,7 @@ from scavenger.harvest.track.node_health import Health, HealthRules
 from scavenger.harvest.track.observed_jobs import ObservedState, Stage
 from scavenger.harvest.track.set_up import FailedStart
 from scavenger.ledger import records as rec
-from scavenger.router.core.events import CondemnedNode, JobGone, WorkerLife
+from scavenger.router.core.events import CondemnedEngine, JobGone, WorkerLife
 
 #: A job that has waited in the queue for longer than this may wait for hours: it is no reason to poll often.
 EXPECTED_S = 180.0
@@ -164,6 +164,7 @@ class Tracker:
             if state.allocation_open:
                 # Of the time between our predecessor's last poll and our first one Slurm tells, or the job's engine.
                 one.allocation = Allocation(state.last_allocation, state.node, state.allocated_since)
+                self._allocations.ran(one.intent_id, state.last_allocation, state.node)
                 one.held_at = max(state.allocated_since, state.polled_at)
                 one.worked = (
                     True  # unknown; and if it leaves now, then perhaps because our predecessor asked it to
@@ -406,12 +407,14 @@ class Tracker:
                 if life.ready and one.allocation is not None and life.incarnation == one.last_allocation:
                     self._works(one, one.allocation)
 
-    def condemned(self, nodes: Iterable[CondemnedNode], now: float) -> None:
-        """What the router knows of nodes where an engine computed wrong numbers; each is heard once."""
-        for one in nodes:
+    def condemned(self, engines: Iterable[CondemnedEngine], now: float) -> None:
+        """What the router knows of engines that computed wrong numbers; each is heard once. The node is the one where Slurm ran it."""
+        for one in engines:
             if one.number > self._condemned:
                 self._condemned = one.number
-                self.health.condemned(one.node, one.reason, now, one.run_id)
+                node = self._allocations.nodes.get((one.intent_id, one.incarnation), "")
+                if node:
+                    self.health.condemned(node, one.reason, now, one.run_id)
 
     def to_account(self) -> tuple[int, ...]:
         """Jobs of which accounting may tell more than we saw."""

@@ -23,6 +23,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.read.reader import QueryResult, rows
 from scavenger.ledger.store import MAINTENANCE_S, contradiction, open_readonly
+from scavenger.printable import printable
 
 Format = Literal["table", "csv", "json"]
 _WIDTH = 200
@@ -71,7 +72,7 @@ def check(url: str) -> list[str]:
     try:
         if found := _check_revision(engine):
             return found
-        return [*_check_storage(engine), *_check_contents(engine)]
+        return list(map(printable, [*_check_storage(engine), *_check_contents(engine)]))
     finally:
         engine.dispose()
 
@@ -160,7 +161,11 @@ def _shown(column: str, value: Any) -> str:
             .removesuffix("+00:00")
         )
     value = _plain(value)
-    return f"{value:,}" if isinstance(value, int) and not column.endswith(("id", "step")) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not column.endswith(("id", "step"))
+        else printable(str(value))
+    )
 
 
 def _as_table(question: str, result: QueryResult) -> str:
@@ -196,7 +201,10 @@ def _as_csv(question: str, result: QueryResult) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(result.columns)
-    writer.writerows([_plain(value) for value in row] for row in result.rows)
+    writer.writerows(
+        [printable(value) if isinstance(value, str) else _plain(value) for value in row]
+        for row in result.rows
+    )
     return out.getvalue()
 
 

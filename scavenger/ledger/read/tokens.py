@@ -17,14 +17,16 @@ from scavenger.ledger import queries
 from scavenger.ledger.read.reader import Piece, join_chunks, rows
 from scavenger.ledger.read.reports import utc
 from scavenger.ledger.store import open_readonly
+from scavenger.printable import printable
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 
 Format = Literal["ids", "text", "json"]
 
 
 def show(url: str, sample_id: int, format: Format = "ids") -> str:
-    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded. "json": one object, with the prompt's
-    tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the sample belongs.
+    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded, control characters replaced. "json": one
+    object, with the prompt's tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the
+    sample belongs.
 
     Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
     """
@@ -44,7 +46,9 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
     if format == "ids":
         return " ".join(map(str, ids)) + "\n"
     if format == "text":
-        return str(load_tokenizer(sample["tokenizer"]).decode(list(ids), skip_special_tokens=False)) + "\n"
+        return (
+            printable(load_tokenizer(sample["tokenizer"]).decode(list(ids), skip_special_tokens=False)) + "\n"
+        )
     place = {name: sample[name] for name in _PLACE}
     said = {"prompt": unpack_tokens(bytes(sample["prompt"])), "tokens": ids}
     told = {

@@ -13,6 +13,7 @@ which is what placement, offload and the window reckon with. Priors are stated b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -66,27 +67,39 @@ class CurveFit:
     #: Weight of the prior on each coefficient, in measurements; and how much a measurement counts after the next.
     PRIOR = 0.02
     KEEP = 0.995
+    #: A step that is so many times shorter than those before, batch and context considered, is not one of this kind of engine: as weights
+    #: grow with the square of the pace, a single wrong one would outweigh thousands. Many in a row move the mean, and then count.
+    MOST_FASTER = 20.0
+    LEAST_SEEN = 20
 
     def __init__(self) -> None:
         self._gram = [[0.0] * 3 for _ in range(3)]
         self._right = [0.0] * 3
         self._scale_sum = self._weight = 0.0
+        self._log_sum = self._log_weight = 0.0  # of all that was measured
         self.seen = 0
 
     def observe(self, batch: float, context: float, step_s: float) -> None:
         """One measurement: the mean seconds of a step with this batch and context."""
         if batch <= 0 or step_s <= 0 or context < 0:
             raise ValueError(f"a decode step of {step_s} s with {batch} sequences and {context} tokens")
+        scale = step_s / SpeedCurve(*PRIOR_STEP).step_s(batch, context)
+        if self._too_fast(scale):
+            return
         row = [_SCALE[0] / step_s, _SCALE[1] * batch / step_s, _SCALE[2] * context / step_s]
         for i in range(3):
             self._right[i] = self.KEEP * self._right[i] + row[i]
             for j in range(3):
                 self._gram[i][j] = self.KEEP * self._gram[i][j] + row[i] * row[j]
-        self._scale_sum = self.KEEP * self._scale_sum + step_s / SpeedCurve(*PRIOR_STEP).step_s(
-            batch, context
-        )
+        self._scale_sum = self.KEEP * self._scale_sum + scale
         self._weight = self.KEEP * self._weight + 1.0
         self.seen += 1
+
+    def _too_fast(self, scale: float) -> bool:
+        mean = self._log_sum / self._log_weight if self.seen >= self.LEAST_SEEN else -math.inf
+        self._log_sum = self.KEEP * self._log_sum + math.log(scale)
+        self._log_weight = self.KEEP * self._log_weight + 1.0
+        return math.log(scale) < mean - math.log(self.MOST_FASTER)
 
     def curve(self, prior: SpeedCurve | None = None) -> SpeedCurve:
         """The line that fits best. `prior`: of another kind of engine, for what was not measured on this one."""

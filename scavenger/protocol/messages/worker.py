@@ -124,7 +124,7 @@ class Heartbeat(Message, frozen=True):
     held: tuple[Held, ...]
     progress: int
     loaded_version: int
-    tokens_per_s: float = 0.0
+    tokens_per_s: Rate = 0.0
     heard: int = 0
     wake_s: Rate = 0.0
     memory: Memory = "awake"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from scavenger.policy.agreement import MOST_WORKERS, AgreementSpan, SuspectWorker
 from scavenger.protocol.messages import ReportAgreement, Revoke, RunStopped, Suspect, Suspects, words
 from scavenger.router.core import decision_log, samples, worker_commands
-from scavenger.router.core.events import CondemnedNode
+from scavenger.router.core.events import CondemnedEngine
 from scavenger.router.core.state import ActiveRun, Place, Worker
 from scavenger.router.core.tables import Core
 
@@ -24,14 +24,15 @@ REMEDY = (
 
 
 #: It left before this daemon began: its samples are masked, and no node is charged.
-GONE = Place("", "", "", "", 0)
+GONE = Place("", "", "", "", 0, 0)
 
 
 def joined(worker: Worker) -> None:
     """Remember where a worker is."""
     places = worker.run.agreement.places
+    process = worker.process
     places[worker.id] = Place(
-        worker.kind, worker.node, worker.slot, worker.process.intent_id, worker.process.job_id
+        worker.kind, worker.node, worker.slot, process.intent_id, process.incarnation, process.job_id
     )
     while len(places) > MOST_WORKERS:
         places.popitem(last=False)
@@ -81,7 +82,9 @@ def _act(core: Core, run: ActiveRun, verdict: SuspectWorker, place: Place, *, re
         _set_aside(core, worker, f"set aside: {reason}")
     if place.kind == "harvested":
         number = core.condemned[-1].number + 1 if core.condemned else 1
-        core.condemned.append(CondemnedNode(number, place.node, run.id, reason, core.now))
+        core.condemned.append(
+            CondemnedEngine(number, place.intent_id, place.incarnation, run.id, reason, core.now)
+        )
     elif place.kind == "reserved":
         _count_reserved(core, run, place, reason)
 

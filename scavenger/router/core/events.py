@@ -18,11 +18,13 @@ from scavenger.protocol.messages import Assign, Call, GroupDone, Message, Worker
 
 
 @dataclass(frozen=True, slots=True)
-class CondemnedNode:
-    """A harvested engine of this run was set aside on the node: its numbers are wrong. `number`: grows by one; `at`: Unix seconds."""
+class CondemnedEngine:
+    """A harvested engine of this run was set aside: its numbers are wrong. `number`: grows by one; `at`: Unix seconds. On which node it ran
+    is for the scheduler to say: what its hello named may be another's."""
 
     number: int
-    node: str
+    intent_id: str
+    incarnation: int
     run_id: int
     reason: str
     at: float

@@ -236,6 +236,7 @@ class Router:
         return [w for w in self.core.workers.values() if w.process.intent_id == intent_id]
 
     def _job_gone(self, event: JobGone) -> None:
+        self.core.life_over(event.intent_id, event.incarnation)
         for worker in self._of_intent(event.intent_id):
             if worker.process.incarnation <= event.incarnation:
                 workers.gone(self.core, worker, event.reason, crashed=event.crashed)

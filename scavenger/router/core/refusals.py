@@ -33,8 +33,9 @@ def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
     run, known = worker.run, worker.run.weights.versions.get(version)
     if known is None or known.proved or run.stopped:
         return
-    known.refusers[worker.id] = worker.node
-    if not _by_enough(run, known):
+    life, node = core.life_of(worker)
+    known.refusers[life] = node
+    if not _by_enough(core, run, known):
         return
     nodes, last = len(set(known.refusers.values())), reason.partition("\n")[0]
     run.stopped = words(
@@ -47,9 +48,9 @@ def refused(core: Core, worker: Worker, version: int, reason: str) -> None:
     core.send_durable(run.trainer.conn, RunStopped(run.stopped, run.stop_remedy))
 
 
-def _by_enough(run: ActiveRun, known: Version) -> bool:
+def _by_enough(core: Core, run: ActiveRun, known: Version) -> bool:
     nodes = len(set(known.refusers.values()))
     if nodes >= run.settings.poison_after or len(known.refusers) >= LIVES_A_NODE * run.settings.poison_after:
         return True
-    others = any(worker.id not in known.refusers for worker in run.workers.values())
+    others = any(core.life_of(worker)[0] not in known.refusers for worker in run.workers.values())
     return nodes >= LEAST_NODES and not others

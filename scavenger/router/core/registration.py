@@ -187,7 +187,12 @@ def _hello_fault(core: Core, identity: PeerIdentity, hello: WorkerHello) -> Reje
         return Rejected(why, "run workers and daemon of one release")
     numbers = (hello.incarnation, hello.job_id, hello.gpus)
     names = (hello.session, hello.node, hello.engine, hello.slot)
-    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, names)) > 256 or not hello.session:
+    if (
+        not all(0 <= n < _INT_LIMIT for n in numbers)
+        or max(map(len, names)) > 256
+        or not hello.session
+        or not all(map(str.isprintable, names))
+    ):
         return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
     if identity.role == "worker" and identity.run != hello.run:
         return Rejected(

@@ -361,7 +361,7 @@ def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, cr
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
     run = sample.group.run
-    if crashed and worker is not None and charge(core, sample, worker.node):
+    if crashed and worker is not None and charge(core, sample, core.life_of(worker)[1]):
         poison(core, sample, reason)
         return
     run.queue.add(sample)

@@ -268,8 +268,8 @@ class Version:
     #: Digest of what its trainer makes of adapters and base; empty: it states none, and nothing is compared.
     merged: bytes = b""
     proved: bool = False  # an engine holds it as it was published
-    #: Worker id -> node of the engines that had all of it and would not serve it; empty as soon as one does.
-    refusers: dict[int, str] = field(default_factory=dict)
+    #: Life (`Core.life_of`) -> node of the engines that had all of it and would not serve it; empty as soon as one does.
+    refusers: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -409,12 +409,13 @@ class PolicyDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker is or was: the GPU of one that has left may be the wrong one."""
+    """Where a worker is or was: the GPU of one that has left may be the wrong one. `node`: as its hello named it."""
 
     kind: str
     node: str
     slot: str
     intent_id: str
+    incarnation: int
     job_id: int
 
 

@@ -15,7 +15,7 @@ from scavenger.ledger import records as rec
 from scavenger.policy.interface import NewPolicy, Standard
 from scavenger.protocol.messages import Assign, GroupDone, Message
 from scavenger.router.core.events import (
-    CondemnedNode,
+    CondemnedEngine,
     Fill,
     ReadHistory,
     RouterAction,
@@ -65,7 +65,10 @@ class Core:
         # Harvested engines that are gone, for the harvester, which accounts for their GPUs.
         self.lived: deque[WorkerLife] = deque(maxlen=MAX_LIVED)
         # Nodes of harvested engines that were set aside, for the harvester, which chooses nodes.
-        self.condemned: deque[CondemnedNode] = deque(maxlen=MAX_LIVED)
+        self.condemned: deque[CondemnedEngine] = deque(maxlen=MAX_LIVED)
+        # Of harvested engines' intents: the newest incarnation that the scheduler said is over, and where each life was counted.
+        self._over: OrderedDict[str, int] = OrderedDict()
+        self._counted: OrderedDict[tuple[str, int], str] = OrderedDict()
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
@@ -89,6 +92,29 @@ class Core:
         self._actions_by_ticket: OrderedDict[int, list[RouterAction]] = OrderedDict()
         self._lengths_by_ticket: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()
         self._grants_by_ticket: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()
+
+    # ---- lives
+
+    def life_over(self, intent_id: str, incarnation: int) -> None:
+        """The scheduler says so."""
+        self._over[intent_id] = max(incarnation, self._over.pop(intent_id, -1))
+        if len(self._over) > MAX_LIVED:
+            self._over.popitem(last=False)
+
+    def life_of(self, worker: Worker) -> tuple[tuple[str, int], str]:
+        """As which engine and on which node a worker's failures count.
+
+        A harvested engine's hello says its incarnation and its node; whoever has its key could name others each time and pass for many
+        engines. Of one key another life begins when the scheduler has said that the one before is over, and a life has one node.
+        """
+        intent_id = worker.process.intent_id
+        if not intent_id:
+            return ("", worker.id), worker.node
+        life = (intent_id, min(worker.process.incarnation, self._over.get(intent_id, -1) + 1))
+        node = self._counted.setdefault(life, worker.node)
+        if len(self._counted) > MAX_LIVED:
+            self._counted.popitem(last=False)
+        return life, node
 
     # ---- effects of the event being handled
 

@@ -30,6 +30,10 @@ from scavenger.router.core.transitions import GpuMemoryState, WorkerStatus, Work
 MAX_DEPARTED = 4096
 #: A heartbeat is early when less than this share of the heartbeat interval passed since the last one, which then was late.
 LEAST_BEAT = 0.9
+#: A sample that gains more tokens a second than this does not say how fast engines are: no step of a model takes a fifth of a millisecond.
+MOST_SAMPLE_TOKENS_PER_S = 5000.0
+#: A waking or a pause for weights that is told to be longer counts as this long.
+MOST_TOLD_S = 3600.0
 #: The mean gain of an engine's samples between two heartbeats lies within this share of the largest (or within one token) when all of them
 #: ran throughout.
 ALIKE = 0.05
@@ -99,14 +103,18 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             continue
         here += 1
         length, reported = held.length, sample.reported
-        if length != reported:
-            if length > reported:
-                worker.engine.moved_at = now
-                gain = length - reported
-                gained += gain
-                if gain > most:
-                    most = gain
+        if length > reported:  # within a lease it only grows
+            budget = sample.group.sampling.max_tokens
+            if length > budget:
+                length = max(budget, reported)
+            worker.engine.moved_at = now
+            gain = length - reported
+            gained += gain
+            if gain > most:
+                most = gain
             sample.reported, sample.cached_view = length, None
+        else:
+            length = reported
         context += len(sample.group.prompt) // 4 + length
     if here < len(leases):
         _release_lost(core, worker, beat)
@@ -116,10 +124,11 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     worker.heartbeat.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.heartbeat.acks))
     _measure(core, worker, gained, most, context)
-    if beat.wake_s != worker.memory.wake_s:
-        worker.memory.wake_s = beat.wake_s
-        worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
-    worker.weights.pause_s = beat.weights_pause_s
+    wake_s = min(beat.wake_s, MOST_TOLD_S)
+    if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
+        worker.memory.wake_s = wake_s
+        worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
+    worker.weights.pause_s = min(beat.weights_pause_s, MOST_TOLD_S)
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
     worker_commands.steer(core, worker)
@@ -148,6 +157,7 @@ def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -
         and seconds >= LEAST_BEAT * core.limits.heartbeat_s
     )
     steady = steady and most * batch - gained <= max(ALIKE * most, 1.0) * batch
+    steady = steady and most <= MOST_SAMPLE_TOKENS_PER_S * seconds
     worker.heartbeat.at, worker.heartbeat.leases_changed = core.now, False
     if seconds <= 0:
         return

@@ -1,0 +1,22 @@
+"""Text of others on its way to a terminal. Pure.
+
+Engines and owners of runs choose reasons, names and prompts; what they choose must not drive the terminal of whoever reads it: clear it,
+set its title, turn the reading order.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: C0 and C1 controls but tab and newline, line separators, and the controls of the reading order.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with each control character replaced by U+FFFD; tabs and newlines stay."""
+    return _CONTROLS.sub("\ufffd", text)
+
+
+def escaped(json_text: str) -> str:
+    """JSON whose strings hold no control character either, and that says the same: control characters as JSON's escapes."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
