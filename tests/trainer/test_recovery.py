@@ -73,6 +73,7 @@ class Shards:
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self.tokenizer = ""
 
     def load(self, path: Path, updates_taken: int) -> None:
         self.loaded.append(path.name)
