@@ -61,7 +61,7 @@ def test_samples_end_at_their_texts_on_engines_that_find_no_model_folder_and_aft
         play.wait_for("some steps", lambda: play.steps_done(site) >= STEPS)
         done = play.cut_short(site, training)
         found = play.result(site).until(done)
-    undisturbed = _undisturbed(tmp_path / "undisturbed", small_model, done)
+    undisturbed = _undisturbed(tmp_path / "free", small_model, done)
     assert found == undisturbed
     tokenizer = Tokenizer.from_file(str(small_model / "tokenizer.json"))
     texts = [tokenizer.decode(list(unpack_tokens(tokens))) for tokens in found.tokens.values()]
