@@ -332,7 +332,12 @@ ENGINES = 'submit_socket = "/run/s"\nengines_user = "e"\nengines_dir = "/e"\n'
         ("", ENGINES, "needs daemon.public_dir"),
         ('public_dir = "/p"', ENGINES.replace('"/e"', '"e"'), "is relative"),
         ('public_dir = "/p"', ENGINES + 'backend = "pyslurm"\n', "need Slurm's commands"),
-        ('public_dir = "/p"', 'view_socket = "/run/v"\nlocal_dir = "/l"\n', "need Slurm's commands"),
+        (
+            'public_dir = "/p"',
+            'view_socket = "/run/v"\nview_user = "v"\nlocal_dir = "/l"\n',
+            "need Slurm's commands",
+        ),
+        ('public_dir = "/p"', 'view_socket = "/run/v"\n', "set together, or neither is"),
         ('public_dir = "/p"', ENGINES.replace('"e"', '"e;f"'), "engines_user"),
     ],
 )

@@ -154,7 +154,7 @@ def _slurm(
     from scavenger.doctor.rules import limits, run
 
     if (line := client.view_line(settings)) is not None:
-        wanted = dataclasses.replace(wanted, viewer=line.ask(wire.Greet(), wire.Greeting).user)
+        wanted = dataclasses.replace(wanted, viewer=line.ask(wire.Identify(), wire.Identity).user)
     facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
     if submit and not facts.answers["config"].error:  # else there is no Slurm to submit to
         changed = {

@@ -32,8 +32,9 @@ def slurm_proxy(
     command_timeout_s: Annotated[float, typer.Option(min=1, help="one Slurm command may take")] = 20.0,
 ) -> None:
     """Ask Slurm for the daemon as this Unix user, until it is ended: submit and cancel engines' jobs, or read the queue."""
-    from scavenger.cluster.proxy import client, server
+    from scavenger.cluster.proxy import server
     from scavenger.cluster.slurm.backend import SlurmCluster
+    from scavenger.cluster.unix_users import uid_of
     from scavenger.observe import logs
 
     logs.configure(os.environ)
@@ -41,7 +42,7 @@ def slurm_proxy(
         raise typer.BadParameter(f"{role!r}: one of submit, view")
     if (role == "submit") != (folder is not None):
         raise typer.BadParameter("--dir goes with --role submit, and is needed there")
-    allowed = pwd.getpwuid(client.uid_of(allow_user))
+    allowed = pwd.getpwuid(uid_of(allow_user))
     server.check_separate(allowed, os.getuid())
     cluster = SlurmCluster(timeout_s=command_timeout_s)
     part: server.SubmitRole | server.ViewRole

@@ -28,6 +28,11 @@ TOPOLOGY: Mapping[str, int] = {"topo_info": 1}
 SUBMIT: Mapping[str, int] = {"submit": 1}
 REQUEUE: Mapping[str, int] = {"requeue": 1}
 UPDATE: Mapping[str, int] = {"update_job": 1}
+KILL = "kill"  # one for each job of a cancellation
+#: All kinds of requests that are counted.
+REQUESTS = frozenset({KILL}).union(
+    *(NODES, PARTITIONS, JOBS, RESERVATIONS, CONFIG, TOPOLOGY, SUBMIT, REQUEUE, UPDATE)
+)
 
 
 class RpcCounter:

@@ -208,7 +208,11 @@ class ClusterSection(Section):
     nodes share: `--dir` of that process."""
     view_socket: Path | None = None
     """Socket of `scavenger slurm-proxy --role view`: it reads nodes and queue as a user who sees every job, and does
-    nothing else. None: the daemon reads them as its own user."""
+    nothing else. Needs `view_user`. None: the daemon reads them as its own user."""
+    view_user: Annotated[
+        str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$"), Allowed("user name")
+    ] = ""
+    """Unix user of that process. The daemon believes no other process at the socket."""
 
 
 class Hours(Section):
@@ -478,6 +482,8 @@ class DaemonConfig(Section):
             raise ValueError(
                 "cluster.submit_socket, engines_user and engines_dir are set together, or none is"
             )
+        if (c.view_socket is not None) != bool(c.view_user):
+            raise ValueError("cluster.view_socket and view_user are set together, or neither is")
         for name, path in (
             ("submit_socket", c.submit_socket),
             ("view_socket", c.view_socket),

@@ -27,7 +27,7 @@ from scavenger import __version__
 from scavenger.asyncio_helpers import within
 from scavenger.cluster.model import ClusterView
 from scavenger.cluster.port import Cluster
-from scavenger.cluster.proxy import client
+from scavenger.cluster.unix_users import own_user
 from scavenger.config import DaemonConfig
 from scavenger.daemon import ownership, process
 from scavenger.daemon.enrolment import Enrolment
@@ -553,7 +553,7 @@ class Daemon:
     def _harvester(self, server: RouterServer, uid: str) -> Harvester | None:
         if self.cluster is None or not self.config.harvest.enabled:
             return None
-        self._own_user = client.own_user()  # once: a directory that fails or is slow holds up no poll
+        self._own_user = own_user()  # once: a directory that fails or is slow holds up no poll
         router = server.router
         link = RouterLink(
             post=server.post,

@@ -89,6 +89,7 @@ class Site:
                     "engines_user": ENGINES,
                     "engines_dir": self.engines,
                     "view_socket": self.view,
+                    "view_user": VIEWER,
                 },
                 "harvest": {"partition": "scavenge", "python": str(self.python)},
             }
@@ -332,7 +333,7 @@ def test_an_operator_s_process_shows_the_daemon_the_jobs_that_private_data_hides
             return server.ViewRole(cluster, server.OperatorCheck(cluster.environment, 20.0))
 
         with listening_as(VIEWER, socket_path, made):
-            line = client.ProxyLine("view", socket_path, "", 20.0)
+            line = client.ProxyLine("view", socket_path, VIEWER, 20.0)
             proxied = client.ProxyCluster(own, line, None, DAEMON)
             assert do_as(DAEMON, lambda: [job.job_id for job in proxied.jobs()]) == f"[{theirs}]"
             assert do_as(DAEMON, lambda: "jobs" in own.info().private) == "True"

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scavenger.cluster import framing, job_logs
@@ -138,32 +139,38 @@ def life(job_id: int) -> JobLife:
         (framing.HEADER.pack(wire.MAX_REPLY_BYTES["submit"] + 1), "more than the bound"),
         (framing.HEADER.pack(4) + b"\xff" * 4, "malformed"),
         (framing.HEADER.pack(40) + b"x", "closed the connection"),
-        (framing.frame(wire.ProxyAnswer(wire.SubmitReply(7))), "replies SubmitReply to Greet"),
-        (framing.frame(wire.ProxyAnswer(wire.Greeting("submit", "e"), {"submit": 10**12})), ""),
+        (framing.frame(wire.ProxyAnswer(wire.SubmitReply(7))), "replies SubmitReply to Identify"),
+        (framing.frame(wire.ProxyAnswer(wire.Identity("submit", "e"), {"submit": 10**12})), ""),
+        (
+            framing.frame(
+                wire.ProxyAnswer(wire.Identity("submit", "e"), {f"made-up-{n}": 1 for n in range(9)})
+            ),
+            "",
+        ),
     ],
-    ids=["large", "malformed", "cut", "other", "counts"],
+    ids=["large", "malformed", "cut", "other", "counts", "names"],
 )
 def test_a_process_that_another_one_took_the_place_of_is_bounded(
     short: Path, sent: bytes, error: str
 ) -> None:
     """The engines' user may end its process and listen there itself."""
-    line = client.ProxyLine("submit", short / "s", "", 5.0)
+    line = client.ProxyLine("submit", short / "s", getpass.getuser(), 5.0)
     with replying(short / "s", lambda to: to.sendall(sent)):
         if error:
             with pytest.raises(ClusterUnavailable, match=error):
-                line.ask(wire.Greet(), wire.Greeting)
+                line.ask(wire.Identify(), wire.Identity)
         else:
-            assert line.ask(wire.Greet(), wire.Greeting).user == "e"
+            assert line.ask(wire.Identify(), wire.Identity).user == "e"
     assert line.rpc.total == 0
 
 
 @pytest.mark.parametrize(
-    ("request_sent", "error"), [(wire.Greet(), ClusterUnavailable), (wire.SubmitJob(SPEC), SubmitUnknown)]
+    ("request_sent", "error"), [(wire.Identify(), ClusterUnavailable), (wire.SubmitJob(SPEC), SubmitUnknown)]
 )
 def test_a_reply_that_comes_byte_by_byte_holds_the_daemon_no_longer_than_its_commands_may_take(
     short: Path, request_sent: wire.Request, error: type[ClusterError]
 ) -> None:
-    line = client.ProxyLine("submit", short / "s", "", 0.5 / client.COMMANDS)
+    line = client.ProxyLine("submit", short / "s", getpass.getuser(), 0.5 / client.COMMANDS)
     with replying(short / "s", lambda to: drip(to, framing.HEADER.pack(4000) + b"x" * 4000)):
         began = time.monotonic()
         with pytest.raises(error, match="timed out"):
@@ -353,7 +360,7 @@ def test_a_cancellation_of_many_jobs_is_counted_whole(short: Path) -> None:
     with served(short / "s", hands_of(short, Slurm())):
         line.ask(wire.CancelJobs(many), wire.DoneReply)
     assert line.rpc.counts() == {"kill": len(many)}
-    assert wire.most_rpc(wire.Greet()) == wire.MOST_RPC
+    assert wire.most_rpc(wire.Identify()) == wire.MOST_RPC
 
 
 @pytest.mark.parametrize("prefix", ["#SBATCH", "#SLURM", "#PBS", "#BSUB", "#SBATCHES", "#PBS\t"])
@@ -366,3 +373,21 @@ def test_a_script_with_options_of_any_batch_system_is_refused(prefix: str) -> No
     with pytest.raises(ClusterError, match="lines, which could change any option") as found:
         rules.check(JobSpec("scv-a", "", "scavenge", script, output=SPEC.output, workdir="/e"))
     assert f"has {prefix[:4]}" in found.value.cause
+
+
+def test_a_name_with_a_newline_behind_it_is_no_job_s() -> None:
+    pair = keys.generate("run", "scv-a")
+    for name, is_taken in (("scv-a", True), ("scv-a\n", False)):
+        data = msgspec.msgpack.encode(wire.PutKey(name, pair))
+        with contextlib.nullcontext() if is_taken else pytest.raises(msgspec.ValidationError):
+            wire.submit_requests.decode(data)
+
+
+def test_the_view_of_a_process_of_another_user_is_not_believed(short: Path) -> None:
+    line = client.ProxyLine("view", short / "s", "nobody", 5.0)
+    with (
+        replying(short / "s", lambda to: None),
+        pytest.raises(ClusterError, match="and not nobody") as caught,
+    ):
+        line.ask(wire.GetView(), wire.ViewReply)
+    assert "cluster.view_user" in caught.value.remedy

@@ -10,36 +10,20 @@ import socket
 import msgspec
 
 from scavenger.cluster import framing
-from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.cluster.requests import CancelJobs as CancelJobs
+from scavenger.cluster.requests import DoneReply as DoneReply
+from scavenger.cluster.requests import GetInfo as GetInfo
+from scavenger.cluster.requests import GetView as GetView
+from scavenger.cluster.requests import InfoReply as InfoReply
+from scavenger.cluster.requests import ReleaseJob as ReleaseJob
+from scavenger.cluster.requests import RequeueJob as RequeueJob
+from scavenger.cluster.requests import SubmitJob as SubmitJob
+from scavenger.cluster.requests import SubmitReply as SubmitReply
+from scavenger.cluster.requests import ViewReply as ViewReply
 
 SOCKET_NAME = "control.sock"
 MAX_REQUEST_BYTES = 4 << 20
 MAX_REPLY_BYTES = 64 << 20
-
-
-class GetInfo(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class GetView(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class SubmitJob(msgspec.Struct, frozen=True, tag=True):
-    spec: JobSpec
-
-
-class CancelJobs(msgspec.Struct, frozen=True, tag=True):
-    job_ids: tuple[int, ...]
-
-
-class RequeueJob(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-
-
-class ReleaseJob(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-    node: str
 
 
 class SetNode(msgspec.Struct, frozen=True, tag=True):
@@ -51,24 +35,8 @@ class KillProcesses(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
 
-class InfoReply(msgspec.Struct, frozen=True, tag=True):
-    info: ClusterInfo
-
-
-class ViewReply(msgspec.Struct, frozen=True, tag=True):
-    view: ClusterView
-
-
-class SubmitReply(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-
-
 class KillReply(msgspec.Struct, frozen=True, tag=True):
     pids: tuple[int, ...]
-
-
-class DoneReply(msgspec.Struct, frozen=True, tag=True):
-    pass
 
 
 class RefusedReply(msgspec.Struct, frozen=True, tag=True):

@@ -9,8 +9,6 @@ Slurm that does not answer: `ClusterUnavailable`. What it replies is typed and b
 from __future__ import annotations
 
 import contextlib
-import os
-import pwd
 import socket
 import time
 from collections.abc import Collection
@@ -18,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from scavenger.cluster import framing
+from scavenger.cluster import framing, port
 from scavenger.cluster.error_kind import ErrorKind
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobLife, JobSpec
 from scavenger.cluster.port import RpcCounter
 from scavenger.cluster.proxy import messages as wire
 from scavenger.cluster.slurm.backend import SlurmCluster
+from scavenger.cluster.unix_users import own_user, uid_of
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.protocol import keys
@@ -34,20 +33,21 @@ COMMANDS = 5
 
 
 class ProxyLine:
-    """A socket's client. `user`: of the process that listens there; "" = any that could make the socket.
+    """A socket's client. `user`: of the process that listens there.
 
-    The user is looked up here and never again: a directory service that fails later is no fault of a request. Raises `ConfigError`.
+    It is looked up here and never again: a directory service that fails later is no fault of a request. Raises `ConfigError`.
     """
 
     def __init__(self, role: wire.Role, path: Path, user: str, timeout_s: float) -> None:
         self._role, self._path, self._user, self._timeout_s = role, path, user, COMMANDS * timeout_s
-        self._uid = uid_of(user) if user else None
+        self._uid = uid_of(user)
         self.rpc = RpcCounter()
 
     def ask(self, request: wire.Request, kind: type[R]) -> R:
         """Raises `ClusterError` as `port.Cluster` does."""
         answer, most = self._exchange(request), wire.most_rpc(request)
-        if all(0 <= count <= most for count in answer.rpc.values()):  # polls are paced by it
+        known = answer.rpc.keys() <= port.REQUESTS
+        if known and all(0 <= count <= most for count in answer.rpc.values()):  # polls are paced by it
             self.rpc.add(answer.rpc)
         reply = answer.reply
         if isinstance(reply, kind):
@@ -80,10 +80,8 @@ class ProxyLine:
                 sock.connect(str(self._path))
                 self._check_peer(sock)
                 sent = True
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # it was refused unread: it says why
-                    sock.sendall(data)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    sock.sendall(data)  # where it was refused unread, the reply says why
                 most_bytes = wire.MAX_REPLY_BYTES[self._role]
                 return framing.receive(sock, wire.answers, most_bytes, self._who, deadline)
         except (OSError, ClusterUnavailable) as error:
@@ -94,12 +92,13 @@ class ProxyLine:
             raise _not_done(request, cause, f"systemctl status {unit}") from error
 
     def _check_peer(self, sock: socket.socket) -> None:
-        """Keys are sent to nobody else. Raises `ClusterError`."""
+        """No other process is sent keys, or believed. Raises `ClusterError`."""
         uid = framing.peer_uid(sock)
-        if self._uid is not None and uid != self._uid:
+        if uid != self._uid:
+            key = "engines_user" if self._role == "submit" else "view_user"
             raise ClusterError(
                 f"uid {uid} listens at {self._path}, and not {self._user}",
-                "cluster.engines_user is the user of the process there: User= of its unit",
+                f"cluster.{key} is the user of the process there: User= of its unit",
             )
 
 
@@ -128,7 +127,7 @@ class EnginesUser:
 
     def check(self) -> None:
         """Raises `ConfigError` when its folder is another."""
-        folder = self._line.ask(wire.Greet(), wire.Greeting).folder
+        folder = self._line.ask(wire.Identify(), wire.Identity).folder
         if Path(folder).resolve() != self._folder:
             raise ConfigError(
                 f"cluster.engines_dir = {str(self._folder)!r}, and scavenger slurm-proxy has --dir {folder}",
@@ -211,17 +210,6 @@ def jobs_user(config: DaemonConfig) -> str:
     return config.cluster.engines_user or own_user()
 
 
-def own_user() -> str:
-    """This process's Unix user. Asks LDAP or SSSD where the site has one, for as long as that takes. Raises `ConfigError`."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError as error:
-        raise ConfigError(
-            f"this process runs as uid {os.getuid()}, and this host knows no such user",
-            "does `getent passwd` name it? if not, see to LDAP or SSSD",
-        ) from error
-
-
 def submit_line(config: DaemonConfig) -> ProxyLine | None:
     c = config.cluster
     return (
@@ -233,20 +221,12 @@ def submit_line(config: DaemonConfig) -> ProxyLine | None:
 
 def view_line(config: DaemonConfig) -> ProxyLine | None:
     c = config.cluster
-    return None if c.view_socket is None else ProxyLine("view", c.view_socket, "", c.command_timeout_s)
+    return (
+        None if c.view_socket is None else ProxyLine("view", c.view_socket, c.view_user, c.command_timeout_s)
+    )
 
 
 def engines_user_of(config: DaemonConfig) -> EnginesUser | None:
     """None where engines run as the daemon's user."""
     line = submit_line(config)
     return None if line is None else EnginesUser(line, config.engines_home)
-
-
-def uid_of(user: str) -> int:
-    """Raises `ConfigError`."""
-    try:
-        return pwd.getpwnam(user).pw_uid
-    except KeyError as error:
-        raise ConfigError(
-            f"there is no user {user!r} on this host", "make it on every node, with one uid (docs/site.md)"
-        ) from error

@@ -1,7 +1,7 @@
 """What the daemon and the processes that act on Slurm for it say to each other: one typed request and one reply a connection.
 
-    role submit   Greet PutKey SubmitJob CancelJobs RequeueJob ReleaseJob ReadLog Tidy
-    role view     Greet GetInfo GetView GetJobs GetAccounting
+    role submit   Identify PutKey SubmitJob CancelJobs RequeueJob ReleaseJob ReadLog Tidy
+    role view     Identify GetInfo GetView GetJobs GetAccounting
 
 Each role decodes its own requests only: what the other one answers is no message to it. Owns the types and the bounds.
 """
@@ -13,7 +13,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobId, JobLife, JobSpec
+from scavenger.cluster.model import Job, JobLife
+from scavenger.cluster.requests import CancelJobs as CancelJobs
+from scavenger.cluster.requests import DoneReply as DoneReply
+from scavenger.cluster.requests import GetInfo as GetInfo
+from scavenger.cluster.requests import GetView as GetView
+from scavenger.cluster.requests import InfoReply as InfoReply
+from scavenger.cluster.requests import ReleaseJob as ReleaseJob
+from scavenger.cluster.requests import RequeueJob as RequeueJob
+from scavenger.cluster.requests import SubmitJob as SubmitJob
+from scavenger.cluster.requests import SubmitReply as SubmitReply
+from scavenger.cluster.requests import ViewReply as ViewReply
 from scavenger.protocol.keys import KeyPair
 
 Role = Literal["submit", "view"]
@@ -26,10 +36,11 @@ MOST_RPC = 1000
 #: Of a job's log, so much of its end is given.
 LOG_BYTES = 64 * 1024
 
-JobName = Annotated[str, msgspec.Meta(pattern=r"^scv-[a-z0-9-]{1,40}$")]
+JOB_NAME = r"^scv-[a-z0-9-]{1,40}\Z"
+JobName = Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
 
 
-class Greet(msgspec.Struct, frozen=True, tag=True):
+class Identify(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
@@ -38,23 +49,6 @@ class PutKey(msgspec.Struct, frozen=True, tag=True):
 
     intent: JobName
     pair: KeyPair
-
-
-class SubmitJob(msgspec.Struct, frozen=True, tag=True):
-    spec: JobSpec
-
-
-class CancelJobs(msgspec.Struct, frozen=True, tag=True):
-    job_ids: tuple[int, ...]
-
-
-class RequeueJob(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-
-
-class ReleaseJob(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-    node: str
 
 
 class ReadLog(msgspec.Struct, frozen=True, tag=True):
@@ -68,14 +62,6 @@ class Tidy(msgspec.Struct, frozen=True, tag=True):
     most_bytes: int
 
 
-class GetInfo(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class GetView(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class GetJobs(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -84,20 +70,12 @@ class GetAccounting(msgspec.Struct, frozen=True, tag=True):
     job_ids: tuple[int, ...]
 
 
-class Greeting(msgspec.Struct, frozen=True, tag=True):
+class Identity(msgspec.Struct, frozen=True, tag=True):
     """Who is there. `folder`: of engines' keys and logs; "" in role view."""
 
     role: Role
     user: str
     folder: str = ""
-
-
-class InfoReply(msgspec.Struct, frozen=True, tag=True):
-    info: ClusterInfo
-
-
-class ViewReply(msgspec.Struct, frozen=True, tag=True):
-    view: ClusterView
 
 
 class JobsReply(msgspec.Struct, frozen=True, tag=True):
@@ -108,16 +86,8 @@ class AccountingReply(msgspec.Struct, frozen=True, tag=True):
     lives: tuple[JobLife, ...]
 
 
-class SubmitReply(msgspec.Struct, frozen=True, tag=True):
-    job_id: JobId
-
-
 class LogReply(msgspec.Struct, frozen=True, tag=True):
     end: bytes  # b"" where there is none
-
-
-class DoneReply(msgspec.Struct, frozen=True, tag=True):
-    pass
 
 
 class FailedReply(msgspec.Struct, frozen=True, tag=True):
@@ -129,11 +99,11 @@ class FailedReply(msgspec.Struct, frozen=True, tag=True):
     error_kind: str = ""
 
 
-SubmitRequest = Greet | PutKey | SubmitJob | CancelJobs | RequeueJob | ReleaseJob | ReadLog | Tidy
-ViewRequest = Greet | GetInfo | GetView | GetJobs | GetAccounting
+SubmitRequest = Identify | PutKey | SubmitJob | CancelJobs | RequeueJob | ReleaseJob | ReadLog | Tidy
+ViewRequest = Identify | GetInfo | GetView | GetJobs | GetAccounting
 Request = SubmitRequest | ViewRequest
 Reply = (
-    Greeting
+    Identity
     | InfoReply
     | ViewReply
     | JobsReply

@@ -34,6 +34,7 @@ from scavenger.cluster.model import ClusterInfo, JobSpec
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.proxy import messages as wire
 from scavenger.cluster.slurm import runner
+from scavenger.cluster.unix_users import own_user
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, ScavengerError, SubmitUnknown
 from scavenger.protocol import keys
 
@@ -46,7 +47,7 @@ MOST_CLIENTS = 16
 MOST_AT_FILES = 4
 #: A key or an empty log of a job that the daemon did not name as alive stays for so long: its name may have been under way.
 KEEP_S = 600.0
-_NAME = re.compile(r"scv-[a-z0-9-]{1,40}")
+_NAME = re.compile(wire.JOB_NAME)
 _MOST_SCRIPT = 256 * 1024
 #: A script may carry options of sbatch: all of ours come from the specification. It reads those of other batch systems too, and of each
 #: the line's beginning alone.
@@ -63,7 +64,7 @@ class EngineJobRules:
     def check(self, spec: JobSpec) -> None:
         """Raises `ClusterError`."""
         wanted = (str(log_path(self.folder, spec.name)), str(self.folder))
-        if not _NAME.fullmatch(spec.name):
+        if not _NAME.match(spec.name):
             raise ClusterError(f"a job may not be called {spec.name!r}: engines' jobs are scv-...")
         if self.partitions and spec.partition not in self.partitions:
             raise ClusterError(
@@ -91,6 +92,7 @@ class SubmitRole:
 
     def __init__(self, cluster: Cluster, folder: Path, allow: Callable[[JobSpec], None]) -> None:
         self._cluster, self._folder, self._allow = cluster, folder, allow
+        self._user = own_user()
         self._slurm, self._tidying = threading.Lock(), threading.Lock()
         self._at_files = threading.Semaphore(MOST_AT_FILES)
         self.requests = wire.submit_requests
@@ -98,8 +100,8 @@ class SubmitRole:
     def answer(self, request: wire.Request) -> wire.ProxyAnswer:
         """What came of the request, with what it cost Slurm. Raises `ScavengerError` and `OSError` where that is nothing."""
         match request:
-            case wire.Greet():
-                return wire.ProxyAnswer(wire.Greeting("submit", own_name(), str(self._folder)))
+            case wire.Identify():
+                return wire.ProxyAnswer(wire.Identity("submit", self._user, str(self._folder)))
             case wire.PutKey() | wire.ReadLog() | wire.Tidy():
                 return wire.ProxyAnswer(self._file(request))
             case _:
@@ -163,6 +165,7 @@ class ViewRole:
 
     def __init__(self, cluster: Cluster, sees_all: Callable[[], bool] = lambda: False) -> None:
         self._cluster, self._sees_all = cluster, sees_all
+        self._user = own_user()
         self._slurm = threading.Lock()
         self.requests = wire.view_requests
 
@@ -173,8 +176,8 @@ class ViewRole:
 
     def _read(self, request: wire.Request) -> wire.Reply:
         match request:
-            case wire.Greet():
-                return wire.Greeting("view", own_name())
+            case wire.Identify():
+                return wire.Identity("view", self._user)
             case wire.GetInfo():
                 return wire.InfoReply(self._info())
             case wire.GetView():
@@ -197,9 +200,10 @@ class OperatorCheck:
 
     def __init__(self, env: Mapping[str, str], timeout_s: float) -> None:
         self._env, self._timeout_s, self._known = env, timeout_s, False
+        self._user = own_user()
 
     def __call__(self) -> bool:
-        argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", own_name(), "format=AdminLevel"]
+        argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", self._user, "format=AdminLevel"]
         if not self._known:
             with contextlib.suppress(ClusterError):
                 said = runner.asked(argv, self._env, self._timeout_s).stdout.strip().lower()
@@ -211,10 +215,6 @@ def log_path(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
-def own_name() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name
-
-
 def prepare(folder: Path) -> None:
     """The folder of engines' keys and logs. Raises `ConfigError` where it is not this user's alone."""
     for path in (folder, folder / "workers", folder / "logs"):
@@ -223,11 +223,11 @@ def prepare(folder: Path) -> None:
             seen = path.lstat()
         except OSError as error:
             raise ConfigError(
-                f"--dir {folder}: {error}", f"install -d -o {own_name()} -m 0700 {folder}"
+                f"--dir {folder}: {error}", f"install -d -o {own_user()} -m 0700 {folder}"
             ) from error
         if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
             raise ConfigError(
-                f"{path} is not a folder of {own_name()} alone", f"install -d -o {own_name()} -m 0700 {path}"
+                f"{path} is not a folder of {own_user()} alone", f"install -d -o {own_user()} -m 0700 {path}"
             )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import pwd
 import re
 import secrets
 import subprocess
@@ -47,7 +46,8 @@ from scavenger.cluster.model import (
 )
 from scavenger.cluster.port import RpcCounter
 from scavenger.cluster.slurm import commands, json_output, runner
-from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
+from scavenger.cluster.unix_users import own_user
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 
 #: One life of a job: a requeued one may start anew between two answers.
 Life = tuple[int, int]
@@ -314,7 +314,7 @@ class SlurmCluster:
     def cancel(self, job_ids: tuple[int, ...]) -> None:
         for start in range(0, len(job_ids), _CANCEL_BATCH):
             some = job_ids[start : start + _CANCEL_BATCH]
-            done = self._command(commands.cancel_argv(some), {"kill": len(some)})
+            done = self._command(commands.cancel_argv(some), {port.KILL: len(some)})
             real = [line for line in done.stderr.splitlines() if line.strip() and not _GONE.search(line)]
             if done.returncode != 0 and real:
                 raise runner.failure("scancel", " ".join(real))
@@ -336,13 +336,9 @@ class SlurmCluster:
         """Asked for once. Raises `ClusterUnavailable`."""
         if not self._user:
             try:
-                self._user = pwd.getpwuid(os.getuid()).pw_name
-            except KeyError as error:
-                raise ClusterUnavailable(
-                    f"this process runs as uid {os.getuid()}, and this host knows no such user",
-                    "does `getent passwd` name it? if not, see to LDAP or SSSD",
-                    error_kind=ErrorKind.BACKEND,
-                ) from error
+                self._user = own_user()
+            except ConfigError as error:
+                raise ClusterUnavailable(error.cause, error.remedy, error_kind=ErrorKind.BACKEND) from error
         return self._user
 
     def _ask(self, argv: Sequence[str], cost: Mapping[str, int]) -> str:
