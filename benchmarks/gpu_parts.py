@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -495,7 +496,7 @@ def copy_rates(bench: Bench) -> tuple[float, float]:
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=bench.device == "cuda")
     there = torch.empty(nbytes, dtype=torch.uint8, device=bench.device)
     out, back = (
-        min(timed(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for _ in range(3))  # type: ignore[misc]
+        min(timed(partial(a.copy_, b, non_blocking=True)) for _ in range(3))
         for a, b in ((host, there), (there, host))
     )
     return nbytes / out / GB, nbytes / back / GB
@@ -691,10 +692,10 @@ def merge(bench: Bench) -> None:
             TensorView("b", "float32", (rows, 16), _bytes(up)),
         ]
         whole = merging.Merged(views[0], "bfloat16", (views[1], views[2], 2.0))
-        host = [timed(lambda whole=whole: whole.data) for _ in range(2)]  # type: ignore[misc]
+        host = [timed(partial(getattr, whole, "data")) for _ in range(2)]
         bench.figure(name, "as an engine reads it, on the host", [nbytes / s / GB for s in host], "GB/s")
         bench.figure(name, "host over device, time", ratios(host, seconds))
-        moved = [timed(lambda whole=whole: whole.on(bench.device)) for _ in range(3)]  # type: ignore[misc]
+        moved = [timed(partial(whole.on, bench.device)) for _ in range(3)]
         bench.figure(
             name, f"as an engine has it, on {bench.device}", [nbytes / s / GB for s in moved], "GB/s"
         )

@@ -411,9 +411,8 @@ class RolloutWorker:
         self._engine = await build(spec, EngineHost(me.run, me.gpus, sleeps=me.kind == "reserved"))
         info = self._engine.info()
         if info.device:
-            from rollout.engines.device_delta import (
-                DeviceApply,
-            )  # needs torch, which the engine has loaded by now
+            # It needs torch, which the engine has loaded by now.
+            from rollout.engines.device_delta import DeviceApply
 
             self._store.apply = DeviceApply(info.device)
         self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))

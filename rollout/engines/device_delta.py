@@ -60,7 +60,7 @@ class DeviceApply:
         if self._device.type != "cuda":
             return contextlib.nullcontext()
         if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch does not type it
         return torch.cuda.stream(self._own.stream)
 
     def _change(self, items: Tensor, changes: Changes) -> None:

@@ -305,9 +305,8 @@ class Daemon:
         if self.harvester is not None:
             self.harvester.restore(snapshot.jobs, snapshot.waits, snapshot.quarantined)
             self._training_gpus.restore(snapshot.training_jobs)
-        elif (
-            snapshot.waits or snapshot.training_jobs
-        ):  # no harvester polls: they would grow with every commit
+        elif snapshot.waits or snapshot.training_jobs:
+            # No harvester polls: they would grow with every commit.
             now = self.clock()
             server.write(
                 [*waits.unseen(snapshot.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)]

@@ -207,9 +207,8 @@ def run(
         except (ClusterError, OSError) as error:
             return CommandOutput(error=f"the test job could not be run: {error}")
         finally:
-            with contextlib.suppress(
-                ClusterError
-            ):  # the answer stands; a job that stays ends by its limit of a minute
+            # The answer stands; a job that stays ends by its limit of a minute.
+            with contextlib.suppress(ClusterError):
                 if job_id:
                     cluster.cancel((job_id,))
 

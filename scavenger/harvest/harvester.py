@@ -467,9 +467,8 @@ class Harvester:
             await self._thread.call(self._keys.write, intent_id)
         except OSError as error:
             raise ClusterError(f"its key file cannot be written: {error}") from error
-        except (
-            ClusterError
-        ) as error:  # also no answer is a refusal: sbatch never ran, and there is no job to look for
+        except ClusterError as error:
+            # Also no answer is a refusal: sbatch never ran, and there is no job to look for.
             raise ClusterError(f"its key cannot be written: {error.cause}", error.remedy) from error
         self._keys.allow(intent_id)
         return await self._thread.call(self.cluster.submit, spec)

@@ -165,7 +165,7 @@ class HarvestSession:
         now: float,
     ) -> Output:
         """What a view shows of our jobs. The router's word comes first: `lives` are the engines of our jobs that have registered,
-        `condemned` the nodes where an engine was set aside, the newest last."""
+        `condemned` those that were set aside, the newest last."""
         self.tracker.works(intent_id for intent_id, (n_leases, _) in leases.items() if n_leases)
         self.tracker.heard(lives)
         self.tracker.condemned(condemned, now)

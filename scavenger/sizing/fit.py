@@ -81,7 +81,7 @@ def _too_long(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[
 
 def _this_fits(shape: ModelShape, job: TrainJob) -> str:
     keys = propose(shape, job)
-    return f"; this fits: {told(keys)}" if keys else ""
+    return f"; this fits: {as_settings(keys)}" if keys else ""
 
 
 def _engine_problem(shape: ModelShape, job: TrainJob, asks: Need, held: str) -> tuple[str, str]:
@@ -139,8 +139,8 @@ def _wider(shape: ModelShape, job: TrainJob, key: str, context: int) -> str:
     for gpus in (1, 2, 4, 8):
         if shape.heads and shape.heads % gpus:
             continue
-        room = engines.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
-        holds = not room.token or room.tokens >= context
+        cache = engines.of_gpus(shape, gpus, job.gpu_gb, job.engine_share)
+        holds = not cache.token or cache.tokens >= context
         if engines.weight_nbytes(shape, gpus) <= _WEIGHTS_SHARE * most and holds:
             return f"; this fits: {key} = {gpus}"
     return ""
@@ -251,7 +251,7 @@ def _more(shape: ModelShape, job: TrainJob) -> dict[str, str]:
     return {}
 
 
-def told(keys: dict[str, str]) -> str:
+def as_settings(keys: dict[str, str]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in keys.items())
 
 

@@ -133,9 +133,8 @@ def moments(shape: ModelShape, job: TrainJob) -> tuple[Moment, ...]:
         else (layers - shape.sparse_layers) * dense + shape.sparse_layers * sparse
     )
     inside = inside_nbytes(shape, job) * tokens + stream
-    last = (
-        tokens * (max(c, 4) + 3 * c) * shape.hidden
-    )  # the last norm, and the gradient that begins to flow back
+    # The last norm, and the gradient that begins to flow back.
+    last = tokens * (max(c, 4) + 3 * c) * shape.hidden
 
     layer = c * (shape.layer + (0 if full else trained))  # gathered; and the next one, on its way
     root, of_root = c * shape.root, c * table * full

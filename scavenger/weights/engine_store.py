@@ -139,9 +139,8 @@ class Store:
 
     async def _get(self, manifest: Manifest, weights: messages.UseWeights, deadline_s: float) -> Buffer:
         for version, (held, buffer) in self._complete.items():
-            if (
-                held.root == manifest.root
-            ):  # published again under another number, pulled ahead, or asked for again
+            # Published again under another number, pulled ahead, or asked for again.
+            if held.root == manifest.root:
                 self._release({version, manifest.version, *weights.keep})
                 return self._keep(manifest, buffer, weights)
         work = self._pull

@@ -106,10 +106,10 @@ class Pull:
         self.pace = pace or NodePace()
         self.rates, self.apply = rates or RateBook(), apply or delta.apply_chain
         self.choice = choice.choose(manifest.total_nbytes, None, Rates())
-        self._offers: dict[messages.WeightSource, tuple[OfferedDeltas, float]] = {}  # and when each was told
+        self._offers: dict[messages.WeightSource, tuple[OfferedDeltas, float]] = {}  # and when each came
         self._waiting_since: float | None = None  # for deltas to be made
         self._changes = 0  # of the choice
-        self.told: set[str] = set()  # endpoints that were told what was measured
+        self.reported_to: set[str] = set()  # endpoints that know what was measured
         self._sources: list[messages.WeightSource] = []
         self._numbers: dict[messages.WeightSource, int] = {}
         self._last: dict[
@@ -454,8 +454,8 @@ class _Stream(threading.Thread):
         pull, link, applying = self._pull, 0.0, 0.0
         with pull.lock:
             rates = pull.known_rates()
-            if parent and rates.link.count and self.source.endpoint not in pull.told:
-                pull.told.add(self.source.endpoint)
+            if parent and rates.link.count and self.source.endpoint not in pull.reported_to:
+                pull.reported_to.add(self.source.endpoint)
                 link = rates.link.per_s
                 applying = rates.applying.per_s * rates.threads if rates.applying.count else 0.0
         channel.ask_have(parent, link, applying)

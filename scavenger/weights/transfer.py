@@ -13,7 +13,7 @@ later (I8).
                 or one that others were asked for as long ago as that
   last          holders that are kept for when the others deliver nothing are asked while no chunk came from those for `stall_s`
   failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only wrong bytes, refusals and
-                chunks that it had told of and does not have, in a row, give it up
+                chunks that it had reported and does not have, in a row, give it up
 
 Owns the bookkeeping of one version's transfer into one blob. No socket, no lock and no clock: time is an argument, and so is order.
 """
@@ -51,7 +51,7 @@ class TransferLimits:
     """`window` chunks are asked of a holder at a time; after `stall_s` without any byte they go back to all.
 
     A holder rests `backoff_s` after a failure, doubling to `backoff_max_s`, and is given up after `failures` in a row
-    that say something about it (corrupt bytes, a refusal, a chunk that it had told of and does not have). Silence never gives
+    that say something about it (corrupt bytes, a refusal, a chunk that it had reported and does not have). Silence never gives
     a holder up: the deadline does.
     `streams` connections are shared by all complete holders, at least one each; a partial holder gets one.
     """
@@ -108,10 +108,9 @@ class Transfer:
         self._flying: dict[int, set[int]] = {}  # chunk -> holders that were asked for it
         self._has: dict[int, np.ndarray[Any, Any]] = {}  # partial source -> its chunks
         self._coming: dict[int, np.ndarray[Any, Any]] = {}  # -> those on their way to it
-        self._got: dict[int, tuple[int, float]] = {}  # -> the most chunks that it told of, and since when
-        self._left_since = np.full(
-            count, np.inf
-        )  # when a chunk was first said to be on its way to one of them
+        self._got: dict[int, tuple[int, float]] = {}  # -> the most chunks that it reported, and since when
+        # When a chunk was first reported to be on its way to one of them.
+        self._left_since = np.full(count, np.inf)
         self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
         self._rarity = self._order
         self._last: set[int] = set()  # sources that are asked only while the others deliver nothing
@@ -134,9 +133,8 @@ class Transfer:
     ) -> None:
         """Note which chunks are on their way to a partial source, before `know` is told what it has."""
         count, most = int(np.count_nonzero(has)), self._got.get(source)
-        if (
-            most is None or count > most[0]
-        ):  # more than ever: one that says other chunks each time got nothing
+        # More than ever: one that names other chunks each time got nothing.
+        if most is None or count > most[0]:
             self._got[source] = count, now
         if coming is None:
             self._coming.pop(source, None)
@@ -312,7 +310,7 @@ class Transfer:
             np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk),
         )
         if asked and now >= holder.resting_until:  # the rest of a window is the same failure
-            self._failed(index, f"chunk {chunk} is not there, which it had told of", now)
+            self._failed(index, f"chunk {chunk} is not there, which it had reported", now)
 
     def returned(self, index: int, chunk: int, now: float) -> None:
         """Take back a chunk whose bytes were of no use, without a failure: the fault may be ours."""

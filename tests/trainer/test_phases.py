@@ -155,7 +155,7 @@ def test_an_impossible_event_raises(event: Event) -> None:
         react(step, event, 1.0)
 
 
-def told_to_sleep(plan: StepPlan = PLAN) -> StepState:
+def ordered_to_sleep(plan: StepPlan = PLAN) -> StepState:
     """Half of the samples are there, so reserved engines were told to sleep, at 1.0; two groups wait to be trained."""
     step, _ = begin(plan, harvested=2, reserved_awake=True, now=0.0)
     step, done = play(step, (GroupsCompleted(2, 8), 1.0), acks=False)
@@ -165,7 +165,7 @@ def told_to_sleep(plan: StepPlan = PLAN) -> StepState:
 
 def test_nothing_is_trained_before_every_reserved_engine_acknowledged_that_its_memory_is_free() -> None:
     step, done = play(
-        told_to_sleep(),
+        ordered_to_sleep(),
         (GroupsCompleted(1, 4), 2.0),
         (StepTick(), 50.0),
         (ReservedHolds(("1",)), 50.5),
@@ -178,7 +178,7 @@ def test_nothing_is_trained_before_every_reserved_engine_acknowledged_that_its_m
 
 
 def test_an_engine_that_does_not_acknowledge_in_time_is_ended_by_name_and_its_end_is_as_good() -> None:
-    step, done = play(told_to_sleep(), (ReservedHolds(("0", "3")), 2.0), (StepTick(), 60.9), acks=False)
+    step, done = play(ordered_to_sleep(), (ReservedHolds(("0", "3")), 2.0), (StepTick(), 60.9), acks=False)
     assert done == []
     step, actions = react(step, StepTick(), 61.0)
     assert actions == (EndReserved("no acknowledgement within 60 s of being told to sleep: 0, 3"),)
@@ -190,7 +190,7 @@ def test_an_engine_that_does_not_acknowledge_in_time_is_ended_by_name_and_its_en
 
 
 def test_an_engine_whose_end_did_not_help_is_to_be_ended_again_which_says_so() -> None:
-    step, _ = play(told_to_sleep(), (ReservedHolds(("0",)), 2.0), (StepTick(), 61.0), acks=False)
+    step, _ = play(ordered_to_sleep(), (ReservedHolds(("0",)), 2.0), (StepTick(), 61.0), acks=False)
     step, done = play(step, (StepTick(), 90.9))
     assert done == []
     step, actions = react(step, StepTick(), 91.0)
@@ -199,7 +199,7 @@ def test_an_engine_whose_end_did_not_help_is_to_be_ended_again_which_says_so() -
 
 def test_an_engine_that_takes_its_memory_again_stops_the_training_until_it_sleeps() -> None:
     step, done = play(
-        told_to_sleep(),
+        ordered_to_sleep(),
         (ASLEEP, 2.0),
         (ReservedHolds(("0",)), 3.0),
         (Trained(2), 3.5),
@@ -214,7 +214,7 @@ def test_an_engine_that_takes_its_memory_again_stops_the_training_until_it_sleep
 
 def test_an_acknowledgement_that_comes_late_is_none_once_the_engines_are_to_wake() -> None:
     step, done = play(
-        told_to_sleep(),
+        ordered_to_sleep(),
         (WindowDecided(SeedWindowState.OPEN, "they are slow"), 2.0),
         (ASLEEP, 3.0),
         acks=False,
@@ -227,7 +227,7 @@ def test_an_acknowledgement_that_comes_late_is_none_once_the_engines_are_to_wake
 
 
 def test_engines_are_woken_while_they_fall_asleep_when_harvested_ones_are_gone() -> None:
-    step, done = play(told_to_sleep(), (FleetChanged(0, 1), 2.0), (StepTick(), 7.0), acks=False)
+    step, done = play(ordered_to_sleep(), (FleetChanged(0, 1), 2.0), (StepTick(), 7.0), acks=False)
     assert (step.phase, done) == (StepPhase.WAKE, ["WakeReserved"])
 
 

@@ -265,7 +265,7 @@ def test_one_that_has_not_what_it_told_of_is_given_up() -> None:
         for chunk in t.ask(1, now):
             t.absent(1, chunk, now)
     assert t.holders[1].given_up
-    assert "which it had told of" in t.summary()
+    assert "which it had reported" in t.summary()
     assert t.ask(0, now) == [0, 1]
 
 

@@ -106,9 +106,8 @@ class Context:
         **more: Any,
     ) -> tuple[Tensor, None]:
         """query [1, H, T / ranks, D], key and value [1, H_kv, T / ranks, D] -> [1, T / ranks, H, D]."""
-        times = self._ranks // gcd(
-            self._ranks, key.shape[1]
-        )  # fewer key heads than ranks: several get the same
+        # Fewer key heads than ranks: several get the same.
+        times = self._ranks // gcd(self._ranks, key.shape[1])
         if times > 1:
             key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
         query, key, value = (self._to_heads(part) for part in (query, key, value))

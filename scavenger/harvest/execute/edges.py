@@ -44,7 +44,7 @@ class RouterLink:
     """What the harvester asks of the router, and what it reports to it and to its key ring.
 
     `leases`: for each connected worker, by intent: how many samples it generates, and since when it has none (Unix s). `lives`: the
-    engines of our jobs that have registered. `condemned`: nodes where an engine was set aside, the newest last. `register` lets in the
+    engines of our jobs that have registered. `condemned`: engines that were set aside, the newest last. `register` lets in the
     worker with this public key, `unregister` no longer.
     """
 

@@ -313,9 +313,8 @@ class Work:
         self.cache_tokens = self.best_batch = 0  # as the engine says, once it is built
         self._wake_s = 0.0
         self._heard = 0  # number of the last heartbeat ack of this conversation
-        self.weights_pause_s = (
-            0.0  # between the last token under one version and the first under the next, last time
-        )
+        #: Between the last token under one version and the first under the next, last time.
+        self.weights_pause_s = 0.0
         self._token_at: float | None = None  # when the last token came; None: none since the engine slept
         self._paused_at: float | None = None  # when the last one under an older version came, and none since
 

@@ -520,9 +520,8 @@ class WorkerWeights:
     failures: int = 0  # loads that failed since the last that did not
     offered: tuple[int, ...] = ()  # revision of the directory that its sources were chosen from
     offered_at: float = 0.0
-    ahead: int = (
-        -1
-    )  # version that it was asked to pull beside its work; -1: none since its last load, or it did not come
+    #: Version that it was asked to pull beside its work; -1: none since its last load, or it did not come.
+    ahead: int = -1
     ahead_after: int = 0  # heartbeat acks that it had been sent when it was asked
     ahead_failed_at: float = 0.0  # when it was found that one did not come
     pause_s: float = (

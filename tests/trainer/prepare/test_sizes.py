@@ -304,7 +304,7 @@ def test_the_examples_engines_are_vllm_and_hold_their_batch_beside_the_trainer(
 # ---------------------------------------------------------------- the check
 
 
-def memory_told(run: Path, gpus: RequestedGpus) -> str:
+def memory_finding(run: Path, gpus: RequestedGpus) -> str:
     (found,) = [finding for finding in check.check(run, gpus) if finding.what == "memory of the GPUs"]
     assert not found.problem, found.problem
     return found.note
@@ -319,10 +319,10 @@ def lengthen(run: Path, completion: int) -> None:
 def test_a_check_counts_the_longest_sample_that_can_come(run: Path, own_model: Path) -> None:
     edit(own_model / "config.json", max_position_embeddings=1 << 20)
     lengthen(run, 1024)
-    short = memory_told(run, RequestedGpus(2, 2, 80.0))
+    short = memory_finding(run, RequestedGpus(2, 2, 80.0))
     assert "for a micro-batch of 16,384 tokens" in short
     lengthen(run, 32768)
-    long = memory_told(run, RequestedGpus(2, 2, 80.0))
+    long = memory_finding(run, RequestedGpus(2, 2, 80.0))
     assert "for a micro-batch of 32,773 tokens" in long, "the longest prompt has 5 tokens"
     found = fit.problem(
         EIGHT, TrainJob(16, 80.0, 16384, False, EIGHT.parameters, False, False, 0.9, 1, longest=131072)
@@ -336,7 +336,7 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
 ) -> None:
     edit(own_model / "config.json", max_position_embeddings=1 << 20)
     change(run, 'name = "reference"', 'name = "vllm"')
-    told = memory_told(run, RequestedGpus(2, 2, 80.0))
+    told = memory_finding(run, RequestedGpus(2, 2, 80.0))
     shape = drafts.shape_of(model.read_facts(own_model))
     cache = engines.of_gpus(shape, 1, 80.0, 0.9)
     assert (
@@ -348,7 +348,7 @@ def test_a_check_says_what_an_engine_s_cache_holds_and_refuses_one_that_holds_no
     few = (
         engines.work_nbytes(shape, 1) + 2 * shape.parameters + 4096 * cache.token
     ) / 0.9e9  # of 64 samples of a thousand tokens
-    assert "LOOK, engine.max_batch = 64 is more than fits" in memory_told(run, RequestedGpus(2, 2, few))
+    assert "LOOK, engine.max_batch = 64 is more than fits" in memory_finding(run, RequestedGpus(2, 2, few))
     found = refused(run, RequestedGpus(2, 2, 0.9 * few))["memory of the GPUs"]
     assert (
         "an engine (run.gpus_per_engine = 1) has 0.0 GB for its KV cache, and one sample of model.context_length = 2112 tokens"
@@ -395,7 +395,7 @@ def test_a_node_s_memory_is_read_as_slurm_reads_it(line: str, gb: float) -> None
 
 def test_a_check_counts_the_host_s_memory_and_refuses_a_job_that_asks_for_too_little(run: Path) -> None:
     change(run, 'name = "reference"', 'name = "vllm"')
-    told = memory_told(run, RequestedGpus(2, 2, 80.0))
+    told = memory_finding(run, RequestedGpus(2, 2, 80.0))
     assert " GB of host memory on each training node" in told
     found = refused(run, RequestedGpus(2, 2, 80.0, node_gb=4.0))["memory of the GPUs"]
     assert "of host memory, and train.sbatch asks for 4 GB" in found
@@ -405,7 +405,7 @@ def test_a_check_counts_the_host_s_memory_and_refuses_a_job_that_asks_for_too_li
 def test_a_check_says_what_lies_on_the_gpu_where_most_does_and_how_large_a_micro_batch_could_be(
     run: Path,
 ) -> None:
-    small = memory_told(run, RequestedGpus(2, 2, 1.2))
+    small = memory_finding(run, RequestedGpus(2, 2, 1.2))
     assert re.search(r"tokens, the largest that fits has [\d,]+, of 1\.2 GB on each of 2", small)
     assert re.search(
         r"\(load [\d.]+, generate [\d.]+, .*; (for|back)ward: .*(activations|output head) \d", small
