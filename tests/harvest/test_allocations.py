@@ -11,8 +11,8 @@ from scavenger.cluster.model import Job, JobFlag, JobLife, JobState
 from scavenger.harvest.decide.decide import DrainKind
 from scavenger.ledger import records as rec
 from scavenger.router.core.events import WorkerLife
-from tests.harvest.test_tracker import RULES, A, Watch, running
 from tests.harvest.views import intended, ours
+from tests.harvest.watch import RULES, A, Watch, running
 
 B, C, D = (f"scv-{n:016x}" for n in (11, 12, 13))
 

@@ -40,8 +40,8 @@ from scavenger.harvest.track.observed_jobs import Stage
 from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from scavenger.router.core.events import IntentRevoked
-from tests.harvest.test_tracker import RULES
 from tests.harvest.views import intended, node, ours, view
+from tests.harvest.watch import RULES
 
 A, B, C = (f"scv-{number:016x}" for number in (0xA, 0xB, 0xC))
 SUBMIT = Submit(1, "run", "scavenge", 1, "one is useful", ("node1",))

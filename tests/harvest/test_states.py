@@ -19,8 +19,8 @@ from scavenger.ledger import records as rec
 from scavenger.policy.fleet_size import Demand
 from tests.harvest.flat_limits import limits_with
 from tests.harvest.states import ERROR_KINDS, STATES, State, error_kind_rows, state_rows
-from tests.harvest.test_tracker import A, Watch, running
 from tests.harvest.views import PARTITIONS, SHARED, node, ours, view
+from tests.harvest.watch import A, Watch, running
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/slurm-states.md"
 NODES = [node("node0"), *(node(name) for name in SHARED)]
