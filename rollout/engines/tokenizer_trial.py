@@ -50,11 +50,9 @@ def _try(data: bytes) -> None:
 
 
 def main() -> None:
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # Slurm's notice is for the worker, which ends this process
-        signal.signal(number, signal.SIG_IGN)
+    # Slurm's notice is for the worker, which ends this process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.alarm(WALL_S)
     data = sys.stdin.buffer.read()
     _limit(resource.RLIMIT_CORE, 0)

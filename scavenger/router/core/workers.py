@@ -32,8 +32,8 @@ MAX_DEPARTED = 4096
 LEAST_BEAT = 0.9
 #: A sample that gains more tokens a second than this does not say how fast engines are: no step of a model takes a fifth of a millisecond.
 MOST_SAMPLE_TOKENS_PER_S = 5000.0
-#: A waking or a pause for weights that is told to be longer counts as this long.
-MOST_TOLD_S = 3600.0
+#: A waking or a pause for weights that is reported as longer counts as this long.
+MOST_REPORTED_S = 3600.0
 #: The mean gain of an engine's samples between two heartbeats lies within this share of the largest (or within one token) when all of them
 #: ran throughout.
 ALIKE = 0.05
@@ -124,11 +124,11 @@ def heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     worker.heartbeat.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.heartbeat.acks))
     _measure(core, worker, gained, most, context)
-    wake_s = min(beat.wake_s, MOST_TOLD_S)
+    wake_s = min(beat.wake_s, MOST_REPORTED_S)
     if worker.kind == "reserved" and wake_s != worker.memory.wake_s:  # a harvested engine is never woken
         worker.memory.wake_s = wake_s
         worker.run.policy.observe(Toggled(worker.id, True, wake_s), core.now)
-    worker.weights.pause_s = min(beat.weights_pause_s, MOST_TOLD_S)
+    worker.weights.pause_s = min(beat.weights_pause_s, MOST_REPORTED_S)
     _ask_again(core, worker)
     worker_commands.reconcile(core, worker, beat)
     worker_commands.steer(core, worker)
