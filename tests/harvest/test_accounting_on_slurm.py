@@ -151,7 +151,11 @@ class Site:
         """Somebody takes all GPUs at once, and gives them back."""
         theirs = await asyncio.to_thread(self.eyes.submit, spec(nodes=2, tasks=2, workdir="/tmp"))
         mine = set(self.jobs().values())
-        await until("all are out", lambda: all((job, restart) in self.account.ends for job in mine), 60.0)
+        try:
+            await until("all are out", lambda: all((job, restart) in self.account.ends for job in mine), 60.0)
+        except AssertionError as error:
+            queue = self.sandbox.run("squeue", "-a", "-o", "%i %T %r %S %V %N")
+            raise AssertionError(f"{error}\n{self.account}\n{mine}\n{queue}") from error
         await asyncio.to_thread(self.eyes.cancel, (theirs,))
 
     async def play(self) -> None:
