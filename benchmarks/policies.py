@@ -1,10 +1,12 @@
 """Policies against each other: every cell of (segment x model x fleet cap), many seeds, with 95 % confidence. Writes `policies.md`.
 
-    python -m benchmarks.policies --traces DIR --keep FILE [--seeds 10] [--jobs 2] [--reduced] [--policy ours,rlboost,...] [--out FILE.md]
+    python -m benchmarks.policies --traces DIR --keep FILE [--seeds 10] [--jobs 2] [--reduced] [--policy ours,rlboost,...]
+        [--setting live] [--out FILE.md]
     python -m benchmarks.policies --traces DIR --keep FILE --no-run        (the page of what is there so far)
 
 Cells are never averaged over segments, whose starts are fixed in `segments.json`. The setting is that of the published points
-(`published.STACK`), whatever the policy. A unit of work is one cell with one seed: all its policies meet the same fleet, lengths and cold
+(`published.STACK`), whatever the policy; with `--setting live` it is what `scavenger init` writes and the daemon's defaults
+(`live_setting`), on a page of its own. A unit of work is one cell with one seed: all its policies meet the same fleet, lengths and cold
 starts, so ratios are taken seed by seed. Colocated, which uses no fleet, is played once for a model and a seed. `--jobs` processes take one
 unit after the other, seed by seed, so that an unfinished table has all cells. What they find is kept in `--keep FILE`, unit by unit: ended
 at any moment, by whatever, the same command goes on from there.
@@ -33,7 +35,19 @@ from pathlib import Path
 
 from benchmarks import harvest
 from benchmarks.baselines.registry import KNOWN
-from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, simulate_unit
+from benchmarks.live_setting import POLL_S, described
+from benchmarks.policies_cells import (
+    CAPS,
+    MODELS,
+    ROOT,
+    SEGMENTS,
+    SETTINGS,
+    Alone,
+    code_of,
+    commit_of,
+    live_plan,
+    simulate_unit,
+)
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
 
@@ -42,7 +56,7 @@ EARTH = "earth_node_idle_72h.csv.gz"
 # ---------------------------------------------------------------- processes
 
 
-def work(folder: Path, policies: Sequence[str]) -> None:
+def work(folder: Path, policies: Sequence[str], setting: str) -> None:
     """A worker process: units come as JSON lines, results leave as JSON lines."""
     alone: Alone = {}
     code, commit = code_of(), commit_of()
@@ -50,8 +64,10 @@ def work(folder: Path, policies: Sequence[str]) -> None:
     gc.set_threshold(200_000, 20, 100)  # samples live for a step, and name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
-        found = {name: asdict(one) for name, one in simulate_unit(unit, folder, policies, alone).items()}
-        print(json.dumps({"unit": asdict(unit), "found": found, "code": code, "commit": commit}), flush=True)
+        results = simulate_unit(unit, folder, policies, alone, setting)
+        found = {name: asdict(one) for name, one in results.items()}
+        line = {"unit": asdict(unit), "found": found, "code": code, "commit": commit, "setting": setting}
+        print(json.dumps(line), flush=True)
 
 
 def spread(units: Sequence[Unit], jobs: int, argv: Sequence[str]) -> Iterator[str]:
@@ -123,8 +139,9 @@ class Kept:
     `codes`: by what code each was made, and its commit where it is known.
     """
 
-    def __init__(self, path: Path | None, policies: Sequence[str]) -> None:
+    def __init__(self, path: Path | None, policies: Sequence[str], setting: str = "published") -> None:
         self.found: Found = {}
+        self._setting = setting
         self.codes: dict[Unit, tuple[str, str]] = {}
         self._path, self._policies = path, policies
         if path is None or not path.exists():
@@ -155,6 +172,11 @@ class Kept:
             raise ConfigError(
                 f"{where}: {error!r} in what should be a unit's results", "give --keep another file"
             ) from error
+        if (played := one.get("setting", "published")) != self._setting:
+            raise ConfigError(
+                f"{where} was played in the {played} setting, not in the {self._setting} one",
+                "give --keep another file, or --setting as it was",
+            )
         missing = [name for name in self._policies if name not in found]
         if missing:
             raise ConfigError(
@@ -204,13 +226,19 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--reduced", action="store_true", help="two cells, two seeds: minutes")
     parser.add_argument("--policy", default=",".join(COMPARED))
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--setting", choices=SETTINGS, default="published", help="what all policies meet")
+    parser.add_argument(
+        "--out", type=Path, help="default: policies.md, or policies-live.md, beside this file"
+    )
     parser.add_argument("--keep", type=Path, help="file of results: read first, added to unit by unit")
     parser.add_argument("--no-run", action="store_true", help="play nothing: the page of what --keep has")
     parser.add_argument("--again", action="store_true", help="play again what another code played")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     asked.traces = asked.traces.resolve()
+    if asked.out is None:
+        name = "policies.md" if asked.setting == "published" else f"policies-{asked.setting}.md"
+        asked.out = Path(__file__).with_name(name)
     asked.policies = asked.policy.split(",")
     unknown = [name for name in asked.policies if name not in KNOWN]
     if unknown:
@@ -234,6 +262,8 @@ def run(asked: argparse.Namespace, kept: Kept, replies: Iterable[str], todo: int
 def summary(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
     """How the page came about."""
     size = "--reduced" if asked.reduced else f"--seeds {asked.seeds}"
+    if asked.setting != "published":
+        size += f" --setting {asked.setting}"
     lines = [
         f"`python -m benchmarks.policies --traces DIR --keep FILE {size} --jobs {asked.jobs}`: {len(kept.found)} of {units} units,"
     ]
@@ -248,6 +278,24 @@ def summary(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
             f"**{sum(of_other_code.values())} of {len(kept.found)} units, marked \\*, were not played by this code: {counts}.**",
         ]
     return lines
+
+
+def live_notes(found: Found) -> list[str]:
+    """What the live setting is, for each model of the page."""
+    lines = [
+        "The **live** setting: what `scavenger init` writes for the model on H100 (80 GB), the daemon's defaults, polls of",
+        f"Slurm every {POLL_S:g} s (an open run expects something), heartbeats every 10 s. Engines have two GPUs,",
+        "as the fleets of the other page. Links, cold starts, toggles and speeds are assumed as in the published",
+        "setting: no GPU has measured ours.",
+    ]
+    return [
+        *lines,
+        *(
+            f"- {described(live_plan(model, 1))}"
+            for model in MODELS
+            if any(unit.model == model for unit in found)
+        ),
+    ]
 
 
 def idle_time(folder: Path) -> list[str]:
@@ -278,9 +326,9 @@ def idle_time(folder: Path) -> list[str]:
 def main() -> None:
     asked = parsed()
     if asked.worker:
-        work(asked.traces, asked.policies)
+        work(asked.traces, asked.policies, asked.setting)
         return
-    kept = Kept(asked.keep, asked.policies)
+    kept = Kept(asked.keep, asked.policies, asked.setting)
     units = units_of(asked)
     stale = kept.of_other_code(code_of())
     todo = (
@@ -296,6 +344,8 @@ def main() -> None:
         str(asked.traces),
         "--policy",
         asked.policy,
+        "--setting",
+        asked.setting,
         "--worker",
     ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -313,7 +363,11 @@ def main() -> None:
         summary(asked, kept, len(units)),
         kept.of_other_code(code_of()).keys(),
     )
-    text = page(kept.found, asked.policies, month, lines, of_other_code) + "\n".join(idle_time(asked.traces))
+    if asked.setting == "live":
+        text = page(kept.found, asked.policies, month, lines, of_other_code, live_notes(kept.found))
+    else:
+        text = page(kept.found, asked.policies, month, lines, of_other_code)
+        text += "\n".join(idle_time(asked.traces))
     asked.out.write_text(text)
     print(text)
 

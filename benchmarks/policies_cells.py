@@ -11,12 +11,13 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.baselines.points import Setting, scenario
 from benchmarks.baselines.registry import simulated_policy
+from benchmarks.live_setting import LiveSetting, live_scenario
 from benchmarks.policies_table import Result, Unit
 from scavenger.simulate import traces
 from scavenger.simulate.clock import Streams
@@ -24,11 +25,13 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import CachedLengths
 from scavenger.simulate.outcome import SimulationOutcome
+from scavenger.simulate.plan import SimulationPlan
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
 
 ROOT = Path(__file__).resolve().parents[1]
 SEGMENTS = Path(__file__).with_name("segments.json")
+LIVE = Path(__file__).with_name("live_setting.py")
 MODELS = {"Qwen3-8B": 8, "Qwen3-14B": 8, "Qwen3-32B": 16}  # -> reserved GPUs
 CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
 UNCAPPED = 128
@@ -91,12 +94,27 @@ def result_of(out: SimulationOutcome, cpu_s: float) -> Result:
     )
 
 
+@functools.cache
+def live_plan(model: str, pairs: int) -> SimulationPlan:
+    return LiveSetting(model, MODELS[model]).plan(pairs or UNCAPPED)
+
+
+def live_of(unit: Unit, fleet: FleetTrace) -> Scenario:
+    """The live setting over the whole segment."""
+    return live_scenario(live_plan(unit.model, unit.pairs), unit, fleet, HEARTBEAT_S)
+
+
+#: By `--setting`: what all policies meet.
+SETTINGS: Mapping[str, Callable[[Unit, FleetTrace], Scenario]] = {"published": scenario_of, "live": live_of}
+
 Alone = dict[tuple[str, int], Result]
 
 
-def simulate_unit(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
-    """`alone`: what colocated did by model and seed; added to."""
-    cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
+def simulate_unit(
+    unit: Unit, folder: Path, policies: Sequence[str], alone: Alone, setting: str = "published"
+) -> dict[str, Result]:
+    """`alone`: what colocated did by model and seed; added to. `setting`: of `SETTINGS`."""
+    cell = SETTINGS[setting](unit, fleet_of(folder, unit.segment, unit.seed))
     found = {}
     for name in policies:
         known = alone.get((unit.model, unit.seed)) if name == "colocated" else None
@@ -120,11 +138,14 @@ def code_of() -> str:
         "scavenger/router",
         "scavenger/harvest",
         "scavenger/simulate",
+        "scavenger/sizing",
         "benchmarks/baselines",
     )
     code_paths = [path for folder in played for path in ROOT.glob(f"{folder}/**/*.py")]
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*code_paths, ROOT / "scavenger/protocol/train_step.py", SEGMENTS, Path(__file__)]):
+    for path in sorted(
+        [*code_paths, ROOT / "scavenger/protocol/train_step.py", SEGMENTS, LIVE, Path(__file__)]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -367,15 +367,22 @@ RESTS_ON = (
 )
 
 
+#: The setting of the page that the other systems' published points have, too.
+PUBLISHED = (
+    "Setting: the published one, `scavenger/simulate/presets.py`, heartbeats and polls of Slurm every 10 s.",
+)
+
+
 def page(
     found: Found,
     policies: Sequence[str],
     month: str,
     summary: Sequence[str],
     of_other_code: Set[Unit] = frozenset(),
+    setting: Sequence[str] = PUBLISHED,
 ) -> str:
     """`summary`: what else there is to say of how these results came about, a line each. `of_other_code`:
-    units that another code played."""
+    units that another code played. `setting`: what all policies meet, lines."""
     seeds = sorted({unit.seed for unit in found})
     compared = set(COMPARED) <= set(policies)
     head = [
@@ -383,9 +390,10 @@ def page(
         "",
         *([*in_short(found), ""] if compared else []),
         f"*Simulated*, {month}, with the router, harvest policy and train-step machine that run live, over traces;",
-        "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
-        f"`scavenger/simulate/presets.py`, heartbeats and polls of Slurm every 10 s. Seeds {seeds[0]} to {seeds[-1]};",
-        "`pairs`: engines of two GPUs that the run may have.",
+        "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed.",
+        f"Seeds {seeds[0]} to {seeds[-1]}; `pairs`: engines of two GPUs that the run may have.",
+        "",
+        *setting,
         "",
         *summary,
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from benchmarks import ablations, policies, policies_cells, sensitivity
 from benchmarks import policies_table as table
 from benchmarks.baselines.registry import ABLATIONS, SIMULATED_POLICIES
+from benchmarks.live_setting import LiveSetting
 from scavenger.config.run import ReservedSection
 from scavenger.errors import ConfigError
 from scavenger.policy.forecast import survival
@@ -21,6 +23,9 @@ from scavenger.simulate import comparison, presets
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies import OURS
 from tests.simulate.digest import small
+from trainer.prepare import draft
+from trainer.prepare.model import ModelFacts
+from trainer.prepare.rows import DataFacts
 
 
 def result(tokens_per_s: float) -> table.Result:
@@ -369,3 +374,57 @@ def test_the_table_s_units_come_seed_by_seed(tmp_path: Path) -> None:
     all_units = policies.units_of(asked)
     assert len(all_units) == len(set(all_units)) == 6 * 3 * 5 * 10
     assert [one.seed for one in all_units] == sorted(one.seed for one in all_units)
+
+
+QWEN3_8B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12_288,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(8, 1), (8, 2)])
+def test_the_live_setting_is_what_init_writes_for_the_model(tmp_path: Path, gpus: int, nodes: int) -> None:
+    facts = ModelFacts(
+        tmp_path, "qwen3", "Qwen3ForCausalLM", 0, 151_936, 8_190_735_360, (1,), "", "", {}, QWEN3_8B
+    )
+    rows = DataFacts("jsonl", "rows.jsonl", "", "prompt", "answer", (), False, True, (), 8, {})
+    gpu_gb = presets.H100.memory_bytes / 1e9
+    wish = draft.RunOptions(
+        "live", tmp_path, gpus, nodes, gpu_gb, "gpu", "", "", "vllm", "python", tmp_path, 512
+    )
+    written = tomllib.loads(draft.run_toml(facts, rows, wish))
+    plan = LiveSetting("Qwen3-8B", gpus * nodes, written["run"]["gpus_per_engine"]).plan(4)
+    training = plan.training
+    assert {
+        "prompts_per_step": plan.prompts,
+        "samples_per_prompt": plan.samples,
+        "max_tokens": plan.lengths.cap,
+        "gpu_memory_share": pytest.approx(training.memory_share, abs=0.005),
+        "micro_batch_tokens": training.round_tokens,
+        "activation_checkpointing": training.recompute,
+        "wake_after_s": training.wake_after_s,
+    } == {
+        "prompts_per_step": written["data"]["prompts_per_step"],
+        "samples_per_prompt": written["data"]["samples_per_prompt"],
+        "max_tokens": written["sampling"]["max_tokens"],
+        "gpu_memory_share": written["engine"]["gpu_memory_share"],
+        "micro_batch_tokens": written["trainer"]["micro_batch_tokens"],
+        "activation_checkpointing": written["trainer"]["activation_checkpointing"],
+        "wake_after_s": written["reserved"]["wake_after_s"],
+    }
+    # the draft leaves room for a chat template, so that its samples may be a few tokens longer
+    assert plan.max_batch == pytest.approx(written["engine"]["max_batch"], abs=8)
+
+
+def test_results_of_one_setting_are_not_read_as_those_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    [one] = units(0)
+    path.write_text(answer(one))
+    with pytest.raises(ConfigError, match="line 1 was played in the published setting, not in the live one"):
+        policies.Kept(path, ["ours", "rlboost"], "live")

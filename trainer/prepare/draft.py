@@ -22,6 +22,7 @@ SHIPPED = "scripts/train.sbatch"
 #: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
 COMPLETION_TOKENS = 8192
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
+WAKE_AFTER_S = 30.0
 DAYS = 2
 ENVIRONMENTS = "trainer.data.environments:reward"
 #: A TOML key that needs no quotes.
@@ -357,7 +358,7 @@ rank = 0                            # above 0: adapters of that rank are trained
 [reserved]
 workers = {chosen.reserved}                         # engines on the training job's own GPUs: they generate while no GPU is idle
 gpus_per_engine = {chosen.engine_gpus}                 # of each, on one node
-wake_after_s = 30.0
+wake_after_s = {WAKE_AFTER_S}
 
 [checkpoint]
 every = 20
