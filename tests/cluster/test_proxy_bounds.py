@@ -259,6 +259,46 @@ def test_a_submission_that_was_never_sent_is_refused_and_no_job_is_looked_for(sh
         line.ask(wire.CancelJobs((1,)), wire.DoneReply)
 
 
+def test_a_socket_whose_queue_is_full_is_tried_until_there_is_room(
+    short: Path, pool: ThreadPoolExecutor
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as others:
+        listener.bind(str(short / "s"))
+        listener.listen(0)
+        waiting = 0
+        while True:  # other users' connections, until the kernel takes no more
+            other = others.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            try:
+                other.connect(str(short / "s"))
+            except BlockingIOError:
+                break
+            waiting += 1
+        asked = pool.submit(line_to(short / "s").ask, wire.CancelJobs((1,)), wire.DoneReply)
+        with pytest.raises(TimeoutError):
+            asked.result(0.3)  # it neither failed nor was it served
+        for _ in range(waiting):
+            listener.accept()[0].close()
+        taken, _ = listener.accept()
+        with taken:
+            taken.recv(1 << 16)
+            taken.sendall(framing.frame(wire.ProxyAnswer(wire.DoneReply())))
+            assert isinstance(asked.result(20), wire.DoneReply)
+        for _ in range(waiting + 1):
+            others.enter_context(contextlib.closing(dial(short / "s")))
+        line = line_to(short / "s", timeout_s=0.1)
+        with pytest.raises(ClusterUnavailable, match="does not answer"):  # after a bounded time
+            line.ask(wire.CancelJobs((1,)), wire.DoneReply)
+
+
+def dial(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        sock.connect(str(path))
+    return sock
+
+
 class Hangs:
     """In place of a function that touches files, on a file system that does not answer."""
 

@@ -30,6 +30,8 @@ from scavenger.protocol import keys
 R = TypeVar("R")
 #: A poll is four commands, one after the other, and others may come first.
 COMMANDS = 5
+#: Between two attempts at a socket whose queue of connections is full.
+RECONNECT_S = 0.05
 
 
 class ProxyLine:
@@ -77,7 +79,7 @@ class ProxyLine:
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(self._timeout_s)
-                sock.connect(str(self._path))
+                self._connect(sock, deadline)
                 self._check_peer(sock)
                 sent = True
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -90,6 +92,17 @@ class ProxyLine:
                 raise SubmitUnknown(cause) from error
             unit = "scavenger-slurm-submit" if self._role == "submit" else "scavenger-slurm-view"
             raise _not_done(request, cause, f"systemctl status {unit}") from error
+
+    def _connect(self, sock: socket.socket, deadline: float) -> None:
+        """Others' connections may fill the listener's queue; the kernel then refuses ours instead of letting it wait."""
+        while True:
+            try:
+                sock.connect(str(self._path))
+                return
+            except BlockingIOError:
+                if time.monotonic() + RECONNECT_S > deadline:
+                    raise
+                time.sleep(RECONNECT_S)
 
     def _check_peer(self, sock: socket.socket) -> None:
         """No other process is sent keys, or believed. Raises `ClusterError`."""
