@@ -36,7 +36,7 @@ from scavenger.weights import files
 from scavenger.weights.source import WeightServer, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
-from trainer.algorithms.reward_pool import RewardPool, open_pool
+from trainer.algorithms.reward_pool import RewardPool, open_pool, refuse_missing
 from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scoring
 from trainer.checkpoint import checkpoint
@@ -234,6 +234,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
         reward = config.reward
+        refuse_missing(reward, prompts.take(0, 1)[0].meta)
         runner = stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))

@@ -90,7 +90,7 @@ def _explain(model: type[Section], path: Path, error: ValidationError) -> Config
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]) or "(file)"
         if item["type"] == "extra_forbidden":
-            remedy = hint(model, item["loc"])
+            remedy = hint(model, item["loc"], item["input"])
             lines.append(f"{path}: unknown key {key!r}" + (f": {remedy}" if remedy else ""))
         elif item["type"] == "missing":
             lines.append(f"{path}: key {key!r} is missing")

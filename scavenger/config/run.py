@@ -87,7 +87,8 @@ class DataSection(Section):
     """Column of the prompt: text, or a conversation (a list of objects with `role` and `content`), which
     needs `chat`."""
     answer_field: Column = "answer"
-    """Column of the reference answer. The reward function gets it as `meta["answer"]`."""
+    """Column of the reference answer, which the reward function gets as `meta["answer"]` too. Left out, rows
+    may have none: for a judge, tests of code or any reward that needs no answer."""
     chat: bool = False
     """`true`: prompts are rendered with the model's chat template, up to where the assistant's turn
     begins."""

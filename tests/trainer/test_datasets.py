@@ -11,8 +11,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from scavenger.config import RunConfig
+from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import ConfigError
+from scavenger.protocol.messages import Sampling
+from trainer.algorithms.reward_pool import refuse_missing
+from trainer.algorithms.scoring import specs
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 
 TEMPLATE = (
@@ -77,8 +80,45 @@ def test_a_file_and_a_folder_hold_the_same_problems(model_folder: Path, tmp_path
     assert one.held_out() == other.held_out()
     assert one.digest == other.digest
     first = one.take(0, 1)[0]
-    assert first.meta.keys() == {"answer", "level", "row"}
-    assert first.meta["answer"] == int(first.text[:4])
+    assert first.meta.keys() == {"answer", "label", "level", "row"}, "columns keep their names"
+    assert first.meta["answer"] == first.meta["label"] == int(first.text[:4])
+    assert one.digest == "15328ac64b31b07a070b5fe7e3f6e1fe", "as 0.2.0 made it: its runs can be resumed"
+
+
+def test_rows_need_no_answer_and_every_column_keeps_its_name(model_folder: Path, tmp_path: Path) -> None:
+    """What a judge or tests of code reward. A column may have any name, `row` and `mode` among them."""
+    rows = [
+        {"prompt": f"{n}>", "tests": [n], "row": "mine", "mode": "hard", "answer": None} for n in range(6)
+    ]
+    source = problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows), problems=2))
+    (first,) = source.take(0, 1)
+    assert first.meta["tests"] == [int(first.text[0])]
+    assert (first.meta["row"], first.meta["mode"], first.meta["answer"]) == ("mine", "hard", None)
+    (spec, *_) = specs(source.held_out(), n=1, sampling=Sampling(4), mark={"mode": "greedy", "set": "x"})
+    meta = json.loads(spec.meta)
+    assert (meta["mode"], meta["set"]) == ("hard", "x")
+    other = [row | {"row": "yours"} for row in rows]
+    changed = problems_of(config_of(model_folder, write(tmp_path / "b.jsonl", other), problems=2))
+    assert changed.digest != source.digest
+
+
+def test_all_rows_have_an_answer_or_none_has(model_folder: Path, tmp_path: Path) -> None:
+    mixed = [{"prompt": "1"}, {"prompt": "2", "answer": 2}]
+    for rows, told in ((mixed, "it has 'answer' and a row before it has none"), (mixed[::-1], "it has none")):
+        with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{told}"):
+            problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize("function", ["exact", "math", "regex"])
+def test_a_verifier_without_a_column_to_compare_with_is_refused_before_the_start(function: str) -> None:
+    reward = RewardSection(function=f"trainer.verifiers:{function}")
+    with pytest.raises(ConfigError, match="compares with the column 'answer', and the rows have 'tests'"):
+        refuse_missing(reward, {"row": 0, "tests": []})
+    with pytest.raises(ConfigError, match="no column beside the prompt"):
+        refuse_missing(reward, {"row": 0})
+    refuse_missing(reward, {"answer": 1})
+    refuse_missing(reward.model_copy(update={"options": {"field": "tests"}}), {"tests": []})
+    refuse_missing(RewardSection(function="mine:judge"), {"row": 0})
 
 
 def test_held_out_problems_may_come_from_a_file_of_their_own(model_folder: Path, tmp_path: Path) -> None:
@@ -160,7 +200,8 @@ def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) 
     ("rows", "data", "why"),
     [
         ([{"question": "1", "answer": 1}], {}, r"a\.jsonl:1: no 'prompt'; there is 'question', 'answer'"),
-        ([{"prompt": "1", "gold": 1}], {"answer_field": "label"}, "no 'label'"),
+        ([{"prompt": "1", "gold": 1}], {"answer_field": "label"}, "no 'label'; there is 'prompt', 'gold'"),
+        ([{"prompt": None}], {}, "no 'prompt'; there is no other column"),
         ([{"prompt": 5, "answer": 1}], {}, "neither text nor a conversation"),
         ([{"prompt": [{"content": "1"}], "answer": 1}], {}, "neither text nor a conversation"),
     ],

@@ -208,13 +208,14 @@ class PromptSource:
             if config.eval.path
             else ((), ())
         )
-        return FileStream(rows, config.data.seed, config.eval.prompts, other, origin_of(items, template))
+        origin = origin_of(items, template, config.data.answer_field)
+        return FileStream(rows, config.data.seed, config.eval.prompts, other, origin)
 
     def _fitting(
         self, items: Sequence[Item], template: PromptTemplate, path: Path
     ) -> tuple[Sequence[Item], list[PromptRow]]:
         """Every row as the model sees it; those that leave no room for a completion are reported, all at once."""
-        rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
+        rows = [(template.text(item.prompt, f"{path}, row {item.row}"), item.meta) for item in items]
         lengths = [
             len(found.ids)
             for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)
@@ -225,7 +226,7 @@ class PromptSource:
         )
         if not wrong:
             return items, rows
-        listed = ", ".join(f"row {rows[offset][1]['row']} has {lengths[offset]}" for offset in wrong[:5])
+        listed = ", ".join(f"row {items[offset].row} has {lengths[offset]}" for offset in wrong[:5])
         cause = f"{path}: {len(wrong)} of {len(rows)} prompts do not have 1 to {self._max_prompt_tokens} tokens: {listed}"
         if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
             raise ConfigError(
@@ -260,11 +261,17 @@ class PromptSource:
         return PromptTask(index, text, tokens, meta)
 
 
-def origin_of(items: Sequence[Item], template: PromptTemplate) -> str:
-    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date."""
+def origin_of(items: Sequence[Item], template: PromptTemplate, answer_field: str) -> str:
+    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date.
+
+    The answer and the row's place come last, as in 0.2.0, whose runs go on. Columns that have their names come behind all else.
+    """
     hasher = blake3(template.source.encode())
     for item in items:
-        hasher.update(json.dumps([item.prompt, item.meta], ensure_ascii=False).encode() + b"\n")
+        meta = {name: value for name, value in item.columns.items() if name != answer_field}
+        hidden = [meta[name] for name in ("answer", "row") if name in meta]
+        meta |= ({} if item.answer is None else {"answer": item.answer}) | {"row": item.row}
+        hasher.update(json.dumps([item.prompt, meta, *hidden], ensure_ascii=False).encode() + b"\n")
     return hasher.hexdigest(16)
 
 

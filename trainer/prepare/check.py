@@ -225,8 +225,9 @@ def _data(config: RunConfig, seen: _Seen) -> str:
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
-    from trainer.algorithms.reward_pool import open_pool
+    from trainer.algorithms.reward_pool import open_pool, refuse_missing
 
+    refuse_missing(config.reward, seen.prompts[0].meta)
     found = []
     assert seen.tokenizer is not None
     with open_pool(config.reward, retries=0, processes=1) as runner:
@@ -234,6 +235,8 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
             prompt = seen.tokenizer.decode(list(prompt_task.tokens), skip_special_tokens=True)
             for completion in (str(prompt_task.meta.get("answer", "")), "", "no"):
                 found.append(runner.score(prompt, completion, prompt_task.meta))
+    if not any("answer" in prompt_task.meta for prompt_task in seen.prompts):
+        return f"rows have no answers; empty and wrong completions get {min(found):g} to {max(found):g}"
     own = found[0::3]
     said = f"the rows' own answers get {', '.join(f'{value:g}' for value in own)}"
     return (
