@@ -1,12 +1,20 @@
 """`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
-or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 1 anything
-else. SIGTERM (or SIGUSR1) makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed.
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 130 by
+Ctrl-C, 1 anything else. SIGTERM (or SIGUSR1; with `--local` Ctrl-C) makes rank 0 write a checkpoint of the last whole step and end; it
+closes nothing, so the run can be resumed.
 Before the run is open it ends at once.
 """
 
 from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # what is imported takes seconds: Ctrl-C ends it without a traceback
 
 import argparse
 import os
@@ -44,7 +52,7 @@ from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
 from trainer.local import LocalRun, LocalSource
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
-from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
+from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
 from trainer.loop.monitor import Monitor, chosen
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
@@ -209,7 +217,8 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
             raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
     ranks.load(path, state.updates_taken)
-    print(f"resumed from {path}, after step {state.step}", flush=True)
+    over = "" if chosen else " (--resume none starts over)"
+    print(f"resumed from {path}, after step {state.step}{over}", flush=True)
     # Adapters were once published merged: such a version's root names other bytes. So does that of a version with another tokenizer, or
     # without one: sampling.stop was changed since, or an older release wrote it.
     same = (state.adapters, state.tokenizer) == (bool(config.lora.rank), ranks.tokenizer)
@@ -255,16 +264,17 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         scoring = Scoring(
             runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens, kept.write
         )
-        ending.listen()
+        ending.listen(terminal=options.local)
         loop = Loop(
             config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), of_job(os.environ)
         )
         try:
             loop.run()
         except EndRequested as request:
-            monitor.say(f"{request}: the trainer ends; the run can be resumed")
+            saved = checkpoint.select(config.run.out_dir, "auto")
+            monitor.say(ended_line(str(request), saved))
             ranks.stop()
-            return SIGTERM_EXIT
+            return SIGINT_EXIT if str(request) == "SIGINT" else SIGTERM_EXIT
         except (StaleAttempt, LedgerRestored):
             raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
@@ -273,6 +283,15 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         run.close_run("finished")
         ranks.stop()
     return 0
+
+
+def ended_line(signal_name: str, saved: Path | None) -> str:
+    """What is said last of a run that a signal ended. `saved`: its newest checkpoint."""
+    if signal_name != "SIGINT":
+        return f"{signal_name}: the trainer ends; the run can be resumed"
+    if saved is None:
+        return "stopped by Ctrl-C before the first step was done: there is nothing to go on from"
+    return f"stopped by Ctrl-C; saved as {saved}: the same command goes on from there"
 
 
 def _runner(reward: RewardSection) -> RewardPool:
@@ -365,6 +384,8 @@ def close_failed(run: TrainerRun, error: BaseException) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     comm: Comm = Solo()
@@ -392,6 +413,11 @@ def main(argv: list[str] | None = None) -> int:
         disconnect()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")
+    except KeyboardInterrupt as error:
+        if comm.size == 1:
+            print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+            return SIGINT_EXIT
+        return _ended(comm, error, traceback.format_exc())
     except BaseException as error:  # noqa: BLE001  reported whole; other ranks may wait in a collective, so the job must end
         return _ended(comm, error, traceback.format_exc())
     return code

@@ -151,6 +151,7 @@ def read_run(path: Path) -> RunConfig:
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
     held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
+    reward = config.reward.model_copy(update={"path": base / config.reward.path})
     return config.model_copy(
         update={
             "run": run,
@@ -158,6 +159,7 @@ def read_run(path: Path) -> RunConfig:
             "data": data,
             "eval": held_out,
             "model": model,
+            "reward": reward,
             "weights": weights,
         }
     )

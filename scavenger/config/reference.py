@@ -95,7 +95,7 @@ def default_text(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return "none"
-    return f"`{json.dumps(field.default)}`"
+    return f"`{json.dumps(str(field.default) if isinstance(field.default, Path) else field.default)}`"
 
 
 def allowed_text(field: FieldInfo) -> str:

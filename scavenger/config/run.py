@@ -246,7 +246,9 @@ class RewardSection(Section):
 
     function: Function = "trainer.tasks.sort:reward"
     """Called as `function(prompt, completion, meta)` in a process of its own; returns a number, or a dict of
-    parts. The trainer's Python must be able to import it."""
+    parts. Its module is found in `path`, or by the trainer's Python."""
+    path: Path = Path(".")
+    """Folder in which modules of reward functions are looked for first. By default the one of this file."""
     version: Annotated[str, Field(max_length=256)] = ""
     """Recorded with each reward. After a restart a recorded reward is used again only if its version is the
     same. Empty: the function's name and a hash of its module's file. Set it where other files or a remote

@@ -252,6 +252,7 @@ def open_pool(
             options=options,
             memory_gb=reward.memory_gb,
             start_timeout_s=reward.start_timeout_s,
+            folder=reward.path,
         )
 
     most = processes or reward.processes or default_processes()

@@ -21,7 +21,7 @@ Prompt = str | list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`columns`: those beside the prompt, as the row has them. `row`: its place among all rows, from 0. `answer`: None where it has none."""
+    """`columns`: those beside the prompt, as the row has them. `row`: its place among all rows, from 0. `answer`: None = none."""
 
     prompt: Prompt
     columns: dict[str, Any]

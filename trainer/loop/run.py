@@ -11,7 +11,8 @@ checkpoint and publishes those weights as a new version; the daemon sees equal r
 resume repeats nothing of the checkpoint's step. What was due there is finished first, or recorded as `owes_evaluation`.
 
 A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
-step: an attempt that goes on from it is given the step's samples again, with every token that there is.
+step: an attempt that goes on from it is given the step's samples again, with every token that there is. So does one that a reward
+function or an engine stops.
 Boundary: the whole run on rank 0.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scavenger.config import RunConfig
-from scavenger.errors import WeightsError
+from scavenger.errors import ConfigError, EngineError, RewardError, ScavengerError, WeightsError
 from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.scoring import Scoring, specs
@@ -37,6 +38,8 @@ from trainer.loop.ranks import Ranks
 from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper, TrainerRun
 
 POLL_S = 0.1
+#: What stops a run where rewards, engines or prompts are waited for: parameters are a whole step's then.
+BETWEEN_UPDATES = (RewardError, EngineError, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,9 @@ class Loop:
             self._train()
         except EndRequested:
             self._checkpoint_at_end()
+            raise
+        except BETWEEN_UPDATES:
+            self._checkpoint_despite_error()
             raise
 
     def _train(self) -> None:
@@ -223,6 +229,19 @@ class Loop:
         if self._settled.step and self._settled.step not in checkpoint.steps(self._config.run.out_dir):
             self._checkpoint()
             self._checkpoints.finish()
+
+    def _checkpoint_despite_error(self) -> None:
+        """As `_checkpoint_at_end`; what goes wrong here is said, and does not hide why the run stops."""
+        step = self._settled.step
+        try:
+            self._checkpoint_at_end()
+        except (ScavengerError, OSError) as error:
+            self._monitor.say(f"the weights after step {step} could not be saved: {error}")
+        else:
+            if step:
+                self._monitor.say(
+                    f"the weights after step {step} are saved; the next start goes on from there"
+                )
 
     # ---------------------------------------------------------------- evaluation
 
