@@ -243,7 +243,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
         reward = config.reward
-        refuse_missing(reward, prompts.take(0, 1)[0].meta)
+        for task in (*prompts.take(0, 1), *(one.prompts[0] for one in prompts.evaluations)):
+            refuse_missing(reward, task.meta)
         runner = stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
@@ -258,7 +259,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
             )
         every = one_in(
-            config.monitor.sample_groups, config.data.prompts_per_step, 2 * len(prompts.held_out())
+            config.monitor.sample_groups,
+            config.data.prompts_per_step,
+            2 * sum(len(one.prompts) for one in prompts.evaluations),
         )
         kept = SampleLog(config.run.out_dir, every, tokenizer, monitor.say)
         scoring = Scoring(

@@ -19,6 +19,7 @@ from scavenger.config.run import (
     EmbeddedSection,
     EngineSection,
     EvalSection,
+    EvalSet,
     LoraSection,
     ModelSection,
     MonitorSection,
@@ -58,6 +59,7 @@ __all__ = [
     "EmbeddedSection",
     "EngineSection",
     "EvalSection",
+    "EvalSet",
     "HarvestSection",
     "Hours",
     "LedgerSection",
@@ -149,7 +151,10 @@ def read_run(path: Path) -> RunConfig:
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
-    held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
+    sets = tuple(one.model_copy(update={"path": base / one.path}) for one in config.eval.sets)
+    held_out = config.eval.model_copy(
+        update={"sets": sets} | ({"path": base / config.eval.path} if config.eval.path else {})
+    )
     model = config.model.model_copy(update={"path": base / config.model.path})
     reward = config.reward.model_copy(update={"path": base / config.reward.path})
     return config.model_copy(

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from pydantic import ValidationError
 
-from scavenger.config import RewardSection, RunConfig
+from scavenger.config import EvalSection, RewardSection, RunConfig, read_run
 from scavenger.errors import ConfigError
 from scavenger.protocol.messages import Sampling
 from trainer.algorithms.reward_pool import refuse_missing
@@ -325,3 +326,64 @@ def test_the_digest_is_the_same_on_another_day_where_the_template_writes_the_dat
 
     dated = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert digest(dated) == digest(dated) != digest(TEMPLATE)
+
+
+def test_an_evaluation_has_several_data_sets_with_names(model_folder: Path, tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", ROWS)
+    hard = write(tmp_path / "hard.jsonl", [{"task": f"{n}>"} for n in range(5)])
+    (tmp_path / "run.toml").write_text(
+        f"""
+[run]
+name = "r"
+steps = 1
+state_dir = "s"
+out_dir = "o"
+[model]
+path = "{model_folder}"
+context_length = 21
+[sampling]
+max_tokens = 8
+[data]
+task = "jsonl"
+path = "a.jsonl"
+prompt_field = "question"
+prompts_per_step = 2
+[eval]
+prompts = 2
+samples = 4
+[[eval.sets]]
+name = "hard"
+path = "hard.jsonl"
+prompt_field = "task"
+samples = 2
+[[eval.sets]]
+name = "few"
+path = "a.jsonl"
+prompts = 3
+"""
+    )
+    config = read_run(tmp_path / "run.toml")
+    assert [one.path for one in config.eval.sets] == [hard, train]
+    sets = problems_of(config).evaluations
+    assert [(one.name, one.samples, len(one.prompts)) for one in sets] == [
+        ("", 4, 2),
+        ("hard", 2, 5),
+        ("few", 4, 3),
+    ]
+    assert [task.index for one in sets for task in one.prompts] == list(range(10))
+    assert {task.text for task in sets[1].prompts} == {f"{n}>" for n in range(5)}
+    (tmp_path / "run.toml").write_text(
+        (tmp_path / "run.toml").read_text().replace("prompts = 3", "prompts = 10")
+    )
+    with pytest.raises(ConfigError, match=r"a\.jsonl has 9 rows, prompts = 10 wants more\n.*'few'"):
+        problems_of(read_run(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [(("a", "a"), "two are named 'a'"), (("reward",), "may be named 'reward'")]
+)
+def test_names_of_data_sets_that_metrics_cannot_tell_apart_are_refused(
+    names: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        EvalSection.model_validate({"sets": [{"name": name, "path": "x"} for name in names]})

@@ -79,6 +79,8 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(
         ("eval", 2),
     ]
     assert whole[1]["tokens"] > 0
+    assert whole[1]["reward_min"] <= whole[1]["reward"] <= whole[1]["reward_max"]
+    assert whole[0]["seconds"] > 0
     log = tmp_path / "whole" / "local" / "samples.jsonl"
     assert log.stat().st_mode & 0o777 == 0o600
     kept = [json.loads(line) for line in log.read_text().splitlines()]

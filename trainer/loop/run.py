@@ -19,6 +19,7 @@ Boundary: the whole run on rank 0.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,7 +109,7 @@ class Loop:
         self._inbox = Inbox(run, scoring.begin)
         self._stepper = Stepper(config, run, ranks, scoring, sampling, self._safe_point, self._inbox, engines)
         self._asked: dict[int, SubmittedStep] = {}
-        self._held_out: list[PromptTask] = prompts.held_out()
+        self._evaluations = prompts.evaluations
         self._root = b""  # of the version that was published last
         self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False)
         self._cursor = start.cursor
@@ -250,17 +251,11 @@ class Loop:
             self._evaluate(self._settled.step, self._settled.version)
             self._settled = replace(self._settled, owes_evaluation=False)
 
-    def _evaluate(self, step: int, version: int) -> None:
-        """Held-out prompts through the same engines: `eval.samples` completions at temperature 1, and one greedy."""
-        prompts = self._held_out
-        if not prompts:
-            return
-        self._stepper.set_reserved(True)
-        sampling, judge = self._sampling, self._scoring.version
-        groups = []
-        for number, (mode, n, temperature) in enumerate(
-            (("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))
-        ):
+    def _evaluation_groups(self) -> list[messages.GroupSpec]:
+        """Prompts of all sets, `samples` completions each at temperature 1; behind them the same ones, one greedy completion each."""
+        groups, sampling = [], self._sampling
+        whole = sum(len(one.prompts) for one in self._evaluations)
+        for mode, temperature, offset in (("sampled", 1.0, 0), ("greedy", 0.0, whole)):
             how = messages.Sampling(
                 max_tokens=sampling.max_tokens,
                 temperature=temperature,
@@ -269,11 +264,24 @@ class Loop:
                 stop_token_ids=sampling.stop_token_ids,
                 stop=sampling.stop,
             )
-            groups += specs(prompts, n=n, sampling=how, offset=number * len(prompts), mark={"mode": mode})
+            for one in self._evaluations:
+                n, mark = one.samples if mode == "sampled" else 1, {"mode": mode, "set": one.name}
+                groups += specs(one.prompts, n=n, sampling=how, offset=offset, mark=mark)
+        return groups
+
+    def _evaluate(self, step: int, version: int) -> None:
+        """Held-out prompts through the same engines."""
+        groups = self._evaluation_groups()
+        if not groups:
+            return
+        started = time.monotonic()
+        self._stepper.set_reserved(True)
+        judge = self._scoring.version
         ids = self._run.submit(step, version, groups, "eval")
         self._inbox.expect("eval", step, ids)
         waiting = set(ids)
         found: dict[int, list[Judgement]] = {}
+        scored: dict[int, tuple[Mapping[str, float], ...]] = {}
         outcomes: list[messages.SampleOutcome] = []
         while waiting:
             self._safe_point()
@@ -281,6 +289,7 @@ class Loop:
             for one in self._scoring.take_scored(waiting):
                 group, judged = one.group, one.samples
                 waiting.remove(group.group_id)
+                scored[group.prompt_index] = one.parts
                 found[group.prompt_index] = [
                     Judgement(r, messages.token_count(s.tokens), s.finish == "length")
                     for s, r, why in judged
@@ -291,8 +300,18 @@ class Loop:
                     outcomes.append(
                         messages.SampleOutcome(sample.sample_id, kind, reward, 0.0, messages.words(why), by)
                     )
-        judgements = [found[index] for index in range(2 * len(prompts))]  # sampled ones, then greedy ones
-        metrics = summarise_evaluation(judgements[: len(prompts)], judgements[len(prompts) :])
+        metrics: dict[str, float] = {}
+        whole = sum(len(one.prompts) for one in self._evaluations)
+        for of_set in self._evaluations:
+            indices = [task.index for task in of_set.prompts]
+            metrics |= summarise_evaluation(
+                [found[index] for index in indices],
+                [found[whole + index] for index in indices],
+                self._config.eval.solved_at,
+                [parts for index in indices for parts in scored[index]],
+                of_set.name,
+            )
+        metrics["seconds"] = time.monotonic() - started
         metrics["rewards_late"] = float(self._scoring.take_late())
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)

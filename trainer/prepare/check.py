@@ -71,6 +71,7 @@ class _Seen:
     model: ModelFacts | None = None
     tokenizer: Tokenizer | None = None
     prompts: list[PromptTask] = field(default_factory=list)
+    held_out: list[PromptTask] = field(default_factory=list)
     longest: int = 0  # tokens of the longest prompt, 0 = not known
     division: Division | None = None
     said: list[str] = field(default_factory=list)
@@ -204,7 +205,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
     assert seen.model is not None
     prompts = PromptSource(config, seen.tokenizer, seen.said.append)
     seen.prompts = prompts.take(0, max(PROBES, config.data.prompts_per_step))
-    held_out = prompts.held_out()
+    held_out = [task for one in prompts.evaluations for task in one.prompts]
     worst = max(
         (token for prompt_task in (*seen.prompts, *held_out) for token in prompt_task.tokens), default=0
     )
@@ -213,6 +214,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
             f"a prompt holds token {worst}, the model has {seen.model.vocabulary}",
             "the tokenizer is another model's",
         )
+    seen.held_out = held_out
     longest = max(len(prompt_task.tokens) for prompt_task in (*seen.prompts, *held_out))
     seen.longest = prompts.longest
     return "; ".join(
@@ -227,7 +229,8 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
     from trainer.algorithms.reward_pool import open_pool, refuse_missing
 
-    refuse_missing(config.reward, seen.prompts[0].meta)
+    for prompt_task in (seen.prompts[0], *seen.held_out):
+        refuse_missing(config.reward, prompt_task.meta)
     found = []
     assert seen.tokenizer is not None
     with open_pool(config.reward, retries=0, processes=1) as runner:
