@@ -17,6 +17,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     )  # what is imported takes seconds: Ctrl-C ends it without a traceback
 
 import argparse
+import functools
 import os
 import socket
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from rollout.engines import account
@@ -34,6 +36,7 @@ from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import (
     CheckpointAhead,
     ConfigError,
+    LedgerError,
     LedgerRestored,
     ScavengerError,
     StaleAttempt,
@@ -50,7 +53,7 @@ from trainer.algorithms.scoring import Scoring
 from trainer.checkpoint import checkpoint
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
-from trainer.local import LocalRun, LocalSource
+from trainer.local import Ledger, LocalRun, LocalSource
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
 from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
 from trainer.loop.monitor import Monitor, chosen
@@ -285,7 +288,15 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             raise
         run.close_run("finished")
         ranks.stop()
+        monitor.say(finished_line(config, options))
     return 0
+
+
+def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
+    """What is said last of a run that succeeded."""
+    saved = checkpoint.select(config.run.out_dir, "auto")
+    more = f"; completions: scavenger samples {options.config} --local" if options.local else ""
+    return f"finished: {config.run.steps} steps, saved as {saved}{more}"
 
 
 def ended_line(signal_name: str, saved: Path | None) -> str:
@@ -362,7 +373,7 @@ def open_run(
     stack: ExitStack,
 ) -> TrainerRun:
     if isinstance(source, LocalSource):
-        local_run = LocalRun(spec, source, config.run.seed)
+        local_run = LocalRun(spec, source, config.run.seed, local_ledger(config, spec, start))
         stack.callback(local_run.close)
         return local_run
     check_reach(config, keys.read_rendezvous(config.run.state_dir).host, socket.gethostname())
@@ -375,6 +386,27 @@ def open_run(
         host=socket.gethostname(),
         job_id=slurm_job(),
     )
+
+
+def local_ledger(config: RunConfig, spec: messages.EngineSpec, start: RunStart) -> Ledger | None:
+    """What a local try is recorded in, for people to read; None, aloud, where there can be none."""
+    from scavenger.ledger.local_run import LocalLedger  # SQL's library, which no other mode needs
+
+    try:
+        return LocalLedger(
+            config.run.out_dir,
+            config.run.name,
+            seed=config.run.seed,
+            config=config.model_dump_json(),
+            engine=msgspec.json.encode(spec).decode(),
+            tokenizer=str(config.model.path / "tokenizer.json"),
+            resume_step=start.step,
+            host=socket.gethostname(),
+            say=functools.partial(print, flush=True),
+        )
+    except (LedgerError, OSError) as error:
+        print(f"nothing of this try can be kept for `scavenger samples`: {error}", flush=True)
+        return None
 
 
 def close_failed(run: TrainerRun, error: BaseException) -> None:

@@ -243,16 +243,46 @@ def _end_with_stdin() -> None:
 
 @app.command()
 def samples(
-    run: Annotated[str, typer.Argument(help="the run's name")],
-    step: Annotated[int, typer.Option(min=0)],
+    run: Annotated[
+        str, typer.Argument(help="the run's name, or its run.toml; default: the newest run of the ledger")
+    ] = "",
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest")] = None,
     group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
     purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
     jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
+    sort: Annotated[
+        str, typer.Option(help="reward, advantage, length, finish or moves; -reward: the greatest first")
+    ] = "",
+    best: Annotated[bool, typer.Option("--best", help="as --sort=-reward")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="as --sort=reward")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="so many at most")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="only rewards such as '>=0.5'; may be repeated")
+    ] = None,
+    length: Annotated[
+        list[str] | None, typer.Option(help="only lengths (tokens) such as '>100'; may be repeated")
+    ] = None,
+    moves: Annotated[list[str] | None, typer.Option(help="only numbers of moves such as '>0'")] = None,
+    finish: Annotated[str, typer.Option(help="only this finish reason: stop or length")] = "",
+    local: Annotated[
+        bool, typer.Option("--local", help="of RUN, a run.toml: what `python -m trainer --local` kept")
+    ] = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Show a step's samples: prompt, answer, reward, advantage, finish reason, moves and engines."""
+    """Show samples of a step: prompt, completion, reward, advantage, finish reason, moves and engines."""
     from scavenger.cli import samples as shown
 
-    url = config.read_daemon(config_path).ledger_url
-    for line in shown.lines(url, run, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl):
+    if best + worst + bool(sort) > 1:
+        raise typer.BadParameter("--best, --worst and --sort exclude one another")
+    chosen = shown.Choice(
+        sort="-reward" if best else "reward" if worst else sort,
+        limit=limit,
+        finish=finish,
+        tests={"reward": reward or (), "length": length or (), "moves": moves or ()},
+    )
+    name, path = shown.place(run, config_path, local=local)
+    url = config.read_daemon(path).ledger_url
+    for line in shown.lines(
+        url, name, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl, choice=chosen
+    ):
         print(line)

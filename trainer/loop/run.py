@@ -265,7 +265,8 @@ class Loop:
                 stop=sampling.stop,
             )
             for one in self._evaluations:
-                n, mark = one.samples if mode == "sampled" else 1, {"mode": mode, "set": one.name}
+                n = one.samples if mode == "sampled" else 1
+                mark = {"mode": mode} | ({"set": one.name} if one.name else {})
                 groups += specs(one.prompts, n=n, sampling=how, offset=offset, mark=mark)
         return groups
 
