@@ -271,9 +271,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens, kept.write
         )
         ending.listen(terminal=options.local)
-        loop = Loop(
-            config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), of_job(os.environ)
-        )
+        engines = of_job(os.environ)
+        loop = Loop(config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), engines)
         try:
             loop.run()
         except EndRequested as request:
@@ -284,8 +283,12 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         except (StaleAttempt, LedgerRestored):
             raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
+            if engines is not None:
+                engines.run_ends()
             close_failed(run, error)
             raise
+        if engines is not None:
+            engines.run_ends()
         run.close_run("finished")
         ranks.stop()
         monitor.say(finished_line(config, options))

@@ -339,6 +339,8 @@ def run(made: LaunchPlan, environ: Mapping[str, str]) -> int:
     code = _run(made, environ, error_text)
     for line in error_text:
         print(f"launch: the training job failed (status {code}): {line}", file=sys.stderr, flush=True)
+    if code == 0:
+        print("launch: the run is finished; its engines have ended", flush=True)
     return code
 
 
@@ -412,7 +414,7 @@ def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, a
             if engine.name in wanted.end:
                 engine.end(wanted.reason)
     for engine in engines:
-        engine.tend(time.monotonic(), may_start=wanted.awake)
+        engine.tend(time.monotonic(), may_start=wanted.awake, ending=wanted.ending)
     slots, running = (
         (engine.slot for engine in engines),
         (engine.name for engine in engines if engine.process is not None),
