@@ -1,4 +1,4 @@
-"""`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
+"""`python -m trainer run.toml [--set KEY=VALUE] [--over FILE] [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
 or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 130 by
@@ -50,6 +50,7 @@ from trainer import reserved
 from trainer.algorithms.reward_pool import RewardPool, open_pool, refuse_missing
 from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scoring
+from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
@@ -80,6 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="auto|none|DIR",
         help="checkpoint to start from (default: the newest)",
     )
+    add_layers(parser)
     parser.add_argument(
         "--local",
         action="store_true",
@@ -298,7 +300,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
 def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
     """What is said last of a run that succeeded."""
     saved = checkpoint.select(config.run.out_dir, "auto")
-    more = f"; completions: scavenger samples {options.config} --local" if options.local else ""
+    laid_over = options.over or options.set
+    where = f"-c {config.run.out_dir}/scavenger.toml" if laid_over else f"{options.config} --local"
+    more = f"; completions: scavenger samples {where}" if options.local else ""
     return f"finished: {config.run.steps} steps, saved as {saved}{more}"
 
 
@@ -429,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
     comm: Comm = Solo()
     code = 0
     try:
-        config = configs.read_run(options.config)
+        config = configs.read_run(options.config, options.over, options.set)
         if options.local:  # a try neither meets the run itself, nor is taken for its beginning
             config = config.model_copy(
                 update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})}

@@ -29,6 +29,7 @@ from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer
+from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import CheckpointState
 from trainer.loop.publish import DTYPES, table_of
@@ -200,12 +201,13 @@ def main(argv: list[str] | None = None) -> int:
         choices=["", *DTYPES],
         help="default: weights.dtype of the run; of adapters the type that they are trained in",
     )
+    add_layers(parser)
     parser.add_argument("--step", type=int, default=None, help="the checkpoint of this step")
     parser.add_argument("--merged", action="store_true", help="adapters: the whole model with them merged")
     parser.add_argument("--local", action="store_true", help="the checkpoints of a try with --local")
     options = parser.parse_args(argv)
     try:
-        config = configs.read_run(options.config)
+        config = configs.read_run(options.config, options.over, options.set)
         if options.local:
             run = config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})
             config = config.model_copy(update={"run": run})

@@ -33,6 +33,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.protocol import keys
 from trainer import embedded, engine_control, failure, mpi_settings, reach, reserved
+from trainer.arguments import layers_among
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
 from trainer.model.mesh import divide
@@ -453,7 +454,8 @@ def main(argv: Sequence[str]) -> int:
     run_toml = Path(argv[0]).resolve()
     try:
         environ = environment(os.environ, root=os.geteuid() == 0)
-        return run(plan(configs.read_run(run_toml), run_toml, argv[1:], environ), environ)
+        config = configs.read_run(run_toml, *layers_among(argv[1:]))
+        return run(plan(config, run_toml, argv[1:], environ), environ)
     except ScavengerError as error:
         remedy = f"; remedy: {error.remedy}" if error.remedy else ""
         print(f"launch: {error.log_text}{remedy}", file=sys.stderr, flush=True)

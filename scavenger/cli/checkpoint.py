@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from scavenger.cli.options import OverOption, SetOption
+
 app = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
 
 
@@ -38,6 +40,8 @@ def export(
         bool, typer.Option("--merged", help="a run of adapters: the whole model with them merged")
     ] = False,
     local: Annotated[bool, typer.Option("--local", help="the checkpoints of a try with --local")] = False,
+    over: OverOption = None,
+    sets: SetOption = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, checked against the version that was published from it.
 
@@ -53,5 +57,7 @@ def export(
         *([] if step is None else [f"--step={step}"]),
         *(["--merged"] if merged else []),
         *(["--local"] if local else []),
+        *(f"--over={path}" for path in over or ()),
+        *(f"--set={text}" for text in sets or ()),
     ]
     raise typer.Exit(subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode)
