@@ -366,14 +366,15 @@ def specs(
     offset: int = 0,
     mark: dict[str, Any] | None = None,
 ) -> list[messages.GroupSpec]:
-    """What to generate for these prompts. `offset` sets the prompt indices of a second use in the same step apart."""
+    """What to generate for these prompts. `offset` sets the prompt indices of a second use in the same step apart; `mark`: of that use,
+    beside the row's columns, which keep their names."""
     return [
         messages.GroupSpec(
             p.index + offset,
             messages.pack_tokens(p.tokens),
             n,
             sampling,
-            json.dumps(p.meta | (mark or {}), sort_keys=True),
+            json.dumps((mark or {}) | p.meta, sort_keys=True),
         )
         for p in prompts
     ]

@@ -102,6 +102,13 @@ def write(options: argparse.Namespace) -> None:
         )
     facts = model.read_facts(options.model.resolve())
     data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
+    if not (data.answer_field or data.environment or options.reward):
+        raise ConfigError(
+            f"{data.path}: no column looks like answers, so no reward function can be chosen; there is "
+            f"{', '.join(map(repr, data.columns))}",
+            "say what rewards completions: --reward MODULE:FUNCTION (trainer.judge:reward for a judge model), or name the answers' "
+            "column: --answer-field NAME",
+        )
     if options.engine not in ("", "vllm", "reference"):
         raise ConfigError(f"--engine {options.engine}: there is no such engine", "say vllm or reference")
     engine = options.engine or sizes.engine_for(facts.parameters, options.gpus)
@@ -131,7 +138,7 @@ def write(options: argparse.Namespace) -> None:
     print(
         f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; completions end with "
         f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "
-        f"answers in {data.answer_field!r}"
+        + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
     print(

@@ -71,6 +71,7 @@ class _Seen:
     model: ModelFacts | None = None
     tokenizer: Tokenizer | None = None
     prompts: list[PromptTask] = field(default_factory=list)
+    held_out: list[PromptTask] = field(default_factory=list)
     longest: int = 0  # tokens of the longest prompt, 0 = not known
     division: Division | None = None
     said: list[str] = field(default_factory=list)
@@ -204,7 +205,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
     assert seen.model is not None
     prompts = PromptSource(config, seen.tokenizer, seen.said.append)
     seen.prompts = prompts.take(0, max(PROBES, config.data.prompts_per_step))
-    held_out = prompts.held_out()
+    held_out = [task for one in prompts.evaluations for task in one.prompts]
     worst = max(
         (token for prompt_task in (*seen.prompts, *held_out) for token in prompt_task.tokens), default=0
     )
@@ -213,6 +214,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
             f"a prompt holds token {worst}, the model has {seen.model.vocabulary}",
             "the tokenizer is another model's",
         )
+    seen.held_out = held_out
     longest = max(len(prompt_task.tokens) for prompt_task in (*seen.prompts, *held_out))
     seen.longest = prompts.longest
     return "; ".join(
@@ -225,8 +227,10 @@ def _data(config: RunConfig, seen: _Seen) -> str:
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
-    from trainer.algorithms.reward_pool import open_pool
+    from trainer.algorithms.reward_pool import open_pool, refuse_missing
 
+    for prompt_task in (seen.prompts[0], *seen.held_out):
+        refuse_missing(config.reward, prompt_task.meta)
     found = []
     assert seen.tokenizer is not None
     with open_pool(config.reward, retries=0, processes=1) as runner:
@@ -234,6 +238,8 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
             prompt = seen.tokenizer.decode(list(prompt_task.tokens), skip_special_tokens=True)
             for completion in (str(prompt_task.meta.get("answer", "")), "", "no"):
                 found.append(runner.score(prompt, completion, prompt_task.meta))
+    if not any("answer" in prompt_task.meta for prompt_task in seen.prompts):
+        return f"rows have no answers; empty and wrong completions get {min(found):g} to {max(found):g}"
     own = found[0::3]
     said = f"the rows' own answers get {', '.join(f'{value:g}' for value in own)}"
     return (

@@ -260,6 +260,20 @@ def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
         return next((_struct(RunRow, row) for row in _ask(connection, "run_by_name", name=name)), None)
 
 
+def newest_run(engine: sa.Engine) -> RunRow | None:
+    """The run that was opened last; None in a ledger without any."""
+    with reading(engine) as connection:
+        return next((_struct(RunRow, row) for row in _ask(connection, "newest_run")), None)
+
+
+def newest_step(engine: sa.Engine, run_id: int, purpose: str = "train") -> int | None:
+    """The newest surviving step of a run, or evaluation; where none was committed the newest that was submitted, None without any."""
+    with reading(engine) as connection:
+        (row,) = _ask(connection, "newest_step", run_id=run_id, purpose=purpose)
+        step: int | None = row["step"]
+        return step
+
+
 def keys_in_force(engine: sa.Engine) -> dict[str, tuple[str, str]]:
     """Public key -> (role, name), as the events `key_added` and `key_revoked` tell."""
     found: dict[str, tuple[str, str]] = {}
