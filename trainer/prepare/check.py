@@ -275,6 +275,7 @@ def _engine(config: RunConfig) -> str:
                 'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
         _divides(config)
+        engines.check_vllm_model(text)
         engines.check_vllm_options(config.engine.vllm)
         if found := engine_options.fault(config.engine.vllm, harvested=config.run.harvest):
             return f"vllm; the daemon refuses this unless its admin allows it: {'; '.join(found)}"

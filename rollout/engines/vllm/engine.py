@@ -235,7 +235,8 @@ class VllmEngine:
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
-        cast, packed = _sums(replies[0].cast), replies[0].packed
+        packed = replies[0].packed
+        cast = {name: value for reply in replies for name, value in _sums(reply.cast).items()}
         tied = {name: names[0] for names in self._layout.tied for name in names}
         held = [_sums(reply.held) for reply in replies]
         wrong = checksum.faults(cast, held, packed, tied, self._kv_heads)

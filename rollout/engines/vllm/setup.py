@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rollout.engines.base import EngineHost, Weight
 from rollout.engines.merging import FileMerge, Merged
 from rollout.engines.published import PublishedLayout, layout, parse_config
+from rollout.engines.vllm.names import KNOWN_EXPERTS
 from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
@@ -74,6 +75,7 @@ def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, A
             "set another one for the engine",
         )
     config = parse_config(spec.model_config)
+    refuse_unknown_experts(config)
     of = layout(config)
     values = json.loads(spec.model_config)
     # vLLM chooses its model by the class's name, which a config that was made by hand may lack; ours is transformers' choice.
@@ -81,6 +83,18 @@ def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, A
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     ]
     return values, of, config
+
+
+def refuse_unknown_experts(config: Any) -> None:
+    """Raises `EngineError` for a mixture of experts whose tensors are not known to be found again in vLLM."""
+    experts = any(
+        getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    if experts and config.model_type not in KNOWN_EXPERTS:
+        raise EngineError(
+            f"experts of model_type {config.model_type!r}: which of vLLM's weights they are is not known",
+            f'use a model of {" or ".join(KNOWN_EXPERTS)}, or engine.name = "reference"',
+        )
 
 
 def cache_nbytes(config: Any, spec: EngineSpec) -> int:
