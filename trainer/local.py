@@ -60,6 +60,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    routing: bytearray = field(default_factory=bytearray)
 
 
 class LocalRun:
@@ -143,6 +144,7 @@ class LocalRun:
         sample.tokens += delta.token_ids
         sample.logprobs += delta.logprobs
         sample.raw_logprobs += delta.raw_logprobs
+        sample.routing += delta.routing
         if delta.finish is None:
             return
         del self._samples[delta.handle]
@@ -157,6 +159,7 @@ class LocalRun:
                 delta.finish,
                 0,
                 by_reserved=len(sample.tokens),
+                routing=bytes(sample.routing),
             )
         )
         group.open -= 1

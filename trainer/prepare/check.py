@@ -153,6 +153,11 @@ def _model(config: RunConfig, seen: _Seen) -> str:
             f"model.context_length = {config.model.context_length}, the model was made for {facts.context} tokens",
             f"set model.context_length = {facts.context} or lower",
         )
+    if config.run.deterministic and shape_of(facts).experts:
+        raise ConfigError(
+            "run.deterministic = true computes in float64, which transformers' experts do not",
+            "set run.deterministic = false, or train a model without experts",
+        )
     seen.model = facts
     return f"{facts.architecture}, {facts.parameters / 1e6:.2f} M parameters, {facts.vocabulary} tokens"
 
@@ -249,6 +254,11 @@ def _algorithm(config: RunConfig) -> str:
     resolve(config.algorithm, config.sampling.max_tokens)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
+    if config.algorithm.router_replay:
+        from trainer.model.replay import routing_nbytes
+
+        width = routing_nbytes(config)
+        return f"{config.algorithm.name}, each token with {width:,} bytes that say its experts"
     return config.algorithm.name
 
 

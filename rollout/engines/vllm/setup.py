@@ -113,6 +113,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     Raises `EngineError` for options of the run that an engine must not take.
     """
     options = _options(spec)
+    _refuse_unseen_experts(spec, options, gpu)
     stages = int(options.get("pipeline_parallel_size", 1))
     if stages < 1 or host.gpus % stages:
         raise EngineError(
@@ -145,6 +146,20 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     )  # "uni": one process less than vLLM's choice
     own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
     return chosen | own | options | {"enforce_eager": True}
+
+
+def _refuse_unseen_experts(spec: EngineSpec, options: dict[str, Any], gpu: bool) -> None:
+    """Raises `EngineError` where the run asks which experts tokens go to, and vLLM would not say. `init --check` says it before."""
+    forbidden = [
+        name for name in engine_options.ROUTING_FORBIDS if options.get(name, 1) not in (1, None, False)
+    ]
+    if spec.routing and gpu and not spec.eager:
+        forbidden.append("enforce_eager = False")
+    if spec.routing and forbidden:
+        raise EngineError(
+            f"vLLM does not tell which experts a token goes to with {', '.join(forbidden)}",
+            "set engine.eager = true, remove these options, or set algorithm.router_replay = false",
+        )
 
 
 def _options(spec: EngineSpec) -> dict[str, Any]:

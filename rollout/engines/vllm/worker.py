@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rollout.engines import merging
 from rollout.engines.checksum import Sum, checksum, sources
 from rollout.engines.merging import FileMerge
+from rollout.engines.routing import pack
 from rollout.engines.vllm import names as engine_names
 
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
@@ -36,6 +37,7 @@ _SINKS = ".sinks"
 TensorRow = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
+Routed = dict[str, dict[int, bytes]]  # request -> position -> which experts the token at it went to
 
 
 def live_and_die_with(parent: int) -> None:
@@ -79,6 +81,7 @@ class Extension:
 
     model_runner: Any
     execute_model: Callable[..., Any]
+    scavenger_routed: Routed = {}  # replaced, never changed, where it is empty
     scavenger_names: Mapping[str, str] = MappingProxyType(
         {}
     )  # by vLLM's parameter, the published name under which it is told
@@ -165,13 +168,69 @@ class Extension:
             for tensor in _tensors(cache):
                 tensor.zero_()
 
-    def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
-        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second."""
+    def scavenger_routing(self) -> Routed:
+        """Which experts the tokens went to whose passes were made since the last call: by request and position."""
+        found, self.scavenger_routed = self.scavenger_routed, {}
+        return found
+
+    def scavenger_hook(self, raw_logprobs: bool, pace: float, routing: int = 0) -> None:
+        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second; note
+        which experts tokens go to, in `routing` bytes each."""
+        if routing:
+            record_routing(self.model_runner, self.scavenger_routed_rows, routing)
         if raw_logprobs:
             sampler = self.model_runner.sampler
             sampler.forward = _with_raw_logprobs(sampler.forward)
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+    def scavenger_routed_rows(self, request: str, first: int, rows: Sequence[bytes]) -> None:
+        if not self.scavenger_routed:
+            self.scavenger_routed = {}
+        self.scavenger_routed.setdefault(request, {}).update(enumerate(rows, first))
+
+
+def record_routing(runner: Any, note: Callable[[str, int, Sequence[bytes]], None], width: int) -> None:
+    """Let vLLM's routers say what they choose, and `note` it for each position from a request's last given token on.
+
+    `note`: request, first position, a row a position. `width`: bytes that a row must have. Raises `ValueError` where it has others, or
+    where this vLLM's experts do not say.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers = [module for module in runner.get_model().modules() if isinstance(module, MoERunner)]
+    passes: list[list[Tensor]] = [[] for _ in layers]
+    for seen, layer in zip(passes, layers, strict=True):
+        if not hasattr(layer.router, "set_capture_fn"):
+            raise ValueError(f"vLLM's {type(layer.router).__name__} does not tell which experts it chooses")
+        layer.router.set_capture_fn(seen.append)
+    if not layers:
+        raise ValueError("vLLM's model has no experts")
+    experts = int(layers[0].routed_experts.global_num_experts)
+    plain = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for seen in passes:
+            seen.clear()
+        result = plain(scheduler_output, *args, **kwargs)
+        counts, batch = scheduler_output.num_scheduled_tokens, runner.input_batch
+        if not counts:
+            return result
+        chosen = torch.stack([torch.cat(seen) for seen in passes], dim=1)
+        start = 0
+        for index, request in enumerate(batch.req_ids):
+            count = counts.get(request, 0)
+            first = int(batch.num_computed_tokens_cpu[index])
+            skip = max(0, int(batch.num_prompt_tokens[index]) - 1 - first)
+            if skip < count:
+                rows = pack(chosen[start + skip : start + count], experts)
+                if len(rows[0]) != width:
+                    raise ValueError(f"{len(rows[0])} bytes say a token's experts, the run expects {width}")
+                note(request, first + skip, rows)
+            start += count
+        return result
+
+    runner.execute_model = execute
 
 
 def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
