@@ -335,6 +335,7 @@ SHARED_WITH_ENGINES = {
     "trainer/local.py": "rollout.engines",
     "trainer/model/merged.py": "rollout.engines.checksum",
     "trainer/model/learner.py": "rollout.engines.norms",
+    "trainer/model/replay.py": "rollout.engines.routing",
     "trainer/prepare/engines.py": "rollout.engines",
     "trainer/loop/publish.py": "rollout.engines.checksum",
     "trainer/loop/ranks.py": "rollout.engines.checksum",
@@ -355,7 +356,7 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
 
 
 @pytest.mark.parametrize(
-    "shared", [f"rollout/engines/{name}.py" for name in ("norms", "lora", "checksum", "account")]
+    "shared", [f"rollout/engines/{name}.py" for name in ("norms", "lora", "checksum", "account", "routing")]
 )
 def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared: str) -> None:
     assert set(reached_from(ROOT / shared)) == {ROOT / shared}

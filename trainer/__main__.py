@@ -66,6 +66,7 @@ from trainer.loop.step import TrainerRun
 from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu
+from trainer.model.replay import routing_nbytes
 
 STALE_EXIT = 3
 
@@ -102,6 +103,7 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         config.engine.gpu_memory_share,
         config.engine.eager,
         engine_options.encode(config.engine.vllm),
+        routing_nbytes(config) if config.algorithm.router_replay else 0,
     )
 
 
@@ -139,6 +141,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
         trainer=config.trainer,
         lora=config.lora,
         gpu=gpu_of(config, comm.rank, os.environ),
+        router_replay=config.algorithm.router_replay,
     )
 
 

@@ -120,6 +120,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    routing: bytearray = field(default_factory=bytearray)
 
 
 class LocalRun:
@@ -203,6 +204,7 @@ class LocalRun:
         sample.tokens += delta.token_ids
         sample.logprobs += delta.logprobs
         sample.raw_logprobs += delta.raw_logprobs
+        sample.routing += delta.routing
         if delta.finish is None:
             return
         del self._samples[delta.handle]
@@ -216,6 +218,7 @@ class LocalRun:
             delta.finish,
             0,
             by_reserved=len(sample.tokens),
+            routing=bytes(sample.routing),
         )
         group.samples.append(done)
         self._ledger.finished(done, group.version)

@@ -45,6 +45,8 @@ class Sum:
 
 
 NOTHING = Sum(0, 0)
+#: A bias on what ranks add up: one rank has it, the others have zeros in its place.
+_ADDED_ONCE = ".experts.down_proj_bias"
 
 
 def total(parts: Iterable[Sum]) -> Sum:
@@ -96,23 +98,27 @@ def faults(
 ) -> list[str]:
     """What does not hold of an engine's parameters, in words; empty when each holds exactly what was published for it.
 
-    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each tensor-parallel rank holds. A rank
-    holds its slice, or the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too.
+    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each rank holds. A rank holds its slice, or
+    the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too; a layer or an expert that is
+    another rank's it does not hold at all.
     """
     findings: list[str] = []
     used: set[str] = set()
-    for parameter in ranks[0]:
+    for parameter in dict.fromkeys(name for rank in ranks for name in rank):
+        holders = [rank[parameter] for rank in ranks if parameter in rank]
         names = sources(tied.get(parameter, parameter), published, packed)
         if not names:
             findings.append(f"{parameter} is not made of published tensors")
             continue
         used.update(names)
         whole = total(published[name] for name in names)
-        if len(ranks) > 1 and ranks[0][parameter].numel == whole.numel:
-            expected = whole.times(len(ranks))
+        if _ADDED_ONCE in parameter:
+            expected = whole
+        elif len(holders) > 1 and holders[0].numel == whole.numel:
+            expected = whole.times(len(holders))
         else:
-            expected = total(published[name].times(_copies(name, len(ranks), kv_heads)) for name in names)
-        if not total(rank[parameter] for rank in ranks).agrees(expected):
+            expected = total(published[name].times(_copies(name, len(holders), kv_heads)) for name in names)
+        if not total(holders).agrees(expected):
             findings.append(f"{parameter} does not hold {' + '.join(names)}")
     return findings + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
 

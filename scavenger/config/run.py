@@ -316,6 +316,10 @@ class AlgorithmSection(Section):
     """What is done with the ratio trainer/engine of each sampled token's probabilities. `truncate`: a weight
     of at most `importance_cap`. `mask`: a weight that is 0 outside `importance_floor` and `importance_cap`.
     `off`: nothing."""
+    router_replay: bool = False
+    """`true`, of a mixture of experts: engines tell which experts each generated token went to, and the
+    trainer sends it to the same ones. A token then takes layers x experts a token more bytes. Needs
+    `trainer.context_parallel = 1`, with vLLM `engine.eager` ([engines.md](engines.md#router-replay))."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio: each token's, its sample's (the product), or its sample's geometric mean."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
@@ -638,8 +642,27 @@ class RunConfig(Section):
             raise ValueError(
                 "run.harvest = false needs reserved.workers >= 1: without harvested engines reserved ones must generate"
             )
+        if self.algorithm.router_replay:
+            self._replays()
         if self.weights.nixl and self.weights.encrypt:
             raise ValueError(
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"
             )
         return self
+
+    def _replays(self) -> None:
+        if self.trainer.context_parallel > 1:
+            raise ValueError(
+                "algorithm.router_replay = true needs trainer.context_parallel = 1: recorded experts are not cut over ranks"
+            )
+        if self.engine.name != "vllm":
+            return
+        if not self.engine.eager:
+            raise ValueError(
+                "algorithm.router_replay = true needs engine.eager = true: inside CUDA graphs vLLM's choice of experts is not seen"
+            )
+        for option in engine_options.ROUTING_FORBIDS:
+            if self.engine.vllm.get(option, 1) not in (1, None, False):
+                raise ValueError(
+                    f"algorithm.router_replay = true, and engine.vllm.{option}: no engine tells experts then; remove one of them"
+                )

@@ -174,6 +174,7 @@ class ChunkAccepted(Record, frozen=True):
     version: int
     worker_id: int
     at: float
+    routing: bytes = b""
 
 
 class SampleFinished(Record, frozen=True):

@@ -141,6 +141,7 @@ class ChunkRow:
     tokens: bytes
     logprobs: bytes
     raw_logprobs: bytes
+    routing: bytes = b""
 
 
 def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
@@ -159,6 +160,8 @@ def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
         sizes = {len(row.tokens), len(row.logprobs), len(row.raw_logprobs)}
         if sizes not in ({4 * row.n_tokens}, {0}):
             return [], f"the chunk at {at} has {row.n_tokens} tokens and payloads of {sorted(sizes)} bytes"
+        if len(row.routing) % row.n_tokens:
+            return [], f"the chunk at {at} has {row.n_tokens} tokens and {len(row.routing)} bytes of routing"
         at += row.n_tokens
     if at != length:
         return [], f"{at} tokens in its chunks, {length} accepted"
@@ -183,4 +186,5 @@ def _one(rows: Sequence[ChunkRow]) -> ChunkRow:
         b"".join(row.tokens for row in rows),
         b"".join(row.logprobs for row in rows),
         b"".join(row.raw_logprobs for row in rows),
+        b"".join(row.routing for row in rows),
     )

@@ -257,7 +257,7 @@ move_log = Table(
 
 #: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the
 #: row number, because a unique composite key costs several times the insert itself; that offsets join up is proved by the core, by
-#: every snapshot, by compaction and by `ledger check`. Three empty payloads: the sample's contents were dropped or purged.
+#: every snapshot, by compaction and by `ledger check`. Empty payloads: the sample's contents were dropped or purged.
 chunks = Table(
     "chunks",
     metadata,
@@ -272,6 +272,8 @@ chunks = Table(
     _bytes("tokens"),  # int32
     _bytes("logprobs"),  # float32, under the sampling distribution
     _bytes("raw_logprobs"),  # float32, under the raw model
+    #: Experts of each token, as many bytes for each; empty where engines do not report them, null in rows of before revision 0002.
+    Column("routing", LargeBinary, nullable=True),
     Index("ix_chunks_sample", "sample_id"),
 )
 

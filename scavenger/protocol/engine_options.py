@@ -94,6 +94,13 @@ PLAIN = frozenset(
         "watermark",
     }
 )
+#: Under which an engine does not tell the experts of its tokens.
+ROUTING_FORBIDS = (
+    "decode_context_parallel_size",
+    "enable_eplb",
+    "pipeline_parallel_size",
+    "speculative_config",
+)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _LARGE = 2**53
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -26,7 +26,15 @@ def chunk(
     """`n` tokens whose ids say where they belong."""
     tokens = pack_tokens(sample_id * 1000 + offset + i for i in range(n))
     logprobs = pack_logprobs(-0.5 - offset - i for i in range(n))
-    return r.ChunkAccepted(sample_id, epoch, offset, tokens, logprobs, logprobs, version, worker_id, at)
+    routing = routed(offset, n)
+    return r.ChunkAccepted(
+        sample_id, epoch, offset, tokens, logprobs, logprobs, version, worker_id, at, routing
+    )
+
+
+def routed(offset: int, n: int) -> bytes:
+    """Three bytes a token that say its place."""
+    return bytes(part for i in range(offset, offset + n) for part in (i % 256, 1, 2))
 
 
 def answer(sample_id: int, n: int) -> bytes:

@@ -33,6 +33,7 @@ class Row:
     tokens: bytes = b""
     logprobs: bytes = b""
     raw_logprobs: bytes = b""
+    routing: bytes = b""
     finish: str = ""
     reward: float | None = None
     lease: tuple[int, int, int] | None = None
@@ -167,6 +168,7 @@ class Ledger:
                 row.spans.append((record.worker_id, tokens))
                 row.logprobs += record.logprobs
                 row.raw_logprobs += record.raw_logprobs
+                row.routing += record.routing
             case rec.SampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "open"
@@ -249,7 +251,7 @@ class Ledger:
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
         return {
-            i: (r.tokens, r.logprobs, r.raw_logprobs)
+            i: (r.tokens, r.logprobs, r.raw_logprobs, r.routing)
             for i in sample_ids
             if (r := self.samples.get(i)) is not None
         }

@@ -354,7 +354,13 @@ def _row(group: messages.GroupDone, sample: messages.DoneSample, advantage: floa
     cuts = tuple(tokens for _, tokens in sample.spans)
     known = sum(cuts) == messages.token_count(sample.tokens)
     return TrainRow(
-        sample.sample_id, group.prompt, sample.tokens, sample.logprobs, advantage, cuts=cuts if known else ()
+        sample.sample_id,
+        group.prompt,
+        sample.tokens,
+        sample.logprobs,
+        advantage,
+        cuts=cuts if known else (),
+        routing=sample.routing,
     )
 
 

@@ -154,6 +154,11 @@ def _model(config: RunConfig, seen: _Seen) -> str:
             f"model.context_length = {config.model.context_length}, the model was made for {facts.context} tokens",
             f"set model.context_length = {facts.context} or lower",
         )
+    if config.run.deterministic and shape_of(facts).experts:
+        raise ConfigError(
+            "run.deterministic = true computes in float64, which transformers' experts do not",
+            "set run.deterministic = false, or train a model without experts",
+        )
     seen.model = facts
     return f"{facts.architecture}, {facts.parameters / 1e6:.2f} M parameters, {facts.vocabulary} tokens"
 
@@ -255,6 +260,11 @@ def _algorithm(config: RunConfig) -> str:
     resolve(config.algorithm, config.sampling.max_tokens)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
+    if config.algorithm.router_replay:
+        from trainer.model.replay import routing_nbytes
+
+        width = routing_nbytes(config)
+        return f"{config.algorithm.name}, each token with {width:,} bytes that say its experts"
     return config.algorithm.name
 
 
@@ -281,6 +291,7 @@ def _engine(config: RunConfig) -> str:
                 'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
         _divides(config)
+        engines.check_vllm_model(text)
         engines.check_vllm_options(config.engine.vllm)
         if found := engine_options.fault(config.engine.vllm, harvested=config.run.harvest):
             return f"vllm; the daemon refuses this unless its admin allows it: {'; '.join(found)}"

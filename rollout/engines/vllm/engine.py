@@ -18,6 +18,7 @@ import signal
 import struct
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossib
 from rollout.engines.checksum import Sum
 from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFile
+from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
 from scavenger.protocol.worker.events import Delta, Request
@@ -159,6 +161,8 @@ class VllmEngine:
         self._gpu = account.of_engine(os.environ) if host.sleeps else account.Uncounted()
         self._taken: dict[str, int] = {}
         self._pending: PendingWeights | None = None  # arrived while asleep
+        self._routing_lock = asyncio.Lock()
+        self._routes: Routed = {}  # by the name that a request has here
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -168,7 +172,9 @@ class VllmEngine:
             pidfd = os.pidfd_open(process.pid)
             self._cores[pidfd] = process.pid
             loop.add_reader(pidfd, self._core_died, pidfd)
-        await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
+        await self._call(
+            self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace, self._spec.routing))
+        )
         if self._gpu.counts:
             (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
             self._hold(self._taken)
@@ -235,7 +241,8 @@ class VllmEngine:
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
-        cast, packed = _sums(replies[0].cast), replies[0].packed
+        packed = replies[0].packed
+        cast = {name: value for reply in replies for name, value in _sums(reply.cast).items()}
         tied = {name: names[0] for names in self._layout.tied for name in names}
         held = [_sums(reply.held) for reply in replies]
         wrong = checksum.faults(cast, held, packed, tied, self._kv_heads)
@@ -259,7 +266,9 @@ class VllmEngine:
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
-        stream = asyncio.create_task(self._stream(request))
+        self._serial += 1
+        name = str(self._serial)
+        stream = asyncio.create_task(self._stream(request, name), name=name)
         self._streams[request.handle] = stream
         stream.add_done_callback(lambda task: self._ended(request.handle, task))
 
@@ -281,8 +290,8 @@ class VllmEngine:
                 return ready
             await self._work.wait()
 
-    async def _stream(self, request: Request) -> None:
-        """One request from its first token to its end. Cancelling it aborts the request in vLLM."""
+    async def _stream(self, request: Request, name: str) -> None:
+        """One request from its first token to its end, by its name in vLLM. Cancelling it aborts the request there."""
         from vllm import TokensPrompt
 
         how = request.sampling
@@ -292,10 +301,8 @@ class VllmEngine:
             prompt_token_ids=[*request.prompt, *request.accepted],
             cache_salt=f"{self._host.run}/{self._version}",
         )
-        self._serial += 1
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # A sample that was moved goes first, and of several the one that has the most to lose.
-        name = str(self._serial)
         async for output in self._llm.generate(prompt, params, name, priority=-position):
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
@@ -303,6 +310,9 @@ class VllmEngine:
             if delta.error is not None:
                 await self._llm.abort(name)
                 await asyncio.shield(self._cleanse())
+            if self._spec.routing and delta.token_ids:
+                given = len(request.prompt) + position  # each token's row is of the position before it
+                delta = replace(delta, routing=await self._routed(name, given - 1, len(delta.token_ids)))
             position += len(delta.token_ids)
             self._made += 1
             self._ready.append(delta)
@@ -310,9 +320,28 @@ class VllmEngine:
             if delta.error or delta.finish:
                 return
 
+    async def _routed(self, name: str, first: int, count: int) -> bytes:
+        """Which experts so many tokens of a request went to, from a position on. Raises `EngineError` where vLLM does not say."""
+        wanted = range(first, first + count)
+        async with self._routing_lock:
+            if not all(position in self._routes.get(name, {}) for position in wanted):
+                (found, *_) = await self._call(self._llm.collective_rpc("scavenger_routing", CALL_S))
+                for request, rows in found.items():
+                    # vLLM appends letters of its own to a request's name.
+                    self._routes.setdefault(request.partition("-")[0], {}).update(rows)
+            mine = self._routes.get(name, {})
+            lacking = [position for position in wanted if position not in mine]
+            if lacking:
+                raise EngineError(
+                    f"vLLM does not say which experts the token at position {lacking[0]} went to",
+                    "set algorithm.router_replay = false",
+                )
+            return b"".join(mine.pop(position) for position in wanted)
+
     def _ended(self, handle: int, task: asyncio.Task[None]) -> None:
         if self._streams.get(handle) is task:
             del self._streams[handle]
+        self._routes.pop(task.get_name(), None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(_died(error))

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,14 +26,18 @@ from torch import Tensor, nn
 from rollout.engines import merging
 from rollout.engines.checksum import Sum, checksum, sources
 from rollout.engines.merging import FileMerge
+from rollout.engines.routing import pack
+from rollout.engines.vllm import names as engine_names
 
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
+_SINKS = ".sinks"
 
 TensorRow = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
+Routed = dict[str, dict[int, bytes]]  # request -> position -> which experts the token at it went to
 
 
 def live_and_die_with(parent: int) -> None:
@@ -76,6 +81,10 @@ class Extension:
 
     model_runner: Any
     execute_model: Callable[..., Any]
+    scavenger_routed: Routed = {}  # replaced, never changed, where it is empty
+    scavenger_names: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # by vLLM's parameter, the published name under which it is told
 
     def scavenger_load(
         self, path: str, table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
@@ -89,7 +98,13 @@ class Extension:
         """
         model: nn.Module = self.model_runner.get_model()
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        dtypes = _dtypes(model, [row[0] for row in table], packed)
+        self.scavenger_names = _names(model, [row[0] for row in table], packed)
+        whole_model = not _is_a_stage()
+        dtypes, experts = _targets(
+            model, [row[0] for row in table], packed, self.scavenger_names, whole_model
+        )
+        streams = hasattr(getattr(model, "model", model), "_get_streamed_expert_info")
+        past: dict[str, Tensor] = {}
         cast: Sums = {}
         published: Sums = {}
         with open(path, "rb") as file:
@@ -102,18 +117,30 @@ class Extension:
             for name, dtype, shape, offset, nbytes in table:
                 row, merge = (dtype, shape, offset, nbytes), (merges or {}).get(name)
                 whole = merging.from_file(memory, row, merge, self.model_runner.device)
-                tensor = whole.to(dtypes[name])
+                tensor = whole.to(dtypes.get(name, whole.dtype))
                 published[name] = _encoded(checksum(whole))
-                cast[name] = published[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))
-                yield name, tensor
+                if name in experts:
+                    cast.update(_of_each(name, range(len(tensor)), tensor))
+                elif name in dtypes:
+                    same = tensor.dtype == whole.dtype
+                    cast[name] = published[name] if same else _encoded(checksum(tensor))
+                if name.endswith(_SINKS):
+                    past[name] = tensor
+                elif name in experts and streams:
+                    for index, rows in enumerate(tensor):
+                        yield engine_names.streamed(name, index), rows
+                else:
+                    yield name, tensor
 
         self.model_runner.reload_weights(weights_iterator=tensors())
+        _copy_past(model, past, self.scavenger_names)
         _repack_embeddings(model)
-        return cast, held(model), packed, published
+        _repack_experts(model)
+        return cast, held(model, self.scavenger_names), packed, published
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
-        return held(self.model_runner.get_model())
+        return held(self.model_runner.get_model(), self.scavenger_names)
 
     def scavenger_bytes_held(self) -> int:
         """Of this rank's GPU, what torch keeps for reuse counted in, less what is unmapped while the engine sleeps; 0 on a CPU."""
@@ -141,13 +168,69 @@ class Extension:
             for tensor in _tensors(cache):
                 tensor.zero_()
 
-    def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
-        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second."""
+    def scavenger_routing(self) -> Routed:
+        """Which experts the tokens went to whose passes were made since the last call: by request and position."""
+        found, self.scavenger_routed = self.scavenger_routed, {}
+        return found
+
+    def scavenger_hook(self, raw_logprobs: bool, pace: float, routing: int = 0) -> None:
+        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second; note
+        which experts tokens go to, in `routing` bytes each."""
+        if routing:
+            record_routing(self.model_runner, self.scavenger_routed_rows, routing)
         if raw_logprobs:
             sampler = self.model_runner.sampler
             sampler.forward = _with_raw_logprobs(sampler.forward)
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+    def scavenger_routed_rows(self, request: str, first: int, rows: Sequence[bytes]) -> None:
+        if not self.scavenger_routed:
+            self.scavenger_routed = {}
+        self.scavenger_routed.setdefault(request, {}).update(enumerate(rows, first))
+
+
+def record_routing(runner: Any, note: Callable[[str, int, Sequence[bytes]], None], width: int) -> None:
+    """Let vLLM's routers say what they choose, and `note` it for each position from a request's last given token on.
+
+    `note`: request, first position, a row a position. `width`: bytes that a row must have. Raises `ValueError` where it has others, or
+    where this vLLM's experts do not say.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers = [module for module in runner.get_model().modules() if isinstance(module, MoERunner)]
+    passes: list[list[Tensor]] = [[] for _ in layers]
+    for seen, layer in zip(passes, layers, strict=True):
+        if not hasattr(layer.router, "set_capture_fn"):
+            raise ValueError(f"vLLM's {type(layer.router).__name__} does not tell which experts it chooses")
+        layer.router.set_capture_fn(seen.append)
+    if not layers:
+        raise ValueError("vLLM's model has no experts")
+    experts = int(layers[0].routed_experts.global_num_experts)
+    plain = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for seen in passes:
+            seen.clear()
+        result = plain(scheduler_output, *args, **kwargs)
+        counts, batch = scheduler_output.num_scheduled_tokens, runner.input_batch
+        if not counts:
+            return result
+        chosen = torch.stack([torch.cat(seen) for seen in passes], dim=1)
+        start = 0
+        for index, request in enumerate(batch.req_ids):
+            count = counts.get(request, 0)
+            first = int(batch.num_computed_tokens_cpu[index])
+            skip = max(0, int(batch.num_prompt_tokens[index]) - 1 - first)
+            if skip < count:
+                rows = pack(chosen[start + skip : start + count], experts)
+                if len(rows[0]) != width:
+                    raise ValueError(f"{len(rows[0])} bytes say a token's experts, the run expects {width}")
+                note(request, first + skip, rows)
+            start += count
+        return result
+
+    runner.execute_model = execute
 
 
 def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -155,20 +238,57 @@ def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache
 
 
-def _dtypes(
-    model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]
-) -> dict[str, torch.dtype]:
-    """What dtype each published tensor has in the engine."""
-    found = {}
+def _names(model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]) -> dict[str, str]:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = mapper.get_rename_mapper().map_name if mapper is not None else lambda name: name
+    parameters = {name for name, _ in model.named_parameters()}
+    return engine_names.published_names(parameters, published, rename, packed)
+
+
+def _targets(
+    model: nn.Module,
+    published: Sequence[str],
+    packed: dict[str, list[str]],
+    names: Mapping[str, str],
+    whole_model: bool,
+) -> tuple[dict[str, torch.dtype], set[str]]:
+    """What dtype each published tensor has in the engine, and which are of experts. Of a stage of the model: those that it has."""
+    found, experts = {}, set()
     for parameter, value in model.named_parameters():
-        for name in sources(parameter, published, packed):
+        for name in sources(names.get(parameter, parameter), published, packed):
             found[name] = value.dtype
+            if engine_names.INNER in parameter:
+                experts.add(name)
     lacking = sorted(set(published) - found.keys())
-    if lacking:
+    if lacking and whole_model:
         raise ValueError(
             f"vLLM's model has no parameter for {len(lacking)} weights, the first is {lacking[0]!r}"
         )
-    return found
+    return found, experts
+
+
+def _copy_past(model: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    """Attention sinks: vLLM 0.32 copies them, as it does GPT-OSS's whole experts, past its parameters' loaders, and a reload drops what
+    does not go through those. Experts go in one by one, by which way vLLM does use the loaders."""
+    for parameter, value in model.named_parameters():
+        if (whole := tensors.get(names.get(parameter, parameter))) is not None:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            heads = len(value)
+            value.data.copy_(whole.narrow(0, heads * get_tensor_model_parallel_rank(), heads))
+
+
+def _is_a_stage() -> bool:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().world_size > 1)
+
+
+def _of_each(name: str, experts: Sequence[int], rows: Tensor) -> Sums:
+    return {
+        engine_names.expert(name, index): _encoded(checksum(row))
+        for index, row in zip(experts, rows, strict=True)
+    }
 
 
 def _repack_embeddings(model: nn.Module) -> None:
@@ -181,8 +301,38 @@ def _repack_embeddings(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def held(model: nn.Module) -> Sums:
-    """The checksum of every parameter, read back from where the forward pass reads it."""
+def _repack_experts(model: nn.Module) -> None:
+    """vLLM's CPU kernels want experts packed; they are when the engine starts, and reloading leaves them as they were published."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if hasattr(module, "w13_weight") and kernel is not None and module.w13_weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def held(model: nn.Module, names: Mapping[str, str] | None = None) -> Sums:
+    """The checksum of every parameter by the name under which it is told, read back from where the forward pass reads it."""
+    sums = _held(model)
+    found: Sums = {}
+    for name, value in model.named_parameters():
+        told = (names or {}).get(name, name)
+        if engine_names.INNER in name:
+            module = model.get_submodule(name.rpartition(".")[0])
+            found.update(_of_each(told, _experts_of(module, len(value)), value))
+        elif name in sums:
+            found[told] = _encoded(sums[name])
+    return found
+
+
+def _experts_of(module: Any, count: int) -> Sequence[int]:
+    """Which of a layer's experts this rank has, in the order in which they lie."""
+    placed = getattr(module, "_expert_map", None)
+    if placed is None:
+        return range(count)
+    by_place = {int(place): index for index, place in enumerate(placed.tolist()) if place >= 0}
+    return [by_place[place] for place in range(count)]
+
+
+def _held(model: nn.Module) -> dict[str, Sum]:
     found = {name: checksum(value) for name, value in model.named_parameters() if value.numel()}
     for name, module in model.named_modules():
         packed = getattr(module, "cpu_linear", None)
@@ -192,7 +342,7 @@ def held(model: nn.Module) -> Sums:
         if kept is not None and not kept.agrees(read):
             read = Sum(0, 0)  # the copy that computes is not the one that was loaded
         found[f"{name}.weight"] = read
-    return {name: _encoded(value) for name, value in found.items()}
+    return found
 
 
 def weight_nbytes(model: nn.Module) -> int:
@@ -213,7 +363,7 @@ def _size(module: Any, side: str) -> int:
 
 def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
     """vLLM's CPU kernels keep a weight in a layout of their own: its rows are what a linear layer answers to unit vectors, exactly."""
-    width = int(getattr(module, "input_size_per_partition", 0) or module.weight.shape[1])
+    width = module.weight.shape[1] if module.weight.dim() == 2 else _size(module, "input_size")
     whole = Sum(0, 0)
     for start in range(0, width, PROBE_ROWS):
         rows = min(PROBE_ROWS, width - start)

@@ -23,8 +23,8 @@ from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 from scavenger.weights import manifest as manifests
 
-Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
-Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs
+Piece = tuple[int, bytes, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs, routing
+Payload = tuple[bytes, bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs, routing
 
 #: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
 _MOST_NAMED = 500
@@ -33,7 +33,7 @@ _OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a ch
 _RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 #: `samples.contents` of a sample whose tokens are not there any more.
 GONE = frozenset({"dropped", "purged"})
-_GONE: Payload = (b"", b"", b"")
+_GONE: Payload = (b"", b"", b"", b"")
 
 
 class LeaseSpan(msgspec.Struct, frozen=True):
@@ -104,11 +104,11 @@ class QueryResult(msgspec.Struct, frozen=True):
 
 
 def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload:
-    """Chunks of one sample, in any order, as (tokens, logprobs, raw_logprobs) of `length` tokens.
+    """Chunks of one sample, in any order, as (tokens, logprobs, raw_logprobs, routing) of `length` tokens.
 
     Raises `LedgerError`, naming the sample, unless each chunk begins where the one before ended and the last ends at `length`.
     """
-    columns: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
+    columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
     at = 0
     for start, *payload in sorted(pieces, key=lambda piece: piece[0]):
         if start != at:
@@ -121,13 +121,17 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
             raise LedgerError(
                 f"sample {sample_id}: the chunk at {start} has not as many logprobs as tokens", _RESTORE
             )
+        if len(payload[3]) % max(1, len(payload[0]) // 4):
+            raise LedgerError(
+                f"sample {sample_id}: the chunk at {start} has not the same routing for each token", _RESTORE
+            )
         for column, data in zip(columns, payload, strict=True):
             column.append(data)
         at += len(payload[0]) // 4
     if at != length:
         raise LedgerError(f"sample {sample_id}: {at} tokens in its chunks, {length} accepted", _RESTORE)
-    tokens, logprobs, raw_logprobs = (b"".join(column) for column in columns)
-    return tokens, logprobs, raw_logprobs
+    tokens, logprobs, raw_logprobs, routing = (b"".join(column) for column in columns)
+    return tokens, logprobs, raw_logprobs, routing
 
 
 def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
@@ -248,7 +252,7 @@ def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Pay
             ):
                 lengths[sample_id] = length
                 if piece[0] is not None:
-                    pieces[sample_id].append((piece[0], piece[1], piece[2], piece[3]))
+                    pieces[sample_id].append((*piece[:4], piece[4] or b""))
     return {
         sample_id: join_chunks(sample_id, pieces[sample_id], length) for sample_id, length in lengths.items()
     }
@@ -405,7 +409,7 @@ def _payloads(
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for row in chunks:
         pieces[row["sample_id"]].append(
-            (row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"])
+            (row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"], row["routing"] or b"")
         )
     return {
         row["sample_id"]: _GONE

@@ -550,7 +550,13 @@ def weigh(record: Record) -> int:
     no retry could ever write it.
     """
     if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
-        return _FLAT_BYTES + len(record.tokens) + len(record.logprobs) + len(record.raw_logprobs)
+        return (
+            _FLAT_BYTES
+            + len(record.tokens)
+            + len(record.logprobs)
+            + len(record.raw_logprobs)
+            + len(record.routing)
+        )
     if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
         return _FLAT_BYTES
     size = _FLAT_BYTES

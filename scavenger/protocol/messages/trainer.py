@@ -294,6 +294,7 @@ class DoneSample(MessagePart, frozen=True):
     `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the
     present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
     `spans`: (worker id, tokens) of those who generated it, in the order of its tokens; empty where there were more than `MAX_SPANS`.
+    `routing`: as in `Chunk`.
     """
 
     sample_id: int
@@ -310,6 +311,7 @@ class DoneSample(MessagePart, frozen=True):
     by_harvested: int = 0
     regenerated: int = 0
     spans: Annotated[tuple[tuple[int, Positive], ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
+    routing: bytes = b""
 
 
 class GroupDone(Message, frozen=True):

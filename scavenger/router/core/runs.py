@@ -288,6 +288,9 @@ def _open_fault(run: ActiveRun, body: OpenRun) -> Denied | None:
     if run.seed != body.seed:
         why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
         return Denied("invalid", why, "choose another run.name")
+    if run.engine.routing != body.engine.routing:
+        why = f"run {run.name!r}: {body.engine.routing} bytes a token for its experts, its samples have {run.engine.routing}"
+        return Denied("invalid", why, "leave algorithm.router_replay as it was, or choose another run.name")
     if body.resume_step > run.progress.last_committed:
         why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.progress.last_committed}"
         remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"

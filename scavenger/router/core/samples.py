@@ -125,6 +125,9 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | 
     offset, nbytes, last = chunk.offset, len(chunk.tokens), chunk.finish
     if nbytes % 4 or offset < 0 or not nbytes == len(chunk.logprobs) == len(chunk.raw_logprobs):
         return Fault("malformed payload", engine=True)
+    width = sample.group.run.engine.routing
+    if len(chunk.routing) != nbytes // 4 * width:
+        return Fault(f"routing of {len(chunk.routing)} bytes, {width} a token are due", engine=True)
     if offset > sample.accepted:
         return Fault(f"gap: offset {offset}, accepted {sample.accepted}")
     finish_alone = last is not None and 0 < offset == sample.accepted  # all its tokens are here already
@@ -213,6 +216,7 @@ def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk |
         chunk.logprobs[new:],
         chunk.raw_logprobs[new:],
         chunk.finish,
+        chunk.routing[known * sample.group.run.engine.routing :],
     )
 
 
@@ -240,6 +244,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
             chunk.version,
             worker.id,
             core.now,
+            chunk.routing,
         )
     )
     core.length_accepted(sample)

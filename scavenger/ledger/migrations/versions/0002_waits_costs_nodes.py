@@ -1,4 +1,4 @@
-"""Who waited while we held GPUs, the training jobs' own GPUs, which nodes failed, and times that a person reads.
+"""Who waited while we held GPUs, the training jobs' own GPUs, which nodes failed, experts of tokens, and times that a person reads.
 
 Every view gets, for each of its times in Unix seconds, a column of the same name and `_utc` ('2026-09-21 14:13:29', cut to the
 second). They come last, so that PostgreSQL puts each view in its place and the grants stay; SQLite has no grants.
@@ -202,6 +202,7 @@ def upgrade() -> None:
         op.create_table(table, counted, *(column for line in lines for column in _columns(line)))
     for index, (table, names) in INDEXES.items():
         op.create_index(index, table, names.split())
+    op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
     for view, (columns, table, times) in VIEWS.items():
         if dialect == "sqlite":
             op.execute(f"DROP VIEW IF EXISTS {view}")
