@@ -18,7 +18,18 @@ import typer
 from rich.console import Console
 
 from scavenger import __version__, config
-from scavenger.cli import checkpoint, doctor, drain, init, join, ledger, simulate, slurm_proxy, weights
+from scavenger.cli import (
+    checkpoint,
+    doctor,
+    drain,
+    gateway,
+    init,
+    join,
+    ledger,
+    simulate,
+    slurm_proxy,
+    weights,
+)
 from scavenger.cli import config as cli_config
 from scavenger.cli import keys as cli_keys
 from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, OverOption, SetOption, removed
@@ -42,6 +53,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(init.init)
 app.command()(join.join)
 app.command()(drain.drain)
+app.command()(gateway.gateway)
 app.command()(slurm_proxy.slurm_proxy)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)

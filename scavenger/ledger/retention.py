@@ -16,7 +16,9 @@ from typing import Literal
 from scavenger.ledger.records import ContentsReduced
 
 #: States in which a sample takes no more tokens. "complete" is not one: it is delivered yet, or again.
-FINAL_STATES = frozenset({"consumed", "filtered", "masked", "evaluated", "surplus", "superseded", "poisoned"})
+FINAL_STATES = frozenset(
+    {"consumed", "filtered", "masked", "evaluated", "served", "surplus", "superseded", "poisoned"}
+)
 #: From what (`samples.contents`) each policy may go on to its own result.
 BECOMES: dict[str, frozenset[str | None]] = {
     "compacted": frozenset({None}),

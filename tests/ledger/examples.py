@@ -165,7 +165,16 @@ def moved_at_once() -> list[r.Record]:
 
 def everything() -> list[list[r.Record]]:
     """The whole history, as the submissions of a daemon."""
-    return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once()]
+    return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once(), an_episode()]
+
+
+def an_episode() -> list[r.Record]:
+    """An episode of which the first group is a turn, begun and ended."""
+    return [
+        r.EpisodeBegun(1, 1, "sorting-1", T0 + 20),
+        r.TurnBegun(10, 1, 1, 1, b"\1" * 32, b"\2" * 32, T0 + 20),
+        r.EpisodeEnded(1, "ended", "its gateway ended it", T0 + 21),
+    ]
 
 
 class Witness:

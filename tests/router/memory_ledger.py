@@ -67,6 +67,8 @@ class Ledger:
         self.groups: dict[int, rec.GroupCreated] = {}
         self.group_versions: dict[int, int] = {}
         self.samples: dict[int, Row] = {}
+        self.episodes: dict[int, rec.EpisodeState] = {}
+        self.turns: dict[int, rec.TurnBegun] = {}
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
         self.taken: set[tuple[int, str, int]] = (
@@ -126,6 +128,18 @@ class Ledger:
                 self.group_versions[record.group_id] = record.version
             case rec.GroupDelivered():
                 self.delivered[record.group_id] = record.attempt
+            case rec.EpisodeBegun(episode_id=episode_id):
+                assert episode_id not in self.episodes
+                self.episodes[episode_id] = rec.EpisodeState(episode_id, record.run_id, record.name, "open")
+            case rec.EpisodeEnded(episode_id=episode_id):
+                assert self.episodes[episode_id].state == "open", "an episode ended twice"
+                self.episodes[episode_id] = msgspec.structs.replace(
+                    self.episodes[episode_id], state=record.state
+                )
+            case rec.TurnBegun():
+                assert self.episodes[record.episode_id].state == "open", "a turn of an episode that ended"
+                assert all(t.request != record.request for t in self.turns.values()), "a turn was made twice"
+                self.turns[record.group_id] = record
             case rec.WorkerJoined():
                 assert record.worker_id not in self.workers
                 self.workers[record.worker_id] = record
@@ -241,6 +255,8 @@ class Ledger:
         newest: dict[tuple[int, str, int, int], int] = {}
         for row in self.samples.values():
             if row.state in ("superseded", "poisoned", "surplus"):
+                if self.groups[row.group_id].purpose == "turn":
+                    continue
                 made = self.groups[row.group_id]
                 key = (made.run_id, made.purpose, made.step, made.prompt_index)
                 newest[key] = max(made.retry, newest.get(key, 0))
@@ -291,7 +307,18 @@ class Ledger:
 
         joined = [r.worker_id for r in self.log if isinstance(r, rec.WorkerJoined)]
         ids = (after(self.runs), after(self.groups), after(self.samples), after(joined))
-        return rec.Snapshot(*ids, runs, groups, workers, (), self._takes())
+        is_open = {i for i, episode in self.episodes.items() if episode.state == "open"}
+        return rec.Snapshot(
+            *ids,
+            runs,
+            groups,
+            workers,
+            (),
+            self._takes(),
+            next_episode_id=after(self.episodes),
+            episodes=tuple(e for e in self.episodes.values() if e.run_id in active),
+            turns=tuple(t for t in self.turns.values() if t.episode_id in is_open and t.run_id in active),
+        )
 
 
 class StoredLedger(Ledger):

@@ -217,6 +217,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             for row in _ask(connection, "snapshot_training_jobs")
         )
         quarantined = tuple(row["node"] for row in _ask(connection, "snapshot_quarantines"))
+        episodes = tuple(_struct(r.EpisodeState, row) for row in _ask(connection, "snapshot_episodes"))
+        turns = tuple(_struct(r.TurnBegun, row, at="begun_at") for row in _ask(connection, "snapshot_turns"))
         (ids,) = _ask(connection, "next_ids")
         return r.Snapshot(
             **ids,
@@ -228,6 +230,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             waits=waits,
             training_jobs=training,
             quarantined=quarantined,
+            episodes=episodes,
+            turns=turns,
         )
 
 

@@ -386,6 +386,17 @@ KINDS: dict[type[Record], Kind] = {
         uses="samples",
         sets="samples.state",
     ),
+    r.EpisodeBegun: _kind(
+        _insert(t.episodes, **_fields("episode_id run_id name"), state="open", reason="", begun_at=":at"),
+        creates="episodes",
+    ),
+    r.EpisodeEnded: _kind(
+        _update(t.episodes, "episode_id", **_fields("state reason"), ended_at=":at"), uses="episodes"
+    ),
+    r.TurnBegun: _kind(
+        _insert(t.turns, **_fields("group_id episode_id run_id number request content"), begun_at=":at"),
+        creates="turns",
+    ),
     r.WorkerJoined: _kind(
         _insert(
             t.workers,

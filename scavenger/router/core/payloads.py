@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from scavenger.protocol.messages import Assign, Chunk, DoneSample, GroupDone, Lease
+from scavenger.protocol.messages import Assign, Chunk, DoneSample, GroupDone, Lease, TurnTokens
 
 Payload = tuple[
     bytes, bytes, bytes, bytes
@@ -201,6 +201,21 @@ class PayloadStore:
             bytes(kept.routing[: kept.width * length]),
         )
 
+    def has_from(self, sample_id: int, start: int, end: int) -> bool:
+        """Whether the tokens from `start` up to `end` are in memory."""
+        kept = self._kept.get(sample_id)
+        return kept is not None and kept.start <= start and kept.end >= end
+
+    def piece(self, sample_id: int, start: int, end: int) -> Payload:
+        """The tokens from `start` up to `end`. Raises `ColdPayload` unless `has_from` says so."""
+        kept = self._kept.get(sample_id)
+        if kept is None or kept.start > start or kept.end < end:
+            raise ColdPayload(
+                f"sample {sample_id}: its tokens {start} to {end} are to be sent, and are not in memory"
+            )
+        cut = slice(4 * (start - kept.start), 4 * (end - kept.start))
+        return bytes(kept.tokens[cut]), bytes(kept.logprobs[cut]), bytes(kept.raw_logprobs[cut])
+
     def load(self, sample_id: int, payload: Payload, accepted: int) -> None:
         """Take back what the ledger has of a sample of `accepted` tokens; a later `trim` may evict it again.
 
@@ -278,11 +293,14 @@ class PayloadStore:
 # ---------------------------------------------------------------- filling messages
 
 
-Filled = Assign | GroupDone
+Filled = Assign | GroupDone | TurnTokens
 
 
 def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dict[int, int]:
     """Sample -> how many of its first tokens the message needs, where these are not in memory."""
+    if isinstance(message, TurnTokens):
+        here = store.has_from(message.sample_id, message.offset, lengths[0])
+        return {} if here else {message.sample_id: lengths[0]}
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
     if store.has_all(parts, lengths):
         return {}
@@ -293,6 +311,8 @@ def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dic
 
 def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
     """The same of all its samples that have tokens, wherever these are."""
+    if isinstance(message, TurnTokens):
+        return {message.sample_id: lengths[0]}
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
     return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if n}
 
@@ -319,3 +339,9 @@ def fill_group(message: GroupDone, lengths: Sequence[int], store: PayloadStore) 
             replace(sample, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, routing=routing)
         )
     return replace(message, samples=tuple(samples))
+
+
+def fill_tokens(message: TurnTokens, length: int, store: PayloadStore) -> TurnTokens:
+    """The message with the sample's tokens from its offset up to `length`. Raises `ColdPayload` unless they are in memory."""
+    tokens, logprobs, raw_logprobs = store.piece(message.sample_id, message.offset, length)
+    return msgspec.structs.replace(message, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs)
