@@ -191,6 +191,7 @@ class LocalLedger:
             version,
             self._worker,
             at,
+            sample.routing,
         )
         ended = r.LeaseEnded(sample.sample_id, 1, "finished", length, 0, at)
         self._write([chunk, ended, r.SampleFinished(sample.sample_id, sample.finish, length, at)])

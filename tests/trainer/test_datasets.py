@@ -104,7 +104,7 @@ def test_rows_need_no_answer_and_every_column_keeps_its_name(model_folder: Path,
 
 
 def test_all_rows_have_an_answer_or_none_has(model_folder: Path, tmp_path: Path) -> None:
-    mixed = [{"prompt": "1"}, {"prompt": "2", "answer": 2}]
+    mixed: list[dict[str, Any]] = [{"prompt": "1"}, {"prompt": "2", "answer": 2}]
     for rows, told in ((mixed, "it has 'answer' and a row before it has none"), (mixed[::-1], "it has none")):
         with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{told}"):
             problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows)))

@@ -213,8 +213,14 @@ class PayloadStore:
             raise ColdPayload(
                 f"sample {sample_id}: its tokens {start} to {end} are to be sent, and are not in memory"
             )
-        cut = slice(4 * (start - kept.start), 4 * (end - kept.start))
-        return bytes(kept.tokens[cut]), bytes(kept.logprobs[cut]), bytes(kept.raw_logprobs[cut])
+        first, last = start - kept.start, end - kept.start
+        cut, routed = slice(4 * first, 4 * last), slice(kept.width * first, kept.width * last)
+        return (
+            bytes(kept.tokens[cut]),
+            bytes(kept.logprobs[cut]),
+            bytes(kept.raw_logprobs[cut]),
+            bytes(kept.routing[routed]),
+        )
 
     def load(self, sample_id: int, payload: Payload, accepted: int) -> None:
         """Take back what the ledger has of a sample of `accepted` tokens; a later `trim` may evict it again.
@@ -343,5 +349,5 @@ def fill_group(message: GroupDone, lengths: Sequence[int], store: PayloadStore) 
 
 def fill_tokens(message: TurnTokens, length: int, store: PayloadStore) -> TurnTokens:
     """The message with the sample's tokens from its offset up to `length`. Raises `ColdPayload` unless they are in memory."""
-    tokens, logprobs, raw_logprobs = store.piece(message.sample_id, message.offset, length)
+    tokens, logprobs, raw_logprobs, _ = store.piece(message.sample_id, message.offset, length)
     return msgspec.structs.replace(message, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs)
