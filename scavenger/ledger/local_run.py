@@ -244,7 +244,17 @@ class LocalLedger:
     def ended(self, state: str, reason: str) -> None:
         """The run is over. `close` follows."""
         self._leave()
+        if state == "finished":  # with fewer steps than an earlier attempt had begun
+            self._write(self._left_over())
         self._write([r.RunEnded(self._run, state, reason, self._clock())], wait=True)
+
+    def _left_over(self) -> list[r.Record]:
+        """Ends of samples that were superseded for a step which the run does not have any more."""
+        if self._writer is None:
+            return []
+        at, why = self._clock(), "the run finished before this step"
+        found = reader.rows(self._writer.engine, queries.load("local_left_over"), {"run_id": self._run}).rows
+        return [r.SampleEnded(sample, "surplus", why, 0, 0, reward, None, at) for sample, reward in found]
 
     def close(self) -> None:
         """Nothing more comes; without `ended` the run can be gone on with."""
@@ -269,7 +279,7 @@ class LocalLedger:
         self._open.clear()
         records.append(r.WorkerLeft(self._worker, "drained", True, unfinished, 0, 0, at))
         self._worker = 0
-        self._write(records)
+        self._write(records, wait=True)
 
     def _write(self, records: Sequence[r.Record], *, wait: bool = False) -> None:
         """`wait`: until they are durable, `WAIT_S` at most."""
@@ -277,6 +287,8 @@ class LocalLedger:
         if writer is None:
             return
         self._ticket += 1
+        if not records:
+            return
         try:
             writer.submit(self._ticket, records)
             writer.go()

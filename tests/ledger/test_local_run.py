@@ -141,6 +141,25 @@ def test_a_second_try_goes_on_whatever_became_of_the_first(
     assert states == [(left if step > resume_step else []) + taken for step in (1, 2)] + [left + taken]
 
 
+@pytest.mark.parametrize("resume_step", [0, 1])
+def test_a_run_that_finishes_with_fewer_steps_than_before_accounts_for_the_others(
+    tmp_path: Path, resume_step: int
+) -> None:
+    """As with `--resume none`, or a lower run.steps."""
+    first = begun(tmp_path)
+    for step in (1, 2, 3):
+        take_step(first, step)
+    first.close()
+    second = begun(tmp_path, resume_step)
+    for step in range(resume_step + 1, 3):
+        take_step(second, step)
+    second.ended("finished", "")
+    second.close()
+    engine = store.open_readonly(url_of(tmp_path))
+    assert [row.state for row in reader.samples_of_step(engine, "try", 3)] == ["surplus", "surplus"]
+    engine.dispose()
+
+
 def test_another_seed_is_another_run_and_a_checkpoint_of_elsewhere_begins_at_its_step(tmp_path: Path) -> None:
     begun(tmp_path).close()
     other = begun(tmp_path, 5, seed=1)
