@@ -164,6 +164,25 @@ def test_a_reward_function_that_cannot_work_is_refused(
     assert cause in refused(run)["reward"]
 
 
+def test_a_reward_beside_run_toml_is_found_by_the_check_too_and_rows_need_no_answers(
+    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (run.parent / "beside.py").write_text(
+        "def f(prompt, completion, meta):\n    return float(len(completion))\n"
+    )
+    change(run, '"trainer.verifiers:math"', '"beside:f"')
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in rows))
+    text = run.read_text()
+    run.write_text(
+        "\n".join(line for line in text.splitlines() if not line.startswith("answer_field")) + "\n"
+    )
+    found = {finding.what: finding for finding in check.check(run, NO_GPU)}
+    assert found["reward"].problem == ""
+    assert found["reward"].note == "rows have no answers; empty and wrong completions get 0 to 2"
+
+
 def use_reward(run: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_rewards.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
