@@ -60,7 +60,7 @@ writes both. Complete examples: `examples/site/scavenger.toml`, `examples/site/r
 - An unknown key, a wrong type or a value that is not allowed ends the process with status 2. The error names the file, the key and
   what is allowed.
 - Any key can be set without a change of the file: `--set algorithm.name=gspo` (repeatable) of `python -m trainer`, `train.sbatch`,
-  `scavenger checkpoint export`, `scavenger daemon` and `check-config`. The value is TOML; what is not, is text.
+  `scavenger init --check`, `checkpoint export`, `daemon` and `check-config`. The value is TOML; what is not, is text.
 - Several files are laid over each other, the later over the earlier, key by key (a list is replaced whole): `--over FILE` (repeatable)
   beside `--set`, or `SCAVENGER_CONFIG=site.toml:mine.toml` for `scavenger.toml`. What `--set` says lies over all files.
 - `scavenger config show FILE --origin` prints every key with its value and where that came from: a file, `--set`, or the default.

@@ -15,6 +15,7 @@ from pathlib import Path
 from scavenger import resources
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.sizing import engine as engine_sizes
+from trainer.arguments import add_layers
 from trainer.data.prompts import open_tokenizer
 from trainer.prepare import check, draft, model, rows, sizes
 from trainer.prepare.draft import RunOptions
@@ -51,6 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     checking = commands.add_parser("check")
     checking.add_argument("folder", type=Path)
     checking.add_argument("--gpu-memory-gb", type=float, default=0.0)
+    add_layers(checking)
     commands.add_parser("host").add_argument("folder", type=Path)
     options = parser.parse_args(argv)
     options.given = frozenset(argument.partition("=")[0] for argument in argv if argument.startswith("--"))
@@ -157,7 +159,8 @@ def examine(options: argparse.Namespace) -> int:
     gpus = check.gpus_of(script.read_text(encoding="utf-8") if script.is_file() else "")
     if options.gpu_memory_gb:
         gpus = check.RequestedGpus(gpus.ranks, gpus.per_node, options.gpu_memory_gb, gpus.nodes)
-    lines, fine = check.report(folder / "run.toml", list(check.check(folder / "run.toml", gpus)))
+    found = list(check.check(folder / "run.toml", gpus, options.over, options.set))
+    lines, fine = check.report(folder / "run.toml", found)
     print("\n".join(lines))
     return 0 if fine else ConfigError.exit_code
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,13 @@ def host_of(run_toml: Path) -> dict[str, int]:
     return {"cpus_per_engine": engine_sizes.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
-def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
-    """Every check of the run in `run_toml`, in order."""
+def check(
+    run_toml: Path, gpus: RequestedGpus, over: Sequence[Path] = (), sets: Sequence[str] = ()
+) -> Iterator[StartFinding]:
+    """Every check of the run in `run_toml`, with what is laid over it, in order."""
     seen = _Seen()
     try:
-        config = configs.read_run(run_toml)
+        config = configs.read_run(run_toml, over, sets)
     except ScavengerError as error:
         yield StartFinding("run.toml", str(error))
         return
