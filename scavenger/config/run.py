@@ -644,6 +644,15 @@ class RunConfig(Section):
             )
         if self.algorithm.router_replay:
             self._replays()
+        if (
+            self.engine.vllm.get("quantization")
+            and self.engine.name == "vllm"
+            and self.algorithm.importance == "off"
+        ):
+            raise ValueError(
+                'engine.vllm.quantization needs algorithm.importance = "truncate" or "mask": a quantised engine samples from another '
+                "distribution than the one that is trained"
+            )
         if self.weights.nixl and self.weights.encrypt:
             raise ValueError(
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"

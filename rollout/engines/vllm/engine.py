@@ -105,13 +105,14 @@ class LoadReply(NamedTuple):
     """What one rank says of a load, as `worker.Extension.scavenger_load` returns it. Checksums by parameter, as numbers.
 
     `cast`: of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its parts;
-    `published`: of what was published, as it was.
+    `published`: of what was published, as it was. `kept`: of what the rank holds, as it can be asked for again.
     """
 
     cast: Any
     held: Any
     packed: Mapping[str, Sequence[str]]
     published: Any
+    kept: Any
 
 
 class PendingWeights(NamedTuple):
@@ -219,7 +220,7 @@ class VllmEngine:
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
-        self._version, self._held = version, [reply.held for reply in replies]
+        self._version, self._held = version, [reply.kept for reply in replies]
         sums = _sums(replies[0].published)
         return checksum.digest({names[name]: value for name, value in sums.items()})
 

@@ -17,6 +17,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -88,20 +90,26 @@ class Extension:
 
     def scavenger_load(
         self, path: str, table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
-    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums]:
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums]:
         """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
 
         `merges`: what is made, on the device, of those that are a base.
 
         Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
-        and the checksums of what was published as it was.
+        the checksums of what was published as it was, and those by which it is found again later (`scavenger_held`). Of layers that vLLM
+        quantises, "now" is before it does: what was published must have come whole.
         """
         model: nn.Module = self.model_runner.get_model()
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
         self.scavenger_names = _names(model, [row[0] for row in table], packed)
         whole_model = not _is_a_stage()
         dtypes, experts = _targets(
-            model, [row[0] for row in table], packed, self.scavenger_names, whole_model
+            model,
+            [row[0] for row in table],
+            packed,
+            self.scavenger_names,
+            whole_model,
+            self.model_runner.model_config.dtype,
         )
         streams = hasattr(getattr(model, "model", model), "_get_streamed_expert_info")
         past: dict[str, Tensor] = {}
@@ -132,15 +140,23 @@ class Extension:
                 else:
                     yield name, tensor
 
-        self.model_runner.reload_weights(weights_iterator=tensors())
+        with _before_quantising(model) as whole_layers:
+            self.model_runner.reload_weights(weights_iterator=tensors())
         _copy_past(model, past, self.scavenger_names)
         _repack_embeddings(model)
         _repack_experts(model)
-        return cast, held(model, self.scavenger_names), packed, published
+        now = held(model, self.scavenger_names, whole_layers)
+        return cast, now, packed, published, self.scavenger_held()
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
-        return held(self.model_runner.get_model(), self.scavenger_names)
+        model: nn.Module = self.model_runner.get_model()
+        quantised = {
+            name: _encoded(checksum(value.view(torch.uint8)))
+            for name, value in model.named_parameters()
+            if value.numel() and is_quantised(value)
+        }
+        return held(model, self.scavenger_names) | quantised
 
     def scavenger_bytes_held(self) -> int:
         """Of this rank's GPU, what torch keeps for reuse counted in, less what is unmapped while the engine sleeps; 0 on a CPU."""
@@ -251,12 +267,13 @@ def _targets(
     packed: dict[str, list[str]],
     names: Mapping[str, str],
     whole_model: bool,
+    model_dtype: torch.dtype,
 ) -> tuple[dict[str, torch.dtype], set[str]]:
     """What dtype each published tensor has in the engine, and which are of experts. Of a stage of the model: those that it has."""
     found, experts = {}, set()
     for parameter, value in model.named_parameters():
         for name in sources(names.get(parameter, parameter), published, packed):
-            found[name] = value.dtype
+            found[name] = model_dtype if is_quantised(value) else value.dtype
             if engine_names.INNER in parameter:
                 experts.add(name)
     lacking = sorted(set(published) - found.keys())
@@ -265,6 +282,43 @@ def _targets(
             f"vLLM's model has no parameter for {len(lacking)} weights, the first is {lacking[0]!r}"
         )
     return found, experts
+
+
+def is_quantised(value: Tensor) -> bool:
+    """Whether vLLM made it of weights that were published."""
+    return not value.is_floating_point() or value.element_size() == 1
+
+
+@contextmanager
+def _before_quantising(model: nn.Module) -> Iterator[dict[str, list[Sum]]]:
+    """Inside, layers that vLLM quantises after they were loaded leave the checksums of what they were loaded with, by parameter; of
+    experts one an expert.
+
+    vLLM quantises online: it loads a layer as it was published, and then calls its method, once a load.
+    """
+    found: dict[str, list[Sum]] = {}
+    methods: list[tuple[Any, Any]] = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or not any(is_quantised(value) for value in module.parameters(recurse=False)):
+            continue
+        methods.append((method, method.process_weights_after_loading))
+        method.process_weights_after_loading = partial(
+            _note_whole, name, found, method.process_weights_after_loading
+        )
+    try:
+        yield found
+    finally:
+        for method, plain in methods:
+            method.process_weights_after_loading = plain
+
+
+def _note_whole(name: str, found: dict[str, list[Sum]], process: Callable[[Any], None], layer: Any) -> None:
+    for parameter, value in layer.named_parameters(recurse=False):
+        if not is_quantised(value):
+            full = f"{name}.{parameter}"
+            found[full] = [checksum(rows) for rows in (value if engine_names.INNER in full else (value,))]
+    process(layer)
 
 
 def _copy_past(model: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
@@ -305,19 +359,37 @@ def _repack_experts(model: nn.Module) -> None:
     """vLLM's CPU kernels want experts packed; they are when the engine starts, and reloading leaves them as they were published."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if hasattr(module, "w13_weight") and kernel is not None and module.w13_weight.device.type == "cpu":
+        if kernel is not None and _is_whole_on_cpu(getattr(module, "w13_weight", None)):
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-def held(model: nn.Module, names: Mapping[str, str] | None = None) -> Sums:
-    """The checksum of every parameter by the name under which it is told, read back from where the forward pass reads it."""
+def _is_whole_on_cpu(weight: Tensor | None) -> bool:
+    """Experts that vLLM quantises it packs each time."""
+    return weight is not None and weight.device.type == "cpu" and not is_quantised(weight)
+
+
+def held(
+    model: nn.Module,
+    names: Mapping[str, str] | None = None,
+    before: Mapping[str, Sequence[Sum]] = MappingProxyType({}),
+) -> Sums:
+    """The checksum of every parameter by the name under which it is told, read back from where the forward pass reads it.
+
+    `before`: of layers that are quantised, what they were loaded with; nothing else is told of those.
+    """
     sums = _held(model)
     found: Sums = {}
-    for name, value in model.named_parameters():
+    layers = {name.rpartition(".")[0] for name, value in model.named_parameters() if is_quantised(value)}
+    whole = {name: value for name, value in model.named_parameters() if name.rpartition(".")[0] not in layers}
+    for name in (*whole, *before):
         told = (names or {}).get(name, name)
         if engine_names.INNER in name:
             module = model.get_submodule(name.rpartition(".")[0])
-            found.update(_of_each(told, _experts_of(module, len(value)), value))
+            rows = before[name] if name in before else [checksum(rows) for rows in whole[name]]
+            for index, row in zip(_experts_of(module, len(rows)), rows, strict=True):
+                found[engine_names.expert(told, index)] = _encoded(row)
+        elif name in before:
+            found[told] = _encoded(before[name][0])
         elif name in sums:
             found[told] = _encoded(sums[name])
     return found
@@ -333,7 +405,11 @@ def _experts_of(module: Any, count: int) -> Sequence[int]:
 
 
 def _held(model: nn.Module) -> dict[str, Sum]:
-    found = {name: checksum(value) for name, value in model.named_parameters() if value.numel()}
+    found = {
+        name: checksum(value)
+        for name, value in model.named_parameters()
+        if value.numel() and not is_quantised(value)
+    }
     for name, module in model.named_modules():
         packed = getattr(module, "cpu_linear", None)
         if packed is None:
