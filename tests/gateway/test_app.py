@@ -182,7 +182,7 @@ def test_an_episode_s_key_reaches_its_episode_only(live: LiveGateway) -> None:
         "é" * 9000,
     ]
     for key in forged:
-        headers = {"Authorization": f"Bearer {key}".encode()}
+        headers = {b"Authorization": f"Bearer {key}".encode()}
         for path in ("/inference/v1/generate", "/v1/chat/completions"):
             assert live.http.post(path, json=BODY, headers=headers).status_code == 401, key[:80]
         assert live.http.get("/v1/models", headers=headers).status_code == 401
@@ -237,7 +237,7 @@ def test_a_body_beyond_the_bound_is_not_read(live: LiveGateway, monkeypatch: pyt
 
 
 def test_a_prompt_that_fills_the_context_is_refused(live: LiveGateway) -> None:
-    body = {"token_ids": [1] * 64, "sampling_params": {}}
+    body: dict[str, Any] = {"token_ids": [1] * 64, "sampling_params": {}}
     assert live.post("/inference/v1/generate", body).status_code == 400
     body = {"token_ids": [1] * 60, "sampling_params": {"max_tokens": 5}}
     assert live.post("/inference/v1/generate", body).status_code == 400

@@ -14,8 +14,8 @@ from scavenger.gateway.dialects import BadRequest, ToolCall
 from scavenger.gateway.prompts import Conversations, ModelFolder
 from tests.gateway.conftest import PAIR, write_model
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"é": ["<", 1]}}}]
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {"é": ["<", 1]}}}]
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 def chat(messages: list[dict[str, Any]], **more: Any) -> dialects.ChatRequest:
@@ -26,7 +26,7 @@ def test_a_prompt_is_what_transformers_renders(tmp_path: Path, model: ModelFolde
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
-    said = [
+    said: list[dict[str, Any]] = [
         {"role": "user", "content": "a~"},
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "tool", "content": "1"},
@@ -45,7 +45,7 @@ def test_a_template_has_what_those_of_models_use(tmp_path: Path) -> None:
         "{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}{{ extra }}{{ strftime_now('%Y')|length }}"
     )
     model = ModelFolder(write_model(tmp_path / "m", template), ())
-    said = [{"role": "user", "content": text} for text in "abc"]
+    said: list[dict[str, Any]] = [{"role": "user", "content": text} for text in "abc"]
     assert model.render(chat(said, chat_template_kwargs={"extra": "!"})) == "<e>ab!4"
 
 
@@ -79,8 +79,12 @@ def test_a_conversation_keeps_the_tokens_of_its_answers(model: ModelFolder) -> N
     kept = Conversations(model)
     first = chat([{"role": "user", "content": "a"}], tools=TOOLS)
     prompt, pair = kept.prompt("e", first), model.tokenizer.token_to_id(PAIR)
+    assert pair is not None
     kept.answered("e", first, prompt, PAIR, [], [pair])
-    more = [{"role": "assistant", "content": PAIR, "refusal": None}, {"role": "user", "content": "b"}]
+    more: list[dict[str, Any]] = [
+        {"role": "assistant", "content": PAIR, "refusal": None},
+        {"role": "user", "content": "b"},
+    ]
     second = chat([{"role": "user", "content": "a", "name": "ann"}, *more])
     assert pair not in kept.prompt("e", second), "other tools: the prompt was another one"
     second = chat([{"role": "user", "content": "a", "name": "ann"}, *more], tools=TOOLS)
@@ -101,7 +105,10 @@ def test_a_conversation_goes_on_after_a_tool_call(tmp_path: Path) -> None:
     first = chat([{"role": "user", "content": "a"}], tools=TOOLS)
     prompt, answer = kept.prompt("e", first), model.tokens("(f)")
     kept.answered("e", first, prompt, "", [ToolCall("f", '{"a": 1}')], answer)
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
     more = chat([*said, {"role": "tool", "tool_call_id": "c", "content": "42"}], tools=TOOLS)
     assert kept.prompt("e", more) == [*prompt, *answer, *model.tokens("42")]
     assert (kept.continued, kept.rendered) == (1, 1)
