@@ -437,6 +437,7 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
     with sockets.socket(family, sockets.SOCK_STREAM) as listening:
         listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         listening.bind((options.host, options.port))
+        listening.listen(1024)  # before it is announced: who comes early waits
         port = listening.getsockname()[1]
         scheme = "http" if options.tls_certificate is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host

@@ -138,7 +138,10 @@ class Ledger:
                 )
             case rec.TurnBegun():
                 assert self.episodes[record.episode_id].state == "open", "a turn of an episode that ended"
-                assert all(t.request != record.request for t in self.turns.values()), "a turn was made twice"
+                for before in self.turns.values():
+                    assert before.request != record.request or self._gone(before.group_id), (
+                        "a turn was made twice"
+                    )
                 self.turns[record.group_id] = record
             case rec.WorkerJoined():
                 assert record.worker_id not in self.workers
@@ -149,6 +152,9 @@ class Ledger:
                 self.events.append(record)
             case _:
                 self._apply_sample(record)
+
+    def _gone(self, group_id: int) -> bool:
+        return all(row.state == "surplus" for row in self.samples.values() if row.group_id == group_id)
 
     def _apply_sample(self, record: rec.Record) -> None:
         match record:

@@ -15,6 +15,7 @@ from scavenger.protocol.messages import (
     EndEpisode,
     GatewayPing,
     GroupDone,
+    Heartbeat,
     Lease,
     Ok,
     OpenTurn,
@@ -386,3 +387,27 @@ def test_an_ended_episode_cannot_be_opened_again() -> None:
     episode.transition(EpisodeStep.END)
     with pytest.raises(IllegalTransition):
         episode.transition(EpisodeStep.OPEN)
+
+
+def test_a_turn_whose_weights_are_gone_is_given_up_and_made_anew_when_it_is_asked_for_again() -> None:
+    bench = opened()
+    bench.join(W1)
+    first = turn(bench)
+    [lease] = bench.leases(W1)
+    bench.chunk(W1, lease, 0, 3)
+    bench.take(GATEWAY, TurnTokens)
+    bench.open()  # the trainer began anew: what it served is gone with it
+    bench.publish(2)
+    bench.handle(JobGone("job11", 0, "preempted", crashed=False))
+    bench.join(W2, 2)
+    assert bench.leases(W2) == []
+    bench.tick(turns.UNSERVED_S - 1)
+    assert bench.take(GATEWAY, TurnTokens) == []
+    bench.say(W2, Heartbeat((), 0, 2))
+    bench.tick(3)
+    [told] = bench.take(GATEWAY, TurnTokens)
+    assert "version 1" in str(told.error)
+    again = turn(bench)
+    assert (again.known, again.number, again.turn_id > first.turn_id) == (False, 2, True)
+    bench.restart()
+    assert turn(bench).number == 2

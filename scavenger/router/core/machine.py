@@ -187,6 +187,8 @@ class Router:
                 self._steer_idle(run, anyway=fleet)
                 if run.due.changed_workers:
                     run.cached.serving = None
+            if timed:
+                turns.watch(self.core, run)
             if run.turns.queue:  # before any step's samples: a caller waits for them
                 turns.place(self.core, run)
             if fleet or run.due.samples or run.queue:

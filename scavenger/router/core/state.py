@@ -315,6 +315,7 @@ class Turn:
     content: bytes  # hash of what was asked for
     prompt_sha256: bytes  # of the prompt's tokens, which leave memory when the turn is complete
     prompt_tokens: int
+    unserved_since: float | None = None  # since when nobody has the weights that its tokens are of (Unix s)
     followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
@@ -326,6 +327,7 @@ class Episode:
     name: str
     status: EpisodeStatus = EpisodeStatus.NEW  # changed by `transition` only
     turns: dict[bytes, Group] = field(default_factory=dict)
+    numbers: int = 0  # the number of its last turn
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""

@@ -46,6 +46,8 @@ MAX_EPISODE_TURNS = 4096
 MAX_ENDED_EPISODES = 65_536
 #: Connections that follow one turn: a gateway that connected again, or another one that was asked the same.
 MAX_FOLLOWERS = 4
+#: A turn whose weights no engine has and nobody can give out is given up after this time (s): a trainer that restarts announces again.
+UNSERVED_S = 120.0
 #: Engines stay requested for the most samples that were open at once within this time (s): agents wait for their tools between turns.
 DEMAND_HOLD_S = 120.0
 
@@ -134,9 +136,10 @@ def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
 
 def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group:
     version = max(run.weights.versions)
+    episode.numbers += 1
     turn = Turn(
         episode,
-        len(episode.turns) + 1,
+        episode.numbers,
         body.request,
         body.content,
         sha256(body.prompt).digest(),
@@ -261,6 +264,29 @@ def published(core: Core, run: ActiveRun, version: int) -> None:
             _pin(core, run, group, version)
 
 
+def watch(core: Core, run: ActiveRun) -> None:
+    """Give up turns that wait with tokens of weights that are gone: another version may not go on with them (I4). Asked for again, such a
+    request is another turn."""
+    if not run.turns.queue:
+        return
+    waiting = {sample.group.id: sample.group for sample in run.turns.queue.waiting() if sample.accepted}
+    held = {worker.weights.loaded for worker in run.workers.values()}
+    for group in waiting.values():
+        turn = group.turn
+        assert turn is not None
+        if group.version in held or run.weights.available(group.version):
+            turn.unserved_since = None
+        elif turn.unserved_since is None:
+            turn.unserved_since = core.now
+        elif core.now - turn.unserved_since > UNSERVED_S:
+            why = f"weights of version {group.version}, which began it, are gone: ask again"
+            core.event("turn_given_up", run.id, f"turn {group.id}", why)
+            _give_up(core, group, why)
+            samples.forget(core, group)
+            del turn.episode.turns[turn.request]
+            run.turns.groups -= 1
+
+
 def engines(run: ActiveRun, now: float) -> tuple[int, str]:
     """How many engines the turns can use, by the most samples that were open at once of late, and why."""
     held, now_open = run.turns, sum(group.unfinished for group in run.turns.open.values())
@@ -277,20 +303,25 @@ def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) 
     """Give up what is open of the episode, and forget what the ledger has of it."""
     episode.transition(EpisodeStep.END)
     for group in episode.turns.values():
-        for sample in group.samples:
-            if sample.status is SampleStatus.COMPLETE:
-                sample.transition(SampleStep.END)
-                core.record(rec.SampleEnded(sample.id, "served", reason, 0, 0, None, None, core.now))
-            elif sample.status is not SampleStatus.ENDED:
-                samples.abandon(core, sample, "surplus", reason)
-                sample.give_up(reason)
-                samples.stream(core, sample, sample.durable)
+        _give_up(core, group, reason)
         samples.forget(core, group)
     run.turns.groups -= len(episode.turns)
     episode.turns.clear()
     del run.turns.episodes[episode.name]
     _note_ended(run, episode.name)
     core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
+
+
+def _give_up(core: Core, group: Group, reason: str) -> None:
+    """End the turn's samples, whole or not; its followers are told of those that have no end."""
+    for sample in group.samples:
+        if sample.status is SampleStatus.COMPLETE:
+            sample.transition(SampleStep.END)
+            core.record(rec.SampleEnded(sample.id, "served", reason, 0, 0, None, None, core.now))
+        elif sample.status is not SampleStatus.ENDED:
+            samples.abandon(core, sample, "surplus", reason)
+            sample.give_up(reason)
+            samples.stream(core, sample, sample.durable)
 
 
 def _note_ended(run: ActiveRun, name: str) -> None:
@@ -322,6 +353,9 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         else:
             episode.transition(EpisodeStep.RESTORE_ENDED)
             _note_ended(run, state.name)
+    for begun in snapshot.turns:
+        if begun.episode_id in by_id:
+            by_id[begun.episode_id].numbers = max(by_id[begun.episode_id].numbers, begun.number)
     return {
         begun.group_id: Turn(by_id[begun.episode_id], begun.number, begun.request, begun.content, b"", 0)
         for begun in snapshot.turns
