@@ -38,10 +38,15 @@ def other_run() -> list[r.Record]:
     ]
 
 
+#: Ids and two logprobs of four bytes each, and the examples' experts.
+TOKEN_NBYTES = 4 * 3 + 3
+
+
 def contents(url: str, run_id: int) -> tuple[object, ...]:
     (row,) = fetch(
         url,
-        "SELECT sum(length(c.tokens) + length(c.logprobs) + length(c.raw_logprobs)), min(length(g.prompt)), max(length(g.meta)) "
+        "SELECT sum(length(c.tokens) + length(c.logprobs) + length(c.raw_logprobs) + length(c.routing)), min(length(g.prompt)), "
+        "max(length(g.meta)) "
         f"FROM chunks c JOIN samples s ON s.sample_id = c.sample_id JOIN groups g ON g.group_id = s.group_id WHERE s.run_id = {run_id}",
     )
     return row
@@ -50,13 +55,13 @@ def contents(url: str, run_id: int) -> tuple[object, ...]:
 def test_a_purge_takes_every_token_and_prompt_and_no_report_answers_otherwise(url: str) -> None:
     written(url, [*training(), ended(), other_run()])
     before, theirs = answers(url), contents(url, 2)
-    assert contents(url, 1) == (TOKENS * 12, 12, 2)
+    assert contents(url, 1) == (TOKENS * TOKEN_NBYTES, 12, 2)
     taken = purge.purge(url, "sorting", lambda: T0 + 1000)
     assert (taken.tokens, taken.samples, taken.groups, taken.nbytes) == (
         TOKENS,
         SAMPLES,
         PROMPTS,
-        TOKENS * 12 + PROMPTS * (12 + 2),
+        TOKENS * TOKEN_NBYTES + PROMPTS * (12 + 2),
     )
     assert contents(url, 1) == (0, 0, 0)
     assert contents(url, 2) == theirs, "the other run's stay"
@@ -147,12 +152,12 @@ def test_what_an_attempt_generates_after_a_purge_is_sound(url: str) -> None:
 def test_the_command_asks_first_and_prints_what_it_deleted(sqlite_url: str, tmp_path: Path) -> None:
     written(sqlite_url, [*training(), ended()])
     argv = ["ledger", "purge", "--run", "sorting", "--config", str(config(tmp_path, sqlite_url))]
-    held = f"{TOKENS} tokens of {SAMPLES} samples in 25 chunks, and {PROMPTS} prompts: {TOKENS * 12 + PROMPTS * 14:,} bytes"
+    held = f"{TOKENS} tokens of {SAMPLES} samples in 25 chunks, and {PROMPTS} prompts: {TOKENS * TOKEN_NBYTES + PROMPTS * 14:,} bytes"
     refused = CliRunner().invoke(app, argv, input="n\n")
     assert refused.exit_code == 1
     assert held in refused.output
     assert "nothing was deleted" in refused.output
-    assert contents(sqlite_url, 1) == (TOKENS * 12, 12, 2)
+    assert contents(sqlite_url, 1) == (TOKENS * TOKEN_NBYTES, 12, 2)
     done = CliRunner().invoke(app, [*argv, "--yes"])
     assert (done.exit_code, f"deleted {held}" in done.output) == (0, True), done.output
     assert contents(sqlite_url, 1) == (0, 0, 0)
