@@ -198,8 +198,8 @@ def _sampling(
     return TurnRequest(
         n=fields.integer("n", 1, MAX_TURN_SAMPLES, 1),
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 0.0, 1000.0, 1.0),
-        top_p=fields.number("top_p", 0.0, 1.0, 1.0),
+        temperature=fields.number("temperature", 0.0, 2.0, 1.0),  # both as vLLM and OpenAI take them
+        top_p=fields.number("top_p", 1e-6, 1.0, 1.0),
         top_k=max(0, fields.integer("top_k", -1, 2**31 - 1, 0)),
         min_tokens=fields.integer("min_tokens", 0, 2**31 - 1, 0),
         stop=tuple(stops),
