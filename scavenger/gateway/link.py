@@ -63,6 +63,7 @@ class TurnStream:
         self.refused: BadRequest | None = None
         self.readers = 0
         self.asked_at = 0.0
+        self._first: int | None = None  # the turn's first sample: its others are numbered on from it
         self._news = asyncio.Event()
 
     @property
@@ -107,13 +108,36 @@ class TurnStream:
             if not all(ended):
                 await news.wait()
 
+    @property
+    def begun(self) -> bool:
+        """Something of it is here."""
+        return any(sample.tokens or sample.finish for sample in self.samples)
+
+    def refuse(self, refused: BadRequest) -> None:
+        self.refused = self.refused or refused
+        self.notify()
+
+    def accept(self, accepted: messages.TurnAccepted) -> None:
+        """The daemon has the turn. Another one than before may not go on from what is here."""
+        before, self.accepted = self.accepted, accepted
+        if before is not None and before.turn_id != accepted.turn_id:
+            if self.begun or before.prompt_sha256 != accepted.prompt_sha256:
+                self.refuse(_made_again())
+        self.notify()
+
     def take(self, message: messages.TurnTokens) -> bool:
         """Add what is new; False when tokens before it are missing."""
-        if message.index >= len(self.samples):
+        if message.index >= len(self.samples) or self.refused is not None:
             return True
+        first = message.sample_id - message.index
+        if self._first != first and self.begun:
+            self.refuse(_made_again())
+            return True
+        self._first = first
         sample = self.samples[message.index]
         if message.error is not None:
-            self.refused = BadRequest(f"the turn was given up: {message.error}", 500, "server_error")
+            self.refuse(BadRequest(f"the turn was given up: {message.error}", 500, "server_error"))
+            return True
         have, end = len(sample.tokens), message.offset + len(message.tokens) // 4
         if message.offset > have:
             return False
@@ -282,10 +306,9 @@ class Link:
     ) -> None:
         if isinstance(caller, TurnStream):
             if isinstance(body, messages.TurnAccepted):
-                caller.accepted = body
+                caller.accept(body)
             elif isinstance(body, messages.Denied):
-                caller.refused = _refusal(body)
-            caller.notify()
+                caller.refuse(_refusal(body))
         elif caller is not None and not caller.done():
             caller.set_result(body)
         elif isinstance(body, messages.Denied):
@@ -308,6 +331,10 @@ class Link:
         if len(self._calls) > 65_536:  # replies of turns that nobody waits for any more
             del self._calls[next(iter(self._calls))]
         self._socket.send(messages.encode(call))  # without a high-water mark it is taken at once
+
+
+def _made_again() -> BadRequest:
+    return BadRequest("the turn was given up and begun anew: ask again", 500, "server_error")
 
 
 def _refusal(denied: messages.Denied) -> BadRequest:
