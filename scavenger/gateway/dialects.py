@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from scavenger.protocol.messages import MAX_TURN_SAMPLES, Sampling
 
@@ -156,6 +156,8 @@ class _Fields:
             return default
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds not in (bool, (bool, int))):
             raise BadRequest(f"{self._where}{name} has the wrong type: {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise BadRequest(f"{self._where}{name} is no number of 64 bits")
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
@@ -294,10 +296,37 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = loads(arguments)
         except ValueError:
             raise BadRequest(f"{where}.function.arguments is no JSON") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def loads(text: str) -> Any:
+    """A JSON value that a model or an agent wrote, halves of surrogate pairs as "?". Raises `ValueError`, also for what JSON has no form
+    for: infinities, integers beyond 64 bits, nesting without end."""
+    try:
+        found = json.loads(text, parse_constant=_refuse_number, parse_int=_integer)
+        again = json.dumps(found, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    plain = passable(again)
+    return found if plain == again else json.loads(plain)
+
+
+def passable(text: str) -> str:
+    """The text without halves of surrogate pairs, which no encoding has."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError("an integer beyond 64 bits")
+    return int(text)
 
 
 # ---------------------------------------------------------------- what was generated
@@ -334,7 +363,7 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 def _tool_call(inside: str) -> ToolCall | None:
     try:
-        call = json.loads(inside)
+        call = loads(inside)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -370,7 +399,11 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        + b"\n\n"
+    )
 
 
 DONE = b"data: [DONE]\n\n"

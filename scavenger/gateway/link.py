@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from scavenger.backoff import backoff_s
 from scavenger.client import MIN_TIMEOUT_S, ClientTimeout
-from scavenger.errors import DaemonUnavailable
+from scavenger.errors import DaemonUnavailable, ScavengerError
 from scavenger.gateway.dialects import BadRequest, Piece
 from scavenger.protocol import keys, messages
 
@@ -120,9 +120,9 @@ class TurnStream:
     def accept(self, accepted: messages.TurnAccepted) -> None:
         """The daemon has the turn. Another one than before may not go on from what is here."""
         before, self.accepted = self.accepted, accepted
-        if before is not None and before.turn_id != accepted.turn_id:
-            if self.begun or before.prompt_sha256 != accepted.prompt_sha256:
-                self.refuse(_made_again())
+        another = before is not None and before.turn_id != accepted.turn_id
+        if before is not None and another and (self.begun or before.prompt_sha256 != accepted.prompt_sha256):
+            self.refuse(_made_again())
         self.notify()
 
     def take(self, message: messages.TurnTokens) -> bool:
@@ -213,14 +213,20 @@ class Link:
             while True:
                 try:
                     self._connect()
-                except DaemonUnavailable as error:
-                    tries += 1
+                    await self._serve()
+                except (
+                    ScavengerError,
+                    OSError,
+                    zmq.ZMQError,
+                ) as error:  # an unreadable file, a frame that is none
+                    tries = 1 if self.connected else tries + 1
                     if tries == 1:
-                        log.warning("no daemon", cause=error.cause, remedy=error.remedy)
+                        cause, remedy = getattr(error, "cause", str(error)), getattr(error, "remedy", "")
+                        log.warning("no daemon", cause=cause, remedy=remedy)
+                    self.connected = False
                     await asyncio.sleep(backoff_s(0.1, 2.0, tries))
-                    continue
-                tries = 0
-                await self._serve()
+                else:
+                    tries = 0
         finally:
             self._drop()
             self._context.term()

@@ -27,7 +27,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError
-from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall
+from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall, loads
 
 #: Of kept conversations, 4 bytes a token.
 MOST_KEPT_BYTES = 256 * 1024 * 1024
@@ -203,7 +203,7 @@ class Conversations:
 
 def _loaded(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
+        return loads(arguments)
     except ValueError:
         return arguments
 

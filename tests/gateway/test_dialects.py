@@ -60,6 +60,8 @@ def test_a_generate_body_as_renderers_sends_it() -> None:
         {"sampling_params": {"temperature": -1}},
         {"sampling_params": {"temperature": float("nan")}},
         {"sampling_params": {"temperature": 2.1}},
+        {"sampling_params": {"temperature": 10**400}},
+        {"sampling_params": {"max_tokens": 10**5000}},
         {"sampling_params": {"top_p": 2}},
         {"sampling_params": {"top_p": 0}},
         {"sampling_params": {"max_tokens": 0}},
@@ -137,6 +139,29 @@ def test_tool_calls_are_read_and_what_is_none_stays_text() -> None:
     assert dialects.split_tool_calls(f"so\n{call}{call}") == ("so", [ToolCall("f", '{"a": 1}')] * 2)
     for broken in ("<tool_call>{}</tool_call>", "<tool_call>x</tool_call>", "a<tool_call>{", "plain\n"):
         assert dialects.split_tool_calls(broken) == (broken, [])
+
+
+DEEP = '{"name": "f", "arguments": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "inside", [DEEP, '{"name": "f", "arguments": NaN}', '{"name": "f", "arguments": 1%s}' % ("0" * 400)]
+)
+def test_what_json_cannot_hold_is_no_tool_call(inside: str) -> None:
+    text = f"<tool_call>{inside}</tool_call>"
+    assert dialects.split_tool_calls(text) == (text, [])
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": inside}}
+    with pytest.raises(BadRequest, match="arguments"):
+        chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_half_a_surrogate_pair_can_be_sent() -> None:
+    _, [call] = dialects.split_tool_calls(
+        '<tool_call>{"name": "a\\ud800b", "arguments": "\\ude00"}</tool_call>'
+    )
+    assert call == ToolCall("a?b", "?")
+    assert dialects.loads('"\\ud83d\\ude00"') == "\U0001f600", "both halves are a character"
+    assert dialects.event({"a": "\ud800"}) == b'data: {"a":"?"}\n\n'
 
 
 def _streamed(request: dialects.ChatRequest, text: str, size: int) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
+from scavenger.errors import AuthError, WireError
 from scavenger.gateway.dialects import BadRequest, Piece
-from scavenger.gateway.link import TurnStream
-from scavenger.protocol import messages
+from scavenger.gateway.link import Link, TurnStream
+from scavenger.protocol import keys, messages
 
 REQUEST = sha256(b"r").digest()
 
@@ -20,20 +22,17 @@ def turn(n: int = 1) -> TurnStream:
 
 
 def tokens(
-    sample_id: int, offset: int, some: list[int], *, index: int = 0, finish: str = "", error: str | None = None
+    sample_id: int,
+    offset: int,
+    some: list[int],
+    *,
+    index: int = 0,
+    finish: str = "",
+    error: str | None = None,
 ) -> messages.TurnTokens:
     logprobs = messages.pack_logprobs([-1.0] * len(some))
     return messages.TurnTokens(
-        REQUEST,
-        sample_id,
-        index,
-        offset,
-        messages.pack_tokens(some),
-        logprobs,
-        logprobs,
-        1,
-        finish,
-        error,
+        REQUEST, sample_id, index, offset, messages.pack_tokens(some), logprobs, logprobs, 1, finish, error
     )
 
 
@@ -83,3 +82,58 @@ def test_a_turn_that_is_given_up_past_what_is_here_is_not_asked_for_again() -> N
     assert stream.take(tokens(1, 5, [], error="gone"))
     with pytest.raises(BadRequest, match="gone"):
         asyncio.run(read(stream))
+
+
+def test_no_fault_of_files_or_frames_ends_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [
+        AuthError("others can read it", "chmod"),
+        OSError("stale file handle"),
+        WireError("no frame", ""),
+    ]
+    seen: list[int] = []
+
+    def connect() -> None:
+        seen.append(len(faults))
+        if not faults:
+            raise asyncio.CancelledError
+        raise faults.pop()
+
+    async def run() -> None:
+        link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
+        monkeypatch.setattr(link, "_connect", connect)
+        with pytest.raises(asyncio.CancelledError):
+            await link.run()
+
+    asyncio.run(run())
+    assert seen == [3, 2, 1, 0]
+
+
+def test_a_link_that_ends_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette", reason="the extra `gateway`")
+    from scavenger.gateway.app import make_app, withdraw
+
+    async def fail() -> None:
+        raise RuntimeError("a fault of ours")
+
+    class Broken:
+        link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
+        generate = chat = models = begin = end = health = None
+
+    monkeypatch.setattr(Broken.link, "run", fail)
+    stopped: list[bool] = []
+
+    async def live() -> None:
+        app = make_app(Broken(), lambda: stopped.append(True))  # type: ignore[arg-type]
+        async with app.router.lifespan_context(app):
+            await asyncio.sleep(0.01)
+            assert stopped == [True]
+
+    with pytest.raises(RuntimeError, match="ours"):
+        asyncio.run(live())
+    place = tmp_path / "gateway.host.json"
+    place.write_bytes(b"mine")
+    withdraw(place, b"another's")
+    assert place.exists()
+    withdraw(place, b"mine")
+    withdraw(place, b"mine")
+    assert not place.exists()
