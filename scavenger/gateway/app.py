@@ -137,7 +137,7 @@ class Gateway:
             body = await _body(request)
             content = _content("chat", body)
             chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
-            prompt = self.conversations.prompt(episode, chat)
+            prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
             return await self._answer(leaving, episode, content, chat.turn, prompt, chat)
 
     async def _answer(

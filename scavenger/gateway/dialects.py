@@ -68,6 +68,10 @@ _HARMLESS = frozenset(
 )
 
 
+#: Of one conversation.
+MAX_MESSAGES = 4096
+
+
 class BadRequest(Exception):
     """The request cannot be served: an HTTP status, OpenAI's error type, and what to do."""
 
@@ -244,8 +248,8 @@ def parse_chat(body: Any, vocabulary: int, name: str = "") -> ChatRequest:
     """A body of `/v1/chat/completions`. Raises `BadRequest`."""
     fields = _Fields(body)
     said = fields.take("messages", list, [])
-    if not said:
-        raise BadRequest("messages: at least one")
+    if not 0 < len(said) <= MAX_MESSAGES:
+        raise BadRequest(f"messages: 1 to {MAX_MESSAGES:,}")
     tools = fields.take("tools", list, [])
     choice = fields.take("tool_choice", (str, dict), "auto" if tools else "none")
     if choice not in ("auto", "none"):
@@ -358,7 +362,7 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         kept.append(before if call is not None else f"{before}{_CALL}{inside}{_END_CALL}")
         found += [call] if call is not None else []
         rest = behind
-    return "".join(kept).strip("\n") if found else text, found
+    return "".join(kept).rstrip("\n") if found else text, found
 
 
 def _tool_call(inside: str) -> ToolCall | None:
@@ -587,7 +591,7 @@ class ChatStream:
             if piece.finish:
                 text, calls = split_tool_calls(text)
             else:  # what may become a call is held back until it is whole
-                text = shown(text, (_CALL,), whole=False)
+                text = shown(text, (_CALL,), whole=False).rstrip("\n")  # newlines before a call go with it
         if not piece.finish and text.endswith("\ufffd"):
             text = text.rstrip("\ufffd")  # half a character: the next token completes it
         delta: dict[str, Any] = {}

@@ -89,6 +89,7 @@ def test_what_engines_here_cannot_do_is_refused_by_name(change: dict[str, Any]) 
     "change",
     [
         {"messages": []},
+        {"messages": SAID * 4097},
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -187,6 +188,9 @@ def _streamed(request: dialects.ChatRequest, text: str, size: int) -> dict[str, 
         "plain text",
         'so\n<tool_call>{"name": "f"}</tool_call>',
         "a <tool_call> b",
+        '\n\nOK<tool_call>{"name": "f"}</tool_call>Waiting.',
+        '\n<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}</tool_call>\n',
+        "\na\n\nb\n",
         "cut STOP here",
         "almost STO",
     ],
@@ -198,7 +202,7 @@ def test_a_stream_adds_up_to_the_whole_answer(text: str, size: int) -> None:
     reply = dialects.chat_reply("id-0123456789", request, [piece], [shown], [1], 1, 0, chr)
     [choice] = reply["choices"]
     found = _streamed(request, text, size)
-    assert found["content"].strip("\n") == (choice["message"]["content"] or "").strip("\n")
+    assert found["content"] == (choice["message"]["content"] or "")
     assert [call["function"] for call in found["tool_calls"]] == [
         call["function"] for call in choice["message"].get("tool_calls", [])
     ]
