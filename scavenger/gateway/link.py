@@ -33,6 +33,8 @@ log = structlog.get_logger()
 PING_S = 1.0
 #: A turn of which nothing was heard for so long is asked for again: a message may have been lost.
 ASK_AGAIN_S = 5.0
+#: How long the end of an episode is asked for (s).
+GIVE_UP_S = 600.0
 #: Codes of `Denied` as a caller sees them: HTTP status, OpenAI's error type.
 DENIED = {
     "invalid": (400, "invalid_request_error"),
@@ -194,9 +196,17 @@ class Link:
             future = self._endings[episode] = asyncio.get_running_loop().create_future()
             self._call(messages.EndEpisode(episode), future)
         try:
-            reply = await asyncio.shield(future)
+            async with asyncio.timeout(GIVE_UP_S):
+                while not future.done():
+                    await asyncio.wait([future], timeout=ASK_AGAIN_S)
+                    if not future.done():  # the call or its reply may have been lost
+                        self._call(messages.EndEpisode(episode), future)
+        except TimeoutError:
+            raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
         finally:
-            self._endings.pop(episode, None)
+            if future.done() and self._endings.get(episode) is future:
+                del self._endings[episode]
+        reply = future.result()
         if isinstance(reply, messages.Denied):
             raise _refusal(reply)
 

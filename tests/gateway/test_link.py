@@ -137,3 +137,28 @@ def test_a_link_that_ends_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     withdraw(place, b"mine")
     withdraw(place, b"mine")
     assert not place.exists()
+
+
+def test_the_end_of_an_episode_is_asked_for_until_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.link.ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("scavenger.gateway.link.GIVE_UP_S", 0.2)
+    asked: list[object] = []
+
+    async def run() -> None:
+        link = Link(tmp_path, keys.KeyPair("p", "s"), "r")
+
+        def call(body: object, future: asyncio.Future[object]) -> None:
+            asked.append(body)
+            if len(asked) == 3:
+                future.set_result(messages.Ok())
+
+        monkeypatch.setattr(link, "_call", call)
+        await link.end_episode("e")
+        assert asked == [messages.EndEpisode("e")] * 3
+        with pytest.raises(BadRequest) as refused:
+            await link.end_episode("e")
+        assert refused.value.status == 503
+
+    asyncio.run(run())
