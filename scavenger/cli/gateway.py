@@ -22,7 +22,7 @@ def gateway(
         str, typer.Option(help="address to listen on; beyond loopback only with TLS")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0: the system chooses; gateway.json names it")
+        int, typer.Option(min=0, max=65535, help="0: the system chooses; gateway.HOSTNAME.json names it")
     ] = 0,
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="certificate chain, PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="its private key, PEM")] = None,
@@ -32,7 +32,7 @@ def gateway(
 ) -> None:
     """Serve vLLM's generate endpoint and OpenAI's chat for the agents of a run. Runs until it is stopped.
 
-    Where it listens and the key that begins episodes are in gateway.json in the run's out_dir.
+    Where it listens and the key that begins episodes are in gateway.HOSTNAME.json in the run's out_dir.
     """
     if logprobs_mode not in LOGPROBS:
         raise typer.BadParameter(f"{logprobs_mode!r}: one of {', '.join(LOGPROBS)}")

@@ -36,6 +36,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, ConfigError
@@ -51,6 +52,8 @@ log = structlog.get_logger()
 MAX_BODY_BYTES = 16 * 1024 * 1024
 #: Calls of one episode that may run at once.
 MAX_EPISODE_CALLS = 64
+#: How long a body may take to come (s).
+BODY_S = 60.0
 #: How long a caller waits for the daemon to take its turn (s): a daemon may be restarted meanwhile.
 ACCEPT_S = 600.0
 MAX_NAME_CHARS = 256
@@ -120,27 +123,33 @@ class Gateway:
 
     async def generate(self, request: Request) -> Response:
         episode = self.episode(request)
-        body = await _body(request)
-        turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
-        return await self._answer("generate", episode, body, turn, list(prompt), None)
+        async with contextlib.AsyncExitStack() as leaving:
+            leaving.enter_context(self.counted(episode))  # before anything is read or worked out
+            body = await _body(request)
+            content = _content("generate", body)
+            turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
+            return await self._answer(leaving, episode, content, turn, list(prompt), None)
 
     async def chat(self, request: Request) -> Response:
         episode = self.episode(request)
-        body = await _body(request)
-        chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
-        prompt = self.conversations.prompt(episode, chat)
-        return await self._answer("chat", episode, body, chat.turn, prompt, chat)
+        async with contextlib.AsyncExitStack() as leaving:
+            leaving.enter_context(self.counted(episode))
+            body = await _body(request)
+            content = _content("chat", body)
+            chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
+            prompt = await asyncio.to_thread(self.conversations.prompt, episode, chat)
+            return await self._answer(leaving, episode, content, chat.turn, prompt, chat)
 
     async def _answer(
         self,
-        dialect: str,
+        leaving: contextlib.AsyncExitStack,
         episode: str,
-        body: dict[str, Any],
+        content: bytes,
         turn: TurnRequest,
         prompt: list[int],
         chat: ChatRequest | None,
     ) -> Response:
-        content = identity.content_of(dialect, body)
+        """`leaving`: what ends with the answer, be it streamed."""
         opening = messages.OpenTurn(
             episode,
             identity.request_of(episode, turn.name, content),
@@ -149,22 +158,16 @@ class Gateway:
             turn.n,
             turn.sampling(len(prompt), self.context_length, self.model.ends),
         )
-        leaving = contextlib.AsyncExitStack()
+        stream = await leaving.enter_async_context(self.link.open(opening))
         try:
-            leaving.enter_context(self.counted(episode))
-            stream = await leaving.enter_async_context(self.link.open(opening))
-            try:
-                async with asyncio.timeout(ACCEPT_S):
-                    accepted = await stream.wait_accepted()
-            except TimeoutError:
-                raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
-            answer = _Answer(self, opening, accepted, turn, prompt, chat)
-            if turn.stream:
-                parts = answer.events(stream, leaving.pop_all())
-                return StreamingResponse(parts, media_type="text/event-stream")
-            return JSONResponse(await answer.whole(stream))
-        finally:
-            await leaving.aclose()
+            async with asyncio.timeout(ACCEPT_S):
+                accepted = await stream.wait_accepted()
+        except TimeoutError:
+            raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
+        answer = _Answer(self, opening, accepted, turn, prompt, chat)
+        if turn.stream:
+            return _Events(answer.events(stream), leaving.pop_all())
+        return JSONResponse(await answer.whole(stream))
 
     # ---------------------------------------------------------------- the rest
 
@@ -260,16 +263,18 @@ class _Answer:
             self._gateway.model.token,
         )
 
-    async def events(self, stream: TurnStream, leaving: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
+    async def events(self, stream: TurnStream) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
-        async with leaving:
-            try:
-                parts = self._chat_events(stream) if self._chat is not None else self._generate_events(stream)
-                async for part in parts:
-                    yield part
-                yield dialects.DONE
-            except BadRequest as error:
-                yield dialects.event(dialects.error_body(error.message, error.kind, error.status))
+        try:
+            parts = self._chat_events(stream) if self._chat is not None else self._generate_events(stream)
+            async for part in parts:
+                yield part
+            yield dialects.DONE
+        except BadRequest as error:
+            yield dialects.event(dialects.error_body(error.message, error.kind, error.status))
+        except Exception:
+            log.exception("an answer failed")
+            yield dialects.event(dialects.error_body(_FAULT, "server_error", 500))
 
     async def _generate_events(self, stream: TurnStream) -> AsyncIterator[bytes]:
         first, tokens = True, 0
@@ -311,6 +316,20 @@ class _Answer:
 
 # ---------------------------------------------------------------- HTTP
 
+_FAULT = "the gateway failed at this request: see its log"
+
+
+class _Events(StreamingResponse):
+    """Server-sent events, and what ends with them even where none is ever sent."""
+
+    def __init__(self, parts: AsyncIterator[bytes], leaving: contextlib.AsyncExitStack) -> None:
+        super().__init__(parts, media_type="text/event-stream")
+        self._leaving = leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._leaving:
+            await super().__call__(scope, receive, send)
+
 
 def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -327,11 +346,15 @@ def _name(request: Request) -> str:
 async def _body(request: Request) -> dict[str, Any]:
     """The body as a JSON object. Raises `BadRequest`."""
     parts, nbytes = [], 0
-    async for part in request.stream():
-        nbytes += len(part)
-        if nbytes > MAX_BODY_BYTES:
-            raise BadRequest(f"a body of over {MAX_BODY_BYTES:,} bytes", 413)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                nbytes += len(part)
+                if nbytes > MAX_BODY_BYTES:
+                    raise BadRequest(f"a body of over {MAX_BODY_BYTES:,} bytes", 413)
+                parts.append(part)
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {BODY_S:g} s", 408) from None
     try:
         found = msgspec.json.decode(b"".join(parts) or b"{}")
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -339,6 +362,14 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadRequest("the body is no JSON object")
     return found
+
+
+def _content(dialect: str, body: dict[str, Any]) -> bytes:
+    """Raises `BadRequest`."""
+    try:
+        return identity.content_of(dialect, body)
+    except (OverflowError, ValueError, RecursionError) as error:
+        raise BadRequest(f"the body holds what cannot be passed on: {error}") from None
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -351,22 +382,31 @@ def _refusing(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except BadRequest as error:
-            headers = {"connection": "close"} if error.status == 413 else {}
+            headers = {"connection": "close"} if error.status in (408, 413) else {}
             headers |= {"retry-after": "1"} if error.status in (429, 503) else {}
             body = dialects.error_body(error.message, error.kind, error.status)
             return JSONResponse(body, error.status, headers)
         except ClientDisconnect:
             return Response(status_code=499)
+        except Exception:
+            log.exception("a request failed", path=request.url.path)
+            return JSONResponse(dialects.error_body(_FAULT, "server_error", 500), 500)
 
     return answered
 
 
-def make_app(gateway: Gateway) -> Starlette:
-    """The ASGI app; the link to the daemon runs as long as it does."""
+def make_app(gateway: Gateway, stop: Callable[[], None] = lambda: None) -> Starlette:
+    """The ASGI app; the link to the daemon runs as long as it does. `stop`: called where the link ended by a fault."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            log.error("the link to the daemon ended", cause=str(task.exception()))
+            stop()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(gateway.link.run())
+        task.add_done_callback(ended)
         try:
             yield
         finally:
@@ -413,7 +453,8 @@ def secret_of(out_dir: Path) -> bytes:
 def serve(config: RunConfig, options: GatewayOptions) -> None:
     """Serve the run's gateway until SIGTERM or SIGINT. Raises `ConfigError`, `AuthError`.
 
-    `out_dir/gateway.json` (mode 0600) tells the processes of the job where it listens, and the admin key.
+    `out_dir/gateway.HOSTNAME.json` (mode 0600) tells the processes of the job on this host where it listens, and the admin key; it goes
+    with the gateway.
     """
     loopback = options.host == "localhost" or _is_loopback(options.host)
     if not loopback and options.tls_certificate is None:
@@ -440,13 +481,18 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
         listening.listen(1024)  # before it is announced: who comes early waits
         port = listening.getsockname()[1]
         scheme = "http" if options.tls_certificate is None else "https"
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        endpoint = f"{scheme}://{host}:{port}"
-        announced = {"endpoint": endpoint, "admin_key": identity.admin_key(secret)}
-        keys.write_private(run.out_dir / "gateway.json", json.dumps(announced).encode())
+        endpoint = f"{scheme}://{_reachable(options.host)}:{port}"
+        announced = json.dumps({"endpoint": endpoint, "admin_key": identity.admin_key(secret)}).encode()
+        place = run.out_dir / f"gateway.{sockets.gethostname()}.json"
+        failed: list[bool] = []
+
+        def stop() -> None:
+            failed.append(True)
+            server.should_exit = True
+
         server = uvicorn.Server(
             uvicorn.Config(
-                make_app(gateway),
+                make_app(gateway, stop),
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
@@ -455,9 +501,29 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
                 ssl_keyfile=options.tls_key,
             )
         )
+        keys.write_private(place, announced)
         log.info("gateway", run=run.name, endpoint=endpoint)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
-            asyncio.run(server.serve(sockets=[listening]))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
+                asyncio.run(server.serve(sockets=[listening]))
+        finally:
+            withdraw(place, announced)
+        if failed:
+            raise SystemExit(1)
+
+
+def withdraw(place: Path, announced: bytes) -> None:
+    """Remove what this gateway announced: who gets its port next must not be sent keys. Another one's stays."""
+    with contextlib.suppress(OSError):
+        if place.read_bytes() == announced:
+            place.unlink()
+
+
+def _reachable(host: str) -> str:
+    """What a caller on another host may connect to; loopback stays loopback."""
+    if host in ("0.0.0.0", "::"):
+        return sockets.gethostname()
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from scavenger.protocol.messages import MAX_TURN_SAMPLES, Sampling
 
@@ -66,6 +66,10 @@ _HARMLESS = frozenset(
         "seed",
     }
 )
+
+
+#: Of one conversation.
+MAX_MESSAGES = 4096
 
 
 class BadRequest(Exception):
@@ -156,6 +160,8 @@ class _Fields:
             return default
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds not in (bool, (bool, int))):
             raise BadRequest(f"{self._where}{name} has the wrong type: {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise BadRequest(f"{self._where}{name} is no number of 64 bits")
         return value
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
@@ -198,8 +204,8 @@ def _sampling(
     return TurnRequest(
         n=fields.integer("n", 1, MAX_TURN_SAMPLES, 1),
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 0.0, 1000.0, 1.0),
-        top_p=fields.number("top_p", 0.0, 1.0, 1.0),
+        temperature=fields.number("temperature", 0.0, 2.0, 1.0),  # both as vLLM and OpenAI take them
+        top_p=fields.number("top_p", 1e-6, 1.0, 1.0),
         top_k=max(0, fields.integer("top_k", -1, 2**31 - 1, 0)),
         min_tokens=fields.integer("min_tokens", 0, 2**31 - 1, 0),
         stop=tuple(stops),
@@ -242,8 +248,8 @@ def parse_chat(body: Any, vocabulary: int, name: str = "") -> ChatRequest:
     """A body of `/v1/chat/completions`. Raises `BadRequest`."""
     fields = _Fields(body)
     said = fields.take("messages", list, [])
-    if not said:
-        raise BadRequest("messages: at least one")
+    if not 0 < len(said) <= MAX_MESSAGES:
+        raise BadRequest(f"messages: 1 to {MAX_MESSAGES:,}")
     tools = fields.take("tools", list, [])
     choice = fields.take("tool_choice", (str, dict), "auto" if tools else "none")
     if choice not in ("auto", "none"):
@@ -294,10 +300,37 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = loads(arguments)
         except ValueError:
             raise BadRequest(f"{where}.function.arguments is no JSON") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def loads(text: str) -> Any:
+    """A JSON value that a model or an agent wrote, halves of surrogate pairs as "?". Raises `ValueError`, also for what JSON has no form
+    for: infinities, integers beyond 64 bits, nesting without end."""
+    try:
+        found = json.loads(text, parse_constant=_refuse_number, parse_int=_integer)
+        again = json.dumps(found, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    plain = passable(again)
+    return found if plain == again else json.loads(plain)
+
+
+def passable(text: str) -> str:
+    """The text without halves of surrogate pairs, which no encoding has."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError("an integer beyond 64 bits")
+    return int(text)
 
 
 # ---------------------------------------------------------------- what was generated
@@ -329,12 +362,12 @@ def split_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         kept.append(before if call is not None else f"{before}{_CALL}{inside}{_END_CALL}")
         found += [call] if call is not None else []
         rest = behind
-    return "".join(kept).strip("\n") if found else text, found
+    return "".join(kept).rstrip("\n") if found else text, found
 
 
 def _tool_call(inside: str) -> ToolCall | None:
     try:
-        call = json.loads(inside)
+        call = loads(inside)
     except ValueError:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -370,7 +403,11 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 def event(data: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+        + b"\n\n"
+    )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -554,7 +591,7 @@ class ChatStream:
             if piece.finish:
                 text, calls = split_tool_calls(text)
             else:  # what may become a call is held back until it is whole
-                text = shown(text, (_CALL,), whole=False)
+                text = shown(text, (_CALL,), whole=False).rstrip("\n")  # newlines before a call go with it
         if not piece.finish and text.endswith("\ufffd"):
             text = text.rstrip("\ufffd")  # half a character: the next token completes it
         delta: dict[str, Any] = {}

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from scavenger.backoff import backoff_s
 from scavenger.client import MIN_TIMEOUT_S, ClientTimeout
-from scavenger.errors import DaemonUnavailable
+from scavenger.errors import DaemonUnavailable, ScavengerError
 from scavenger.gateway.dialects import BadRequest, Piece
 from scavenger.protocol import keys, messages
 
@@ -33,6 +33,8 @@ log = structlog.get_logger()
 PING_S = 1.0
 #: A turn of which nothing was heard for so long is asked for again: a message may have been lost.
 ASK_AGAIN_S = 5.0
+#: How long the end of an episode is asked for (s).
+GIVE_UP_S = 600.0
 #: Codes of `Denied` as a caller sees them: HTTP status, OpenAI's error type.
 DENIED = {
     "invalid": (400, "invalid_request_error"),
@@ -63,6 +65,7 @@ class TurnStream:
         self.refused: BadRequest | None = None
         self.readers = 0
         self.asked_at = 0.0
+        self._first: int | None = None  # the turn's first sample: its others are numbered on from it
         self._news = asyncio.Event()
 
     @property
@@ -107,13 +110,36 @@ class TurnStream:
             if not all(ended):
                 await news.wait()
 
+    @property
+    def begun(self) -> bool:
+        """Something of it is here."""
+        return any(sample.tokens or sample.finish for sample in self.samples)
+
+    def refuse(self, refused: BadRequest) -> None:
+        self.refused = self.refused or refused
+        self.notify()
+
+    def accept(self, accepted: messages.TurnAccepted) -> None:
+        """The daemon has the turn. Another one than before may not go on from what is here."""
+        before, self.accepted = self.accepted, accepted
+        another = before is not None and before.turn_id != accepted.turn_id
+        if before is not None and another and (self.begun or before.prompt_sha256 != accepted.prompt_sha256):
+            self.refuse(_made_again())
+        self.notify()
+
     def take(self, message: messages.TurnTokens) -> bool:
         """Add what is new; False when tokens before it are missing."""
-        if message.index >= len(self.samples):
+        if message.index >= len(self.samples) or self.refused is not None:
             return True
+        first = message.sample_id - message.index
+        if self._first != first and self.begun:
+            self.refuse(_made_again())
+            return True
+        self._first = first
         sample = self.samples[message.index]
         if message.error is not None:
-            self.refused = BadRequest(f"the turn was given up: {message.error}", 500, "server_error")
+            self.refuse(BadRequest(f"the turn was given up: {message.error}", 500, "server_error"))
+            return True
         have, end = len(sample.tokens), message.offset + len(message.tokens) // 4
         if message.offset > have:
             return False
@@ -170,9 +196,17 @@ class Link:
             future = self._endings[episode] = asyncio.get_running_loop().create_future()
             self._call(messages.EndEpisode(episode), future)
         try:
-            reply = await asyncio.shield(future)
+            async with asyncio.timeout(GIVE_UP_S):
+                while not future.done():
+                    await asyncio.wait([future], timeout=ASK_AGAIN_S)
+                    if not future.done():  # the call or its reply may have been lost
+                        self._call(messages.EndEpisode(episode), future)
+        except TimeoutError:
+            raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
         finally:
-            self._endings.pop(episode, None)
+            if future.done() and self._endings.get(episode) is future:
+                del self._endings[episode]
+        reply = future.result()
         if isinstance(reply, messages.Denied):
             raise _refusal(reply)
 
@@ -189,14 +223,20 @@ class Link:
             while True:
                 try:
                     self._connect()
-                except DaemonUnavailable as error:
-                    tries += 1
+                    await self._serve()
+                except (
+                    ScavengerError,
+                    OSError,
+                    zmq.ZMQError,
+                ) as error:  # an unreadable file, a frame that is none
+                    tries = 1 if self.connected else tries + 1
                     if tries == 1:
-                        log.warning("no daemon", cause=error.cause, remedy=error.remedy)
+                        cause, remedy = getattr(error, "cause", str(error)), getattr(error, "remedy", "")
+                        log.warning("no daemon", cause=cause, remedy=remedy)
+                    self.connected = False
                     await asyncio.sleep(backoff_s(0.1, 2.0, tries))
-                    continue
-                tries = 0
-                await self._serve()
+                else:
+                    tries = 0
         finally:
             self._drop()
             self._context.term()
@@ -282,10 +322,9 @@ class Link:
     ) -> None:
         if isinstance(caller, TurnStream):
             if isinstance(body, messages.TurnAccepted):
-                caller.accepted = body
+                caller.accept(body)
             elif isinstance(body, messages.Denied):
-                caller.refused = _refusal(body)
-            caller.notify()
+                caller.refuse(_refusal(body))
         elif caller is not None and not caller.done():
             caller.set_result(body)
         elif isinstance(body, messages.Denied):
@@ -308,6 +347,10 @@ class Link:
         if len(self._calls) > 65_536:  # replies of turns that nobody waits for any more
             del self._calls[next(iter(self._calls))]
         self._socket.send(messages.encode(call))  # without a high-water mark it is taken at once
+
+
+def _made_again() -> BadRequest:
+    return BadRequest("the turn was given up and begun anew: ask again", 500, "server_error")
 
 
 def _refusal(denied: messages.Denied) -> BadRequest:

@@ -12,9 +12,10 @@ Boundary: the model's folder is read here.
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +28,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError
-from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall
+from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall, loads
 
 #: Of kept conversations, 4 bytes a token.
 MOST_KEPT_BYTES = 256 * 1024 * 1024
@@ -154,6 +155,7 @@ class Conversations:
     def __init__(self, model: ModelFolder, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._model = model
         self._most = most_bytes
+        self._lock = threading.Lock()  # prompts are worked out beside the event loop
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self.nbytes = 0
         self.continued = self.rendered = 0  # prompts that began with kept tokens, and all others
@@ -161,14 +163,14 @@ class Conversations:
     def prompt(self, episode: str, chat: ChatRequest) -> list[int]:
         """The token ids of a conversation's prompt. Raises `BadRequest`."""
         text = self._model.render(chat)
-        for end in range(len(chat.messages) - 1, 0, -1):
-            if chat.messages[end - 1].get("role") != "assistant":
+        for message, key in reversed(list(zip(chat.messages, _keys(episode, chat), strict=True))[:-1]):
+            if message.get("role") != "assistant":
                 continue
-            key = _key(episode, chat, chat.messages[:end])
-            known = self._kept.get(key)
-            if known is None:
-                continue
-            self._kept.move_to_end(key)
+            with self._lock:
+                known = self._kept.get(key)
+                if known is None:
+                    continue
+                self._kept.move_to_end(key)
             said = self._model.text(known, skip_special_tokens=False)
             if text.startswith(said):
                 self.continued += 1
@@ -191,35 +193,39 @@ class Conversations:
             message["tool_calls"] = [
                 {"function": {"name": call.name, "arguments": _loaded(call.arguments)}} for call in calls
             ]
-        key = _key(episode, chat, (*chat.messages, message))
-        before = self._kept.pop(key, None)
-        self.nbytes -= 4 * len(before) if before is not None else 0
-        kept = self._kept[key] = array("i", [*prompt, *tokens])
-        self.nbytes += 4 * len(kept)
-        while self.nbytes > self._most:
-            _, oldest = self._kept.popitem(last=False)
-            self.nbytes -= 4 * len(oldest)
+        *_, last = _keys(episode, chat)
+        key, kept = _next(last, message), array("i", [*prompt, *tokens])
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self.nbytes -= 4 * len(before) if before is not None else 0
+            self._kept[key] = kept
+            self.nbytes += 4 * len(kept)
+            while self.nbytes > self._most:
+                _, oldest = self._kept.popitem(last=False)
+                self.nbytes -= 4 * len(oldest)
 
 
 def _loaded(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
+        return loads(arguments)
     except ValueError:
         return arguments
 
 
-def _key(episode: str, chat: ChatRequest, messages: Sequence[dict[str, Any]]) -> bytes:
+def _keys(episode: str, chat: ChatRequest) -> Iterator[bytes]:
+    """The key of the conversation up to each message: each hashed once, on from the one before."""
+    key = sha256(_encoded((episode, chat.tools, chat.template_options))).digest()
+    for message in chat.messages:
+        key = _next(key, message)
+        yield key
+
+
+def _next(key: bytes, message: dict[str, Any]) -> bytes:
     """By what a template sees: an agent may drop or add ids, names and empty fields of a message."""
-    seen = [
-        (
-            message["role"],
-            message["content"],
-            [
-                (call["function"]["name"], call["function"]["arguments"])
-                for call in message.get("tool_calls", ())
-            ],
-        )
-        for message in messages
-    ]
-    whole = (episode, seen, chat.tools, chat.template_options)
-    return sha256(msgspec.json.encode(whole, order="deterministic")).digest()
+    functions = (call["function"] for call in message.get("tool_calls", ()))
+    seen = (message["role"], message["content"], [(one["name"], one["arguments"]) for one in functions])
+    return sha256(key + _encoded(seen)).digest()
+
+
+def _encoded(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")

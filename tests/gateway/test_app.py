@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -234,6 +235,47 @@ def test_a_body_beyond_the_bound_is_not_read(live: LiveGateway, monkeypatch: pyt
         answer = live.http.post("/inference/v1/generate", content=data, headers=live.key("e"))
         assert answer.status_code == 400, data
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_flood_is_refused_before_its_bodies_are_read(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.MAX_EPISODE_CALLS", 1)
+    monkeypatch.setattr("scavenger.gateway.app.BODY_S", 1.0)
+    key, url = identity.episode_key(SECRET, "slow"), live.http.base_url
+    with socket.create_connection((url.host, url.port), 30) as slow:
+        slow.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\n"
+            "Content-Length: 100\r\n\r\n{".encode()
+        )
+        eventually(lambda: live.gateway.calls.get("slow") == 1)
+        assert live.post("/v1/chat/completions", {"not": "parsed"}, "slow").status_code == 429
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+    eventually(lambda: not live.gateway.calls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1%s}' % (b"0" * 400),
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
+        % (b"[" * 100_000),
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+)
+def test_json_that_cannot_be_served_is_the_caller_s_error(live: LiveGateway, body: bytes) -> None:
+    answer = live.http.post("/v1/chat/completions", content=body, headers=live.key("e"))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_fault_of_the_gateway_has_openai_s_shape(
+    live: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.gateway.conversations, "prompt", lambda *_: 1 / 0)
+    answer = live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert not live.gateway.calls
 
 
 def test_a_prompt_that_fills_the_context_is_refused(live: LiveGateway) -> None:

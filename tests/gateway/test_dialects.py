@@ -59,7 +59,11 @@ def test_a_generate_body_as_renderers_sends_it() -> None:
         {"sampling_params": {"n": True}},
         {"sampling_params": {"temperature": -1}},
         {"sampling_params": {"temperature": float("nan")}},
+        {"sampling_params": {"temperature": 2.1}},
+        {"sampling_params": {"temperature": 10**400}},
+        {"sampling_params": {"max_tokens": 10**5000}},
         {"sampling_params": {"top_p": 2}},
+        {"sampling_params": {"top_p": 0}},
         {"sampling_params": {"max_tokens": 0}},
         {"sampling_params": {"logprobs": 5}},
         {"sampling_params": {"prompt_logprobs": 1}},
@@ -85,6 +89,7 @@ def test_what_engines_here_cannot_do_is_refused_by_name(change: dict[str, Any]) 
     "change",
     [
         {"messages": []},
+        {"messages": SAID * 4097},
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -137,6 +142,29 @@ def test_tool_calls_are_read_and_what_is_none_stays_text() -> None:
         assert dialects.split_tool_calls(broken) == (broken, [])
 
 
+DEEP = '{"name": "f", "arguments": ' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "inside", [DEEP, '{"name": "f", "arguments": NaN}', '{"name": "f", "arguments": 1%s}' % ("0" * 400)]
+)
+def test_what_json_cannot_hold_is_no_tool_call(inside: str) -> None:
+    text = f"<tool_call>{inside}</tool_call>"
+    assert dialects.split_tool_calls(text) == (text, [])
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": inside}}
+    with pytest.raises(BadRequest, match="arguments"):
+        chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_half_a_surrogate_pair_can_be_sent() -> None:
+    _, [call] = dialects.split_tool_calls(
+        '<tool_call>{"name": "a\\ud800b", "arguments": "\\ude00"}</tool_call>'
+    )
+    assert call == ToolCall("a?b", "?")
+    assert dialects.loads('"\\ud83d\\ude00"') == "\U0001f600", "both halves are a character"
+    assert dialects.event({"a": "\ud800"}) == b'data: {"a":"?"}\n\n'
+
+
 def _streamed(request: dialects.ChatRequest, text: str, size: int) -> dict[str, Any]:
     """The message that a client puts together from a stream of `text`, a token a character, so many at a time."""
     stream = ChatStream("id-0123456789", request, [1], 0, lambda t: "".join(map(chr, t)), chr)
@@ -160,6 +188,9 @@ def _streamed(request: dialects.ChatRequest, text: str, size: int) -> dict[str, 
         "plain text",
         'so\n<tool_call>{"name": "f"}</tool_call>',
         "a <tool_call> b",
+        '\n\nOK<tool_call>{"name": "f"}</tool_call>Waiting.',
+        '\n<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}</tool_call>\n',
+        "\na\n\nb\n",
         "cut STOP here",
         "almost STO",
     ],
@@ -171,7 +202,7 @@ def test_a_stream_adds_up_to_the_whole_answer(text: str, size: int) -> None:
     reply = dialects.chat_reply("id-0123456789", request, [piece], [shown], [1], 1, 0, chr)
     [choice] = reply["choices"]
     found = _streamed(request, text, size)
-    assert found["content"].strip("\n") == (choice["message"]["content"] or "").strip("\n")
+    assert found["content"] == (choice["message"]["content"] or "")
     assert [call["function"] for call in found["tool_calls"]] == [
         call["function"] for call in choice["message"].get("tool_calls", [])
     ]

@@ -134,3 +134,13 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gateway.secret").chmod(0o640)
     with pytest.raises(AuthError):
         secret_of(tmp_path)
+
+
+def test_each_message_is_hashed_once(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [{"role": "assistant", "content": "a"}] * 2000
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        "scavenger.gateway.prompts._encoded", lambda value: (encoded.append(1), b"%d" % len(encoded))[1]
+    )
+    Conversations(model).prompt("e", chat(said))
+    assert len(encoded) == 2001

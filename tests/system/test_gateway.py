@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,7 +91,7 @@ class Agent:
 @contextlib.contextmanager
 def gateway(run_toml: Path) -> Iterator[dict[str, str]]:
     """A gateway of the run in a process of its own; gives what it announces."""
-    announced = run_toml.parent / "out" / run_toml.stem / "gateway.json"
+    announced = run_toml.parent / "out" / run_toml.stem / f"gateway.{socket.gethostname()}.json"
     announced.unlink(missing_ok=True)
     log = run_toml.parent / f"gateway-{run_toml.stem}.log"
     with log.open("ab") as file:
