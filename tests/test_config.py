@@ -105,6 +105,11 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(
             "max_tokens = 16\ntemperature = 0",
             ["sampling.temperature = 0", "greater than 0"],
         ),
+        (
+            "max_tokens = 16",
+            'max_tokens = 16\ntemperature = 2.5\n[engine]\nname = "vllm"',
+            ['engine.name = "vllm" needs sampling.temperature <= 2'],
+        ),
         ("max_tokens = 16", 'max_tokens = 16\n[data]\ntask = "jsonl"', ["needs data.path"]),
         (
             "max_tokens = 16",

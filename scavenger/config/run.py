@@ -15,6 +15,8 @@ from scavenger.config.section import Allowed, Fraction, Name, NonNegative, Posit
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages.common import MAX_GROUP_SAMPLES
 
+#: vLLM refuses a request with a higher one.
+MAX_VLLM_TEMPERATURE = 2
 Column = Annotated[str, Field(min_length=1), Allowed("column name")]
 
 
@@ -120,7 +122,8 @@ class SamplingSection(Section):
     """Tokens of one completion at most, over all engines that generate it. Must be below
     `model.context_length`."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
+    """Sampling temperature. The trainer computes its logprobs at the same temperature. At most 2 with
+    `engine.name = "vllm"`, which takes no higher one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling. Below 1 it needs `allow_truncated`."""
     top_k: NonNegative = 0
@@ -620,6 +623,10 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if self.sampling.max_tokens >= self.model.context_length:
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
+        if self.engine.name == "vllm" and self.sampling.temperature > MAX_VLLM_TEMPERATURE:
+            raise ValueError(
+                f'engine.name = "vllm" needs sampling.temperature <= {MAX_VLLM_TEMPERATURE}: vLLM takes no higher one'
+            )
         if self.run.deterministic and self.engine.name != "reference":
             raise ValueError(
                 'run.deterministic = true needs engine.name = "reference": no other engine computes in float64'

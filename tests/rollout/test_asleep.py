@@ -1,4 +1,4 @@
-"""A vLLM engine that sleeps: what it held, or what came meanwhile, is what it finds at the wake, or it ends.
+"""A vLLM engine that sleeps: what it held, or what came meanwhile, is what it finds at the wake, or it ends. And what it refuses.
 
 On a CPU vLLM does not sleep, so its end of the port is played here: the calls that the engine makes of it, answered as `vllm_worker` does.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from scavenger.errors import EngineError, WeightsDiffer
+from scavenger.protocol.messages import SampleKey, Sampling
+from scavenger.protocol.worker.events import Request
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
@@ -62,12 +66,23 @@ class Llm:
         self.held = dict(sums)
         if self.misplaces:
             self.flip()
-        return [(sums, self.held, {}, sums)]
+        return [(sums, self.held, {}, sums, self.held)]
 
     def flip(self) -> None:
         """One weight of those that it holds is another one."""
         name = min(self.held)
         self.held = self.held | {name: _encoded(checksum(torch.ones(self.held[name][1])))}
+
+
+class Answering(Llm):
+    """One that ends each request at once."""
+
+    asked = 0
+
+    async def generate(self, *_args: object, **_how: object) -> AsyncIterator[Any]:
+        self.asked += 1
+        ended = SimpleNamespace(token_ids=(), logprobs=None, finish_reason="length")
+        yield SimpleNamespace(outputs=[ended])
 
 
 def engine_of(llm: Llm, host: EngineHost = EngineHost("run")) -> VllmEngine:  # noqa: B008  frozen
@@ -219,3 +234,30 @@ def test_the_account_of_a_shared_gpu_has_what_it_takes_awake_and_nothing_asleep(
 
     asyncio.run(main())
     assert account.Shared(path, 0, "rank 1").own() == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (Sampling(4, temperature=2.5), "does not take temperature 2.5"),
+        (Sampling(4, top_p=0.0), "does not take temperature 1.0, top_p 0.0"),
+        (Sampling(4, stop_token_ids=(1, 1_000_000)), "a stop token id lies outside"),
+    ],
+)
+def test_what_vllm_would_not_take_is_refused_alone_and_the_engine_goes_on(
+    sampling: Sampling, said: str
+) -> None:
+    pytest.importorskip("vllm")
+
+    async def main() -> None:
+        llm = Answering()
+        engine = engine_of(llm)
+        await engine.load(1, kinds.Reference().views)
+        good = Request(1, (3, 1), (), 4, Sampling(4, temperature=2.0), 0, SampleKey("turn", 1, 1, 0))
+        with pytest.raises(EngineError, match=said):
+            await engine.add(replace(good, handle=2, sampling=sampling))
+        await engine.add(good)
+        [delta] = await asyncio.wait_for(engine.next(), 10)
+        assert (delta.handle, delta.finish, llm.asked) == (1, "length", 1), "the other one never came to vLLM"
+
+    asyncio.run(main())

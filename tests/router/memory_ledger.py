@@ -154,7 +154,9 @@ class Ledger:
                 self._apply_sample(record)
 
     def _gone(self, group_id: int) -> bool:
-        return all(row.state == "surplus" for row in self.samples.values() if row.group_id == group_id)
+        """Whether the turn was given up: what was whole of it was served."""
+        states = {row.state for row in self.samples.values() if row.group_id == group_id}
+        return "surplus" in states and states <= {"surplus", "served"}
 
     def _apply_sample(self, record: rec.Record) -> None:
         match record:

@@ -411,3 +411,55 @@ def test_a_turn_whose_weights_are_gone_is_given_up_and_made_anew_when_it_is_aske
     assert (again.known, again.number, again.turn_id > first.turn_id) == (False, 2, True)
     bench.restart()
     assert turn(bench).number == 2
+
+
+def test_a_turn_is_given_up_too_where_the_sample_that_waits_has_no_token_and_another_has() -> None:
+    bench = opened()
+    bench.join(W1)
+    first = turn(bench, ask(n=2))
+    whole, lease = bench.leases(W1)
+    finish(bench, W1, whole)
+    bench.open()  # the trainer began anew: what it served is gone with it
+    bench.publish(2)
+    bench.handle(JobGone("job11", 0, "preempted", crashed=False))
+    bench.join(W2, 2)
+    assert bench.leases(W2) == []
+    bench.take(GATEWAY, TurnTokens)
+    bench.tick(turns.UNSERVED_S - 1)
+    bench.say(W2, Heartbeat((), 0, 2))
+    bench.tick(3)
+    [told] = bench.take(GATEWAY, TurnTokens)
+    assert (told.index, "version 1" in str(told.error)) == (lease.key.index, True)
+    again = turn(bench, ask(n=2))
+    assert again.turn_id > first.turn_id
+    bench.restart()
+    assert turn(bench, ask(n=2)) == msgspec.structs.replace(again, known=True)
+
+
+def test_an_episode_that_ended_before_its_first_turn_came_takes_none() -> None:
+    bench = opened()
+    for _ in range(2):
+        assert bench.call(EndEpisode("e"), conn=GATEWAY, attempt=0) == Ok()
+    for _ in range(2):
+        refused = bench.call(ask(), conn=GATEWAY, attempt=0)
+        assert isinstance(refused, Denied)
+        assert refused.code == "ended"
+        bench.restart()
+    assert [e.state for e in bench.ledger.episodes.values()] == ["ended"]
+
+
+def test_bounds_on_open_samples_and_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = opened()
+    turn(bench, ask("1", n=2))
+    for name, most, why in (
+        ("MAX_EPISODE_SAMPLES", 3, "3 samples of the episode"),
+        ("MAX_OPEN_SAMPLES", 3, "3 samples of the run"),
+        ("MAX_EPISODE_PROMPT_BYTES", len(PROMPT), "prompts of the episode"),
+        ("MAX_OPEN_PROMPT_BYTES", len(PROMPT), "prompts of the run"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(turns, name, most)
+            refused = bench.call(ask("2", n=2), conn=GATEWAY, attempt=0)
+            assert isinstance(refused, Denied)
+            assert (refused.code, why in refused.reason) == ("full", True)
+    turn(bench, ask("2", n=2))

@@ -267,9 +267,11 @@ class VllmEngine:
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
+        # What vLLM does not take must be refused here: from the stream it would end the engine, with every lease on it.
+        params = _params(request, self._layout.vocab_size)
         self._serial += 1
         name = str(self._serial)
-        stream = asyncio.create_task(self._stream(request, name), name=name)
+        stream = asyncio.create_task(self._stream(request, params, name), name=name)
         self._streams[request.handle] = stream
         stream.add_done_callback(lambda task: self._ended(request.handle, task))
 
@@ -291,12 +293,11 @@ class VllmEngine:
                 return ready
             await self._work.wait()
 
-    async def _stream(self, request: Request, name: str) -> None:
+    async def _stream(self, request: Request, params: Any, name: str) -> None:
         """One request from its first token to its end, by its name in vLLM. Cancelling it aborts the request there."""
         from vllm import TokensPrompt
 
         how = request.sampling
-        params = _params(request)
         # Entries of the prefix cache are of one run's one version; a cached prompt of another is never found.
         prompt = TokensPrompt(
             prompt_token_ids=[*request.prompt, *request.accepted],
@@ -476,8 +477,11 @@ def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
     return {name: Sum(int(value, 16), numel, finite) for name, (value, numel, finite) in answer.items()}
 
 
-def _params(request: Request) -> Any:
-    """vLLM's sampling parameters of what is left of a sample. Budgets are less what is accepted; the seed is the lease's own."""
+def _params(request: Request, vocab_size: int) -> Any:
+    """vLLM's sampling parameters of what is left of a sample. Budgets are less what is accepted; the seed is the lease's own.
+
+    Raises `EngineError` for those that vLLM does not take.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -485,21 +489,32 @@ def _params(request: Request) -> Any:
     least = max(0, how.min_tokens - accepted)
     # Where nothing is scaled, cut or forbidden the sampling distribution is the model's, and one logprob is both.
     plain = how.top_p == 1 and how.top_k == 0 and least == 0 and how.temperature in (0, 1)
-    return SamplingParams(
-        n=1,
-        temperature=how.temperature,
-        top_p=how.top_p if how.temperature > 0 else 1.0,
-        top_k=how.top_k if how.temperature > 0 else 0,
-        seed=lease_seed(request.seed, request.key, accepted),
-        max_tokens=request.max_new_tokens,
-        min_tokens=min(least, request.max_new_tokens),
-        stop_token_ids=list(how.stop_token_ids),
-        ignore_eos=True,  # what ends a sample is the run's list, not the config's
-        logprobs=0 if plain else 1,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    if not all(0 <= token < vocab_size for token in how.stop_token_ids):
+        raise EngineError(
+            f"a stop token id lies outside the vocabulary of {vocab_size}", "use the model's own token ids"
+        )
+    try:
+        return SamplingParams(
+            n=1,
+            temperature=how.temperature,
+            top_p=how.top_p if how.temperature > 0 else 1.0,
+            top_k=how.top_k if how.temperature > 0 else 0,
+            seed=lease_seed(request.seed, request.key, accepted),
+            max_tokens=request.max_new_tokens,
+            min_tokens=min(least, request.max_new_tokens),
+            stop_token_ids=list(how.stop_token_ids),
+            ignore_eos=True,  # what ends a sample is the run's list, not the config's
+            logprobs=0 if plain else 1,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except Exception as error:  # of whatever type this release of vLLM refuses them with
+        raise EngineError(
+            f"vLLM does not take temperature {how.temperature}, top_p {how.top_p}, top_k {how.top_k}: {describe(error)}",
+            "temperature must be 0 to 2, top_p above 0",
+            quoted=str(error),
+        ) from error
 
 
 def _delta(handle: int, answer: Any, position: int, *, greedy: bool, raw_column: bool) -> Delta | None:

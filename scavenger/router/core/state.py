@@ -167,6 +167,10 @@ class TurnQueue:
     def versions(self) -> Set[int]:
         return self._versions.keys()
 
+    def groups(self) -> Iterator[Group]:
+        """The turns that its samples are of, in no order and once for each sample."""
+        return (sample.group for sample in self._samples.values())
+
     def waiting(self) -> list[Sample]:
         return sorted(self._samples.values(), key=lambda sample: (sample.accepted == 0, sample.id))
 

@@ -42,6 +42,9 @@ PURPOSE = "turn"
 MAX_OPEN_EPISODES = 65_536
 MAX_TURNS = 200_000
 MAX_EPISODE_TURNS = 4096
+#: Samples that are not done, of an episode and of a run, and bytes of the prompts that they are generated from.
+MAX_EPISODE_SAMPLES, MAX_OPEN_SAMPLES = 4096, 65_536
+MAX_EPISODE_PROMPT_BYTES, MAX_OPEN_PROMPT_BYTES = 256 << 20, 1 << 30
 #: Names of ended episodes that are kept: their requests are refused, not generated again.
 MAX_ENDED_EPISODES = 65_536
 #: Connections that follow one turn: a gateway that connected again, or another one that was asked the same.
@@ -58,9 +61,13 @@ def called(core: Core, conn: int, run: ActiveRun, body: OpenTurn | EndEpisode | 
         return Pong(core.generation)
     if isinstance(body, EndEpisode):
         episode = run.turns.episodes.get(body.episode)
+        if episode is None and body.episode not in run.turns.ended and not run.ended:
+            episode = _begin(
+                core, run, body.episode
+            )  # its first turn may still be under way: it must find it ended
         if episode is not None:
             _end(core, run, episode, "ended", "its gateway ended it")
-        return Ok()  # one that is not known has ended, or never began
+        return Ok()
     return _open_turn(core, conn, run, body)
 
 
@@ -123,6 +130,22 @@ def _fault(run: ActiveRun, episode: Episode | None, body: OpenTurn) -> Denied | 
         )
     if run.turns.groups >= MAX_TURNS:
         return Denied("full", f"over {MAX_TURNS:,} turns are kept", "end the episodes that are over")
+    for held, what, most_samples, most_bytes in (
+        (
+            episode.turns.values() if episode else (),
+            "the episode",
+            MAX_EPISODE_SAMPLES,
+            MAX_EPISODE_PROMPT_BYTES,
+        ),
+        (run.turns.open.values(), "the run", MAX_OPEN_SAMPLES, MAX_OPEN_PROMPT_BYTES),
+    ):
+        if body.n + sum(group.unfinished for group in held) > most_samples:
+            return Denied(
+                "full", f"over {most_samples:,} samples of {what} are open", "wait for some of them"
+            )
+        if len(body.prompt) + sum(len(group.prompt) for group in held) > most_bytes:
+            why = f"over {most_bytes >> 20:,} MiB of prompts of {what} are open"
+            return Denied("full", why, "wait for some of them")
     return None
 
 
@@ -199,17 +222,18 @@ def placements(run: ActiveRun) -> list[tuple[Sample, Worker, int]]:
 
     A turn that has no token yet takes the newest version that a worker with a free slot serves; one that has keeps its own (I4).
     """
-    waiting = run.turns.queue.waiting() if run.turns.queue and not run.stopped and not run.ended else []
-    if not waiting:
+    if not run.turns.queue or run.stopped or run.ended:
         return []
     serving: dict[int, list[Worker]] = {}
     for worker in run.workers.values():
         if samples.servable(worker, worker.weights.loaded):
             serving.setdefault(worker.weights.loaded, []).append(worker)
     free = {v: sum(len(w.leases) < run.engine.max_batch for w in ws) for v, ws in serving.items()}
+    if not any(free.values()):
+        return []  # before what waits is sorted
     wanted: dict[int, list[Sample]] = {}
     chosen: dict[int, int] = {}  # group -> version
-    for sample in waiting:
+    for sample in run.turns.queue.waiting():
         group = sample.group
         version = chosen.get(group.id)
         if version is None:
@@ -265,11 +289,11 @@ def published(core: Core, run: ActiveRun, version: int) -> None:
 
 
 def watch(core: Core, run: ActiveRun) -> None:
-    """Give up turns that wait with tokens of weights that are gone: another version may not go on with them (I4). Asked for again, such a
-    request is another turn."""
+    """Give up turns that wait, of which a sample has tokens of weights that are gone: another version may not go on with them (I4). Asked
+    for again, such a request is another turn."""
     if not run.turns.queue:
         return
-    waiting = {sample.group.id: sample.group for sample in run.turns.queue.waiting() if sample.accepted}
+    waiting = {group.id: group for group in run.turns.queue.groups() if not _unbegun(group)}
     held = {worker.weights.loaded for worker in run.workers.values()}
     for group in waiting.values():
         turn = group.turn
