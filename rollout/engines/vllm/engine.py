@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from rollout.engines import account, checksum, merging, published
+from rollout.engines import account, checksum, merging, published, slices
 from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
-from rollout.engines.checksum import Sum
+from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.vllm import setup
-from rollout.engines.vllm.setup import MemoryFile
+from rollout.engines.vllm.setup import MemoryFiles
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
 from scavenger.protocol.worker.events import Delta, Request
@@ -61,9 +61,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
     """Start vLLM with random weights; it serves after the first `load`. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="vllm")
     try:
-        llm, layout, config, folder = await asyncio.get_running_loop().run_in_executor(
-            executor, _start, spec, host
-        )
+        llm, layout, folder = await asyncio.get_running_loop().run_in_executor(executor, _start, spec, host)
     except EngineError:
         executor.shutdown(wait=False)
         raise
@@ -74,7 +72,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
             "its own words are in the worker's log; docs/engines.md has the usual causes",
             quoted=str(error),
         ) from error
-    engine = VllmEngine(spec, host, llm, layout, config, folder, executor)
+    engine = VllmEngine(spec, host, llm, layout, folder, executor)
     try:
         await engine.prepare()
     except BaseException:
@@ -83,7 +81,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
     return engine
 
 
-def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Any, Path]:
+def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Path]:
     gpu = torch.cuda.is_available()
     values, layout, config = setup.checked_config(spec)
     folder = setup.prepare_environment(gpu)
@@ -96,20 +94,21 @@ def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.Published
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return llm, layout, config, folder
+    return llm, layout, folder
 
 
 class LoadReply(NamedTuple):
     """What one rank says of a load, as `worker.Extension.scavenger_load` returns it. Checksums by parameter, as numbers.
 
-    `cast`: of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its parts;
-    `published`: of what was published, as it was.
+    `cast`: of its share of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its
+    parts; `published`: of its share as it was published; `read_nbytes`: what it read of the memory that all ranks share.
     """
 
     cast: Any
     held: Any
     packed: Mapping[str, Sequence[str]]
     published: Any
+    read_nbytes: int = 0
 
 
 class PendingWeights(NamedTuple):
@@ -130,7 +129,6 @@ class VllmEngine:
         host: EngineHost,
         llm: Any,
         layout: published.PublishedLayout,
-        config: Any,
         folder: Path,
         executor: ThreadPoolExecutor,
     ) -> None:
@@ -138,7 +136,6 @@ class VllmEngine:
         self._host = host
         self._llm = llm
         self._layout = layout
-        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._folder = folder
         self._executor = executor
         self._cores: dict[int, int] = {}  # a core process's pidfd -> its pid
@@ -150,6 +147,8 @@ class VllmEngine:
         self._serial = 0
         self._made = 0
         self._version = -1
+        self._copies: dict[str, int] = {}  # of a published tensor, on how many ranks each element lies
+        self._lacking: list[str] = []  # published tensors for which no rank has a parameter
         self._held: list[Any] = []  # what each rank held of it when it was verified
         self._weights_lock = asyncio.Lock()
         self._wipes = 0
@@ -169,9 +168,21 @@ class VllmEngine:
             self._cores[pidfd] = process.pid
             loop.add_reader(pidfd, self._core_died, pidfd)
         await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
+        await self._divide()
         if self._gpu.counts:
             (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
             self._hold(self._taken)
+
+    async def _divide(self) -> None:
+        """Ask each rank which parts of the published tensors it keeps; what it keeps is all that it reads, and what it answers for."""
+        shapes = {names[0]: self._layout.shapes[names[0]] for names in self._layout.tied}
+        kept = await self._call(self._llm.collective_rpc("scavenger_probe", CALL_S, (shapes,)))
+        self._lacking = sorted(name for name in shapes if not any(name in one for one in kept))
+        places = {name: [one.get(name, []) for one in kept] for name in shapes}
+        self._copies = {name: slices.copies(shape, places[name]) for name, shape in shapes.items()}
+        of = {name: slices.shares(shape, places[name]) for name, shape in shapes.items()}
+        shares = [{name: each[rank] for name, each in of.items()} for rank in range(len(kept))]
+        await self._call(self._llm.collective_rpc("scavenger_share", CALL_S, (shares,)))
 
     def info(self) -> EngineInfo:
         spec, cache = self._spec, self._llm.vllm_config.cache_config
@@ -206,15 +217,18 @@ class VllmEngine:
 
     async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
         """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`."""
+        if self._lacking:
+            cause = f"vLLM's model has no parameter for {len(self._lacking)} weights, the first is {self._lacking[0]!r}"
+            raise EngineError(cause, "docs/engines.md says which models it takes")
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
-        with await self._in_thread(MemoryFile, views) as memory:
-            given = (memory.path, memory.table, memory.merges)
+        with await self._in_thread(MemoryFiles, views) as memory:
+            given = (memory.paths, memory.table, memory.merges)
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
         self._version, self._held = version, [reply.held for reply in replies]
-        sums = _sums(replies[0].published)
+        sums = _added(reply.published for reply in replies)
         return checksum.digest({names[name]: value for name, value in sums.items()})
 
     async def _resume_with_clean_cache(self) -> None:
@@ -235,10 +249,10 @@ class VllmEngine:
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
-        cast, packed = _sums(replies[0].cast), replies[0].packed
+        cast, packed = _added(reply.cast for reply in replies), replies[0].packed
         tied = {name: names[0] for names in self._layout.tied for name in names}
         held = [_sums(reply.held) for reply in replies]
-        wrong = checksum.faults(cast, held, packed, tied, self._kv_heads)
+        wrong = checksum.faults(cast, held, packed, tied, self._copies)
         if wrong:
             cause = (
                 f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)"
@@ -251,6 +265,7 @@ class VllmEngine:
             checksum=f"{whole.value:016x}",
             elements=whole.numel,
             parameters=len(replies[0].held),
+            read_nbytes=[reply.read_nbytes for reply in replies],
         )
 
     # ------------------------------------------------------------ requests
@@ -444,6 +459,15 @@ def _died(error: BaseException) -> EngineError:
 
 def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
     return {name: Sum(int(value, 16), numel, finite) for name, (value, numel, finite) in answer.items()}
+
+
+def _added(answers: Iterable[dict[str, Any]]) -> dict[str, Sum]:
+    """Of ranks that summed a share each."""
+    found: dict[str, Sum] = {}
+    for answer in answers:
+        for name, of in _sums(answer).items():
+            found[name] = found.get(name, NOTHING) + of
+    return found
 
 
 def _params(request: Request) -> Any:

@@ -19,18 +19,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
-from rollout.engines import merging
-from rollout.engines.checksum import Sum, checksum, sources
+from rollout.engines import merging, slices
+from rollout.engines.checksum import NOTHING, Sum, checksum, sources
 from rollout.engines.merging import FileMerge
+from rollout.engines.slices import Boxes
+from scavenger.errors import describe
 
+_log = structlog.get_logger(__name__)
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
 
-TensorRow = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
+TensorRow = tuple[str, str, Sequence[int], int, int, int]  # name, dtype, shape, file, offset, nbytes
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
 
@@ -75,41 +79,65 @@ class Extension:
     """Mixed into vLLM's worker; the names must not be any of its own. `self.model_runner` is vLLM's."""
 
     model_runner: Any
+    rank: int
     execute_model: Callable[..., Any]
+    _read: Boxes  # of each published tensor, what this rank reads
+    _share: Boxes  # and what it sums
+
+    def scavenger_probe(self, shapes: Mapping[str, Sequence[int]]) -> Boxes:
+        """Which parts of tensors of these shapes this rank keeps, by its model's own loaders. Of those for which it has no parameter,
+        nothing is said."""
+        model = self.model_runner.get_model()
+        known = _dtypes(model, list(shapes), getattr(model, "packed_modules_mapping", {}))
+        self._read = read_by_loaders(model, {name: shapes[name] for name in shapes if name in known})
+        return self._read
+
+    def scavenger_share(self, shares: Sequence[Boxes]) -> None:
+        """`shares`: by rank, the parts whose checksum it says with each load. After `scavenger_probe`, before the first load."""
+        self._share = shares[self.rank]
+        for name, boxes in self._share.items():
+            kept = self._read.get(name, [])
+            if not all(any(slices.contains(box, share) for box in kept) for share in boxes):
+                self._read[name] = list(boxes)  # the whole: no share is anything else that is not kept
 
     def scavenger_load(
-        self, path: str, table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
-    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums]:
-        """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
+        self, paths: Sequence[str], table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, int]:
+        """Replace all weights in place by those of memory files, tensor by tensor: at most one layer lies twice on the device.
 
-        `merges`: what is made, on the device, of those that are a base.
+        `merges`: what is made, on the device, of those that are a base. Of each tensor only what this rank keeps is read, and made.
 
-        Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
-        and the checksums of what was published as it was.
+        Returns the checksums of its share of what was published, in the engine's types; of what this rank holds now; which modules are
+        fused of which; the checksums of its share as it was published; and how many bytes it read.
         """
         model: nn.Module = self.model_runner.get_model()
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
         dtypes = _dtypes(model, [row[0] for row in table], packed)
-        cast: Sums = {}
-        published: Sums = {}
-        with open(path, "rb") as file:
-            # A private mapping is writable, which torch wants of a buffer; it is not written to.
-            memory = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+        cast: dict[str, Sum] = {}
+        published: dict[str, Sum] = {}
+        files = [mapped(path) for path in paths]
+        read_nbytes = 0
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, dtype, shape, offset, nbytes in table:
-                row, merge = (dtype, shape, offset, nbytes), (merges or {}).get(name)
-                whole = merging.from_file(memory, row, merge, self.model_runner.device)
-                tensor = whole.to(dtypes[name])
-                published[name] = _encoded(checksum(whole))
-                cast[name] = published[name] if tensor.dtype == whole.dtype else _encoded(checksum(tensor))
-                yield name, tensor
+            nonlocal read_nbytes
+            for name, dtype, shape, file, offset, nbytes in table:
+                row = dtype, shape, file, offset, nbytes
+                merge, kept = (merges or {}).get(name), self._read.get(name, [])
+                source = merging.from_files(files, row, merge, kept, self.model_runner.device)
+                read_nbytes += sum(merging.read_nbytes(row, merge, box) for box in kept)
+                for box in self._share.get(name, []):
+                    part = slices.cut(source, box)
+                    found = checksum(part)
+                    published[name] = published.get(name, NOTHING) + found
+                    same = part.dtype == dtypes[name]
+                    cast[name] = cast.get(name, NOTHING) + (
+                        found if same else checksum(part.to(dtypes[name]))
+                    )
+                yield name, source
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         _repack_embeddings(model)
-        return cast, held(model), packed, published
+        return _all_encoded(cast), held(model), packed, _all_encoded(published), read_nbytes
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
@@ -156,19 +184,48 @@ def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _dtypes(
-    model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]
+    model: nn.Module, published: Sequence[str], packed: Mapping[str, Sequence[str]]
 ) -> dict[str, torch.dtype]:
-    """What dtype each published tensor has in the engine."""
-    found = {}
-    for parameter, value in model.named_parameters():
-        for name in sources(parameter, published, packed):
-            found[name] = value.dtype
-    lacking = sorted(set(published) - found.keys())
-    if lacking:
-        raise ValueError(
-            f"vLLM's model has no parameter for {len(lacking)} weights, the first is {lacking[0]!r}"
-        )
-    return found
+    """What dtype each published tensor has in the engine, of those that this rank has anything of."""
+    return {
+        name: value.dtype
+        for parameter, value in model.named_parameters()
+        for name in sources(parameter, published, packed)
+    }
+
+
+def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
+    """What the model's loaders read of tensors of these shapes. Its own parameters stand aside meanwhile, as they do while vLLM reloads.
+
+    A loader that wants numbers gets none here: then the rank reads all of everything.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layers = list(model.modules())
+    for layer in layers:
+        info = layerwise.get_layerwise_info(layer)
+        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        layerwise.restore_layer_on_meta(layer, info)
+    given = slices.meta(shapes, torch.float32)
+    try:
+        with slices.Reads(given) as reads:
+            model.load_weights(iter(given.items()))
+    except (RuntimeError, NotImplementedError) as error:
+        _log.warning("engine.slices_unknown", reason=describe(error))
+        return {name: [slices.whole(shape)] for name, shape in shapes.items()}
+    finally:
+        for layer in layers:
+            info = layerwise.get_layerwise_info(layer)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    return dict(reads.boxes)
+
+
+def mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        # A private mapping is writable, which torch wants of a buffer; it is not written to.
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _repack_embeddings(model: nn.Module) -> None:
@@ -221,6 +278,10 @@ def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
         units[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
         whole += checksum(linear(units, module.weight, None))
     return whole
+
+
+def _all_encoded(found: Mapping[str, Sum]) -> Sums:
+    return {name: _encoded(of) for name, of in found.items()}
 
 
 def _encoded(found: Sum) -> EncodedSum:
