@@ -178,6 +178,33 @@ def views(
     return found
 
 
+def apart(weights: Sequence[Weight]) -> tuple[list[Weight], list[Merged]]:
+    """The base alone, rounded as the whole would be, and those that have an adapter."""
+    base: list[Weight] = []
+    for weight in weights:
+        if isinstance(weight, Merged) and weight.adapter is not None:
+            weight = weight.base if weight.base.dtype == weight.dtype else Merged(weight.base, weight.dtype)
+        base.append(weight)
+    return base, [one for one in weights if isinstance(one, Merged) and one.adapter is not None]
+
+
+def same_memory(one: Sequence[Weight], other: Sequence[Weight]) -> bool:
+    """Whether these are the same tensors in the same place, and so the same weights: what was pulled is not written again."""
+
+    def place(weight: Weight) -> tuple[str, str, int | None, int]:
+        view = weight.base if isinstance(weight, Merged) else weight
+        memory = view.memory if isinstance(view, TensorView) else None
+        return (
+            weight.name,
+            weight.dtype,
+            None if memory is None else id(memory),
+            view.offset if isinstance(view, TensorView) else 0,
+        )
+
+    places = [place(weight) for weight in one]
+    return None not in [at for _, _, at, _ in places] and places == [place(weight) for weight in other]
+
+
 def digest(weights: Iterable[Weight], names: Mapping[str, str]) -> bytes:
     """Of weights that sit in no engine yet, each made for it once more. `names`: under which they count."""
     return checksum.digest({names[weight.name]: checksum.checksum(tensor(weight)) for weight in weights})

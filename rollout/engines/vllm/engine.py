@@ -28,6 +28,7 @@ import torch
 from rollout.engines import account, checksum, merging, published, slices
 from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
 from rollout.engines.checksum import NOTHING, Sum
+from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFiles
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
@@ -151,6 +152,12 @@ class VllmEngine:
         self._lacking: list[str] = []  # published tensors for which no rank has a parameter
         self._held: list[Any] = []  # what each rank held of it when it was verified
         self._weights_lock = asyncio.Lock()
+        self._stages = int(setup.options_of(spec).get("pipeline_parallel_size", 1))
+        self._base: list[Weight] | None = None  # that is in place, if adapters are kept beside it
+        self._base_digest = b""
+        self._adapters: Sequence[Merged] = ()
+        self._loras = 0  # adapters that were put in place so far
+        self._lora: int | None = None  # the number of those that requests are computed with
         self._wipes = 0
         self._usable = False
         self._asleep = False
@@ -210,13 +217,50 @@ class VllmEngine:
             self._pending = PendingWeights(version, views, names, found)
         else:
             async with self._weights_lock:
-                found = await self._load_memory(version, views, names)
+                found = await self._put_in(version, views, names)
                 await self._resume_with_clean_cache()
         self._usable = True
         return found if summed else b""
 
+    async def _put_in(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
+        """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`.
+
+        Adapters that are kept beside their base are put beside it, and the base is replaced where another one is there.
+        """
+        if not self._spec.adapter_rank:
+            return await self._load_memory(version, views, names)
+        base, adapters = merging.apart(views)
+        if self._base is None or not merging.same_memory(self._base, base):
+            self._base = None  # until it is there whole
+            self._base_digest = await self._load_memory(version, base, names)
+            self._base = base
+        await self._call(self._llm.pause_generation(mode="abort"))
+        await self._adapt(version, adapters)
+        return b"" if adapters else self._base_digest
+
+    async def _adapt(self, version: int, adapters: Sequence[Merged]) -> None:
+        self._version, self._adapters = version, adapters
+        self._lora = None
+        if not adapters:
+            return
+        self._loras += 1  # never that of a version before: requests name it
+        parts = [part for one in adapters for part in one.parts[1:]]
+        with await self._in_thread(MemoryFiles, parts) as memory:
+            rows = [tuple(row) for _, *row in memory.table]
+            layers = [one.name.removesuffix(".weight") for one in adapters]
+            given = list(zip(layers, rows[::2], rows[1::2], strict=True))
+            call = self._llm.collective_rpc(
+                "scavenger_adapt", CALL_S, (memory.paths, given, adapters[0].scale, self._loras)
+            )
+            taken = sum(await self._call(call))
+        ranks = self._host.gpus // self._stages
+        if taken != len(layers) * ranks:
+            cause = f"version {version} has adapters for {len(layers)} layers, and vLLM has a place for {taken / ranks:g} of them"
+            raise EngineError(cause, 'set lora.serve = "merged"')
+        self._lora = self._loras
+
     async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
-        """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`."""
+        """Pause, replace, verify."""
         if self._lacking:
             cause = f"vLLM's model has no parameter for {len(self._lacking)} weights, the first is {self._lacking[0]!r}"
             raise EngineError(cause, "docs/engines.md says which models it takes")
@@ -308,10 +352,16 @@ class VllmEngine:
             cache_salt=f"{self._host.run}/{self._version}",
         )
         self._serial += 1
+        with_adapters: Any = None
+        if self._lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            with_adapters = LoRARequest(f"version-{self._version}", self._lora, "memory")
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # A sample that was moved goes first, and of several the one that has the most to lose.
         name = str(self._serial)
-        async for output in self._llm.generate(prompt, params, name, priority=-position):
+        made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=-position)
+        async for output in made:
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
                 continue
@@ -361,11 +411,13 @@ class VllmEngine:
         if pending is None:
             await self._call(self._llm.wake_up())
             await self._find_again()
+            if self._lora is not None:
+                await self._adapt(self._version, self._adapters)  # from host memory: they were elsewhere too
         else:
             # First the weights alone: the cache's memory is not needed while they are replaced.
             await self._call(self._llm.wake_up(["weights"]))
             version, views, names, due = pending
-            if await self._load_memory(version, views, names) != due and due:
+            if await self._put_in(version, views, names) != due and due:
                 raise EngineError(
                     f"version {version} was merged once more, and came out otherwise",
                     "suspect the node's memory",

@@ -32,6 +32,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 START_S = 300  # compiling a large model for the first time takes minutes
 CPU_BLOCK = 32  # tokens; the smallest that vLLM's CPU kernels take
 CPU_CACHE_NBYTES = 1 << 30
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which it has room to give
 EXTENSION = "rollout.engines.vllm.worker.Extension"
 MAX_SOCKET_PATH = 60  # vLLM appends a name to it, and a Unix socket's whole path has 107 characters
 
@@ -99,7 +100,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
 
     Raises `EngineError` for options of the run that an engine must not take.
     """
-    options = _options(spec)
+    options = options_of(spec)
     stages = int(options.get("pipeline_parallel_size", 1))
     if stages < 1 or host.gpus % stages:
         raise EngineError(
@@ -125,6 +126,14 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
         "disable_log_stats": True,
         "enable_sleep_mode": host.sleeps and gpu,
     }
+    if spec.adapter_rank:
+        rank = next((rank for rank in ADAPTER_RANKS if rank >= spec.adapter_rank), 0)
+        if not rank:
+            raise EngineError(
+                f"vLLM keeps no adapters of rank {spec.adapter_rank} beside their base",
+                'set lora.serve = "merged"',
+            )
+        chosen |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     if gpu:
         return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager} | options
     chosen["distributed_executor_backend"] = (
@@ -134,7 +143,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     return chosen | own | options | {"enforce_eager": True}
 
 
-def _options(spec: EngineSpec) -> dict[str, Any]:
+def options_of(spec: EngineSpec) -> dict[str, Any]:
     try:
         options = engine_options.decode(spec.options)
     except ValueError as error:

@@ -8,6 +8,7 @@ Boundary: code that runs inside vLLM's own processes.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from rollout.engines import merging, slices
 from rollout.engines.checksum import NOTHING, Sum, checksum, sources
-from rollout.engines.merging import FileMerge
+from rollout.engines.merging import FileMerge, FileRow
 from rollout.engines.slices import Boxes
 from scavenger.errors import describe
 
@@ -35,6 +36,7 @@ FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
 
 TensorRow = tuple[str, str, Sequence[int], int, int, int]  # name, dtype, shape, file, offset, nbytes
+AdapterRow = tuple[str, FileRow, FileRow]  # a layer's name, where its A lies, where its B
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
 
@@ -87,9 +89,9 @@ class Extension:
     def scavenger_probe(self, shapes: Mapping[str, Sequence[int]]) -> Boxes:
         """Which parts of tensors of these shapes this rank keeps, by its model's own loaders. Of those for which it has no parameter,
         nothing is said."""
-        model = self.model_runner.get_model()
-        known = _dtypes(model, list(shapes), getattr(model, "packed_modules_mapping", {}))
-        self._read = read_by_loaders(model, {name: shapes[name] for name in shapes if name in known})
+        with unwrapped(self.model_runner.get_model()) as model:
+            known = _dtypes(model, list(shapes), getattr(model, "packed_modules_mapping", {}))
+            self._read = read_by_loaders(model, {name: shapes[name] for name in shapes if name in known})
         return self._read
 
     def scavenger_share(self, shares: Sequence[Boxes]) -> None:
@@ -110,7 +112,16 @@ class Extension:
         Returns the checksums of its share of what was published, in the engine's types; of what this rank holds now; which modules are
         fused of which; the checksums of its share as it was published; and how many bytes it read.
         """
-        model: nn.Module = self.model_runner.get_model()
+        with unwrapped(self.model_runner.get_model()) as model:
+            return self._load(model, paths, table, merges or {})
+
+    def _load(
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        table: Sequence[TensorRow],
+        merges: Mapping[str, FileMerge],
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, int]:
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
         dtypes = _dtypes(model, [row[0] for row in table], packed)
         cast: dict[str, Sum] = {}
@@ -122,7 +133,7 @@ class Extension:
             nonlocal read_nbytes
             for name, dtype, shape, file, offset, nbytes in table:
                 row = dtype, shape, file, offset, nbytes
-                merge, kept = (merges or {}).get(name), self._read.get(name, [])
+                merge, kept = merges.get(name), self._read.get(name, [])
                 source = merging.from_files(files, row, merge, kept, self.model_runner.device)
                 read_nbytes += sum(merging.read_nbytes(row, merge, box) for box in kept)
                 for box in self._share.get(name, []):
@@ -139,9 +150,32 @@ class Extension:
         _repack_embeddings(model)
         return _all_encoded(cast), held(model), packed, _all_encoded(published), read_nbytes
 
+    def scavenger_adapt(
+        self, paths: Sequence[str], adapters: Sequence[AdapterRow], scale: float, number: int
+    ) -> int:
+        """Put adapters from memory files in place of those that there are, under the number by which requests name them. The base is not
+        touched. Returns how many layers got one."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        manager.remove_all_adapters()
+        files = [mapped(path) for path in paths]
+        dtype = manager.lora_config.lora_dtype
+        loras = {}
+        for layer, down, up in adapters:
+            a, b = (
+                merging.from_files(files, row, None, (), "cpu").to(dtype, copy=True) for row in (down, up)
+            )
+            loras[layer] = LoRALayerWeights(layer, a.shape[0], a.shape[0], a, b, scale)
+        manager.add_adapter(LoRAModel(number, max(lora.rank for lora in loras.values()), loras))
+        manager.activate_adapter(number)
+        return _adapted(manager, [layer for layer, _, _ in adapters])
+
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
-        return held(self.model_runner.get_model())
+        with unwrapped(self.model_runner.get_model()) as model:
+            return held(model)
 
     def scavenger_bytes_held(self) -> int:
         """Of this rank's GPU, what torch keeps for reuse counted in, less what is unmapped while the engine sleeps; 0 on a CPU."""
@@ -220,6 +254,31 @@ def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
     return dict(reads.boxes)
+
+
+@contextlib.contextmanager
+def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The model as it is without adapters: its loaders know no layer that is wrapped for them."""
+    wrapped: list[tuple[nn.Module, str, nn.Module]] = []
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, BaseLayerWithLoRA) and not isinstance(parent, BaseLayerWithLoRA):
+                    wrapped.append((parent, name, child))
+                    parent._modules[name] = child.base_layer
+    try:
+        yield model
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def _adapted(manager: Any, layers: Sequence[str]) -> int:
+    """How many of the layers have a place in this rank's model, by themselves or fused."""
+    fused = {part: module for module, parts in manager.packed_modules.items() for part in parts}
+    return sum(layer in manager.modules or fused.get(layer) in manager.modules for layer in layers)
 
 
 def mapped(path: str) -> mmap.mmap:

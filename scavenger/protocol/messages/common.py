@@ -88,6 +88,7 @@ class EngineSpec(MessagePart, frozen=True):
     memory_share: Share = 0.9  # of a GPU's memory
     eager: bool = False  # no compilation and no CUDA graphs
     options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
+    adapter_rank: Count = 0  # of adapters that it keeps beside their base; 0 = it merges them
 
 
 class WeightSource(MessagePart, frozen=True):
