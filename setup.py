@@ -33,6 +33,8 @@ BASE = [
     "zstandard>=0.22",
 ]
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
+# scavenger/gateway/app.py. vLLM brings both.
+GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
     "torch>=2.6",
@@ -47,6 +49,7 @@ EXTRAS = {
     "parquet": PARQUET,
     "math": MATH,
     "lora": LORA,
+    "gateway": GATEWAY,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
@@ -68,6 +71,7 @@ EXTRAS = {
         *PARQUET,
         *MATH,
         *LORA,
+        *GATEWAY,
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",

@@ -133,7 +133,7 @@ def test_a_check_holds_train_sbatch_against_slurm_and_ends_with_what_either_part
     """The trainer's part runs in a process of its own; here it is only whether it refused."""
     asked = []
     monkeypatch.setattr(
-        cli_init, "_checked", lambda folder, memory: asked.append(folder) is None and not refused
+        cli_init, "_checked", lambda folder, memory, over, sets: asked.append(folder) is None and not refused
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -200,12 +200,23 @@ def test_a_renamed_key_and_a_synonym_lead_to_a_key_that_exists() -> None:
     for table in (unknown_keys.RENAMED, unknown_keys.SYNONYMS):
         assert not known & table.keys()
         assert known >= set(table.values())
+    assert known >= set(unknown_keys.ELSEWHERE.values())
+    assert not {key.partition(".")[2] for key in known} & unknown_keys.ELSEWHERE.keys(), (
+        "a name that is a key"
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ("[optimizer]\nlearning_rate = 1e-5", "'optimizer.learning_rate': write optimizer.lr"),
+        ("[algorithm]\nlearning_rate = 1e-5", "'algorithm.learning_rate': write optimizer.lr"),
+        ("[data]\nmax_new_tokens = 5", "'data.max_new_tokens': write sampling.max_tokens"),
+        (
+            "[training]\nlearning_rate = 1e-5\nnum_generations = 8\nwarmup_steps = 3\nzzz = 1",
+            "'training': there is no such section; training.learning_rate is optimizer.lr, "
+            "training.num_generations is data.samples_per_prompt, training.warmup_steps is optimizer.warmup_steps",
+        ),
         ("[engine]\ntensor_parallel_size = 2", "'engine.tensor_parallel_size': write run.gpus_per_engine"),
         ("[data]\nprompt_per_step = 4", "'data.prompt_per_step': did you mean data.prompts_per_step?"),
         ("[optimiser]\nlr = 1e-5", "'optimiser': did you mean optimizer?"),

@@ -1,14 +1,23 @@
-"""`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
+"""`python -m trainer run.toml [--set KEY=VALUE] [--over FILE] [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
-or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 1 anything
-else. SIGTERM (or SIGUSR1) makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed.
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 130 by
+Ctrl-C, 1 anything else. SIGTERM (or SIGUSR1; with `--local` Ctrl-C) makes rank 0 write a checkpoint of the last whole step and end; it
+closes nothing, so the run can be resumed.
 Before the run is open it ends at once.
 """
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # what is imported takes seconds: Ctrl-C ends it without a traceback
+
 import argparse
+import functools
 import os
 import socket
 import sys
@@ -17,6 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from rollout.engines import account
@@ -26,6 +36,7 @@ from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import (
     CheckpointAhead,
     ConfigError,
+    LedgerError,
     LedgerRestored,
     ScavengerError,
     StaleAttempt,
@@ -36,15 +47,16 @@ from scavenger.weights import files
 from scavenger.weights.source import WeightServer, is_loopback, serving_interface
 from scavenger.weights.spool import Spool
 from trainer import reserved
-from trainer.algorithms.reward_pool import RewardPool, open_pool
+from trainer.algorithms.reward_pool import RewardPool, open_pool, refuse_missing
 from trainer.algorithms.rows import resolve
 from trainer.algorithms.scoring import Scoring
+from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 from trainer.engine_control import of_job
-from trainer.local import LocalRun, LocalSource
+from trainer.local import Ledger, LocalRun, LocalSource
 from trainer.loop.comm import Comm, Solo, connect, disconnect, join, local_rank
-from trainer.loop.ending import SIGTERM_EXIT, Ending, EndRequested, ignore
+from trainer.loop.ending import SIGINT_EXIT, SIGTERM_EXIT, Ending, EndRequested, ignore
 from trainer.loop.monitor import Monitor, chosen
 from trainer.loop.publish import Publisher
 from trainer.loop.ranks import Ranks, serve
@@ -54,6 +66,7 @@ from trainer.loop.step import TrainerRun
 from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu
+from trainer.model.replay import routing_nbytes
 from trainer.serving import adapters_beside_base
 
 STALE_EXIT = 3
@@ -70,6 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="auto|none|DIR",
         help="checkpoint to start from (default: the newest)",
     )
+    add_layers(parser)
     parser.add_argument(
         "--local",
         action="store_true",
@@ -94,6 +108,7 @@ def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messag
         config.engine.gpu_memory_share,
         config.engine.eager,
         engine_options.encode(config.engine.vllm),
+        routing_nbytes(config) if config.algorithm.router_replay else 0,
         config.lora.rank if unmerged else 0,
     )
 
@@ -132,6 +147,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
         trainer=config.trainer,
         lora=config.lora,
         gpu=gpu_of(config, comm.rank, os.environ),
+        router_replay=config.algorithm.router_replay,
     )
 
 
@@ -215,7 +231,8 @@ def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chose
             raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
         print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
     ranks.load(path, state.updates_taken)
-    print(f"resumed from {path}, after step {state.step}", flush=True)
+    over = "" if chosen else " (--resume none starts over)"
+    print(f"resumed from {path}, after step {state.step}{over}", flush=True)
     # Adapters were once published merged: such a version's root names other bytes. So does that of a version with another tokenizer, or
     # without one: sampling.stop was changed since, or an older release wrote it.
     same = (state.adapters, state.tokenizer) == (bool(config.lora.rank), ranks.tokenizer)
@@ -240,6 +257,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     spec, how = engine_spec(config), sampling(config)
     with ExitStack() as stack:
         reward = config.reward
+        for task in (*prompts.take(0, 1), *(one.prompts[0] for one in prompts.evaluations)):
+            refuse_missing(reward, task.meta)
         runner = stack.enter_context(_runner(reward))
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
@@ -254,30 +273,55 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
                 f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it"
             )
         every = one_in(
-            config.monitor.sample_groups, config.data.prompts_per_step, 2 * len(prompts.held_out())
+            config.monitor.sample_groups,
+            config.data.prompts_per_step,
+            2 * sum(len(one.prompts) for one in prompts.evaluations),
         )
         kept = SampleLog(config.run.out_dir, every, tokenizer, monitor.say)
         scoring = Scoring(
             runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens, kept.write
         )
-        ending.listen()
-        loop = Loop(
-            config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), of_job(os.environ)
-        )
+        ending.listen(terminal=options.local)
+        engines = of_job(os.environ)
+        loop = Loop(config, run, ranks, scoring, prompts, how, monitor, start, ending, slurm_job(), engines)
         try:
             loop.run()
         except EndRequested as request:
-            monitor.say(f"{request}: the trainer ends; the run can be resumed")
+            saved = checkpoint.select(config.run.out_dir, "auto")
+            monitor.say(ended_line(str(request), saved))
             ranks.stop()
-            return SIGTERM_EXIT
+            return SIGINT_EXIT if str(request) == "SIGINT" else SIGTERM_EXIT
         except (StaleAttempt, LedgerRestored):
             raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
+            if engines is not None:
+                engines.run_ends()
             close_failed(run, error)
             raise
+        if engines is not None:
+            engines.run_ends()
         run.close_run("finished")
         ranks.stop()
+        monitor.say(finished_line(config, options))
     return 0
+
+
+def finished_line(config: RunConfig, options: argparse.Namespace) -> str:
+    """What is said last of a run that succeeded."""
+    saved = checkpoint.select(config.run.out_dir, "auto")
+    laid_over = options.over or options.set
+    where = f"-c {config.run.out_dir}/scavenger.toml" if laid_over else f"{options.config} --local"
+    more = f"; completions: scavenger samples {where}" if options.local else ""
+    return f"finished: {config.run.steps} steps, saved as {saved}{more}"
+
+
+def ended_line(signal_name: str, saved: Path | None) -> str:
+    """What is said last of a run that a signal ended. `saved`: its newest checkpoint."""
+    if signal_name != "SIGINT":
+        return f"{signal_name}: the trainer ends; the run can be resumed"
+    if saved is None:
+        return "stopped by Ctrl-C before the first step was done: there is nothing to go on from"
+    return f"stopped by Ctrl-C; saved as {saved}: the same command goes on from there"
 
 
 def _runner(reward: RewardSection) -> RewardPool:
@@ -345,7 +389,7 @@ def open_run(
     stack: ExitStack,
 ) -> TrainerRun:
     if isinstance(source, LocalSource):
-        local_run = LocalRun(spec, source, config.run.seed)
+        local_run = LocalRun(spec, source, config.run.seed, local_ledger(config, spec, start))
         stack.callback(local_run.close)
         return local_run
     check_reach(config, keys.read_rendezvous(config.run.state_dir).host, socket.gethostname())
@@ -360,6 +404,27 @@ def open_run(
     )
 
 
+def local_ledger(config: RunConfig, spec: messages.EngineSpec, start: RunStart) -> Ledger | None:
+    """What a local try is recorded in, for people to read; None, aloud, where there can be none."""
+    from scavenger.ledger.local_run import LocalLedger  # SQL's library, which no other mode needs
+
+    try:
+        return LocalLedger(
+            config.run.out_dir,
+            config.run.name,
+            seed=config.run.seed,
+            config=config.model_dump_json(),
+            engine=msgspec.json.encode(spec).decode(),
+            tokenizer=str(config.model.path / "tokenizer.json"),
+            resume_step=start.step,
+            host=socket.gethostname(),
+            say=functools.partial(print, flush=True),
+        )
+    except (LedgerError, OSError) as error:
+        print(f"nothing of this try can be kept for `scavenger samples`: {error}", flush=True)
+        return None
+
+
 def close_failed(run: TrainerRun, error: BaseException) -> None:
     """Tell the daemon why, so that engines leave; when even that fails, the first error still is the one reported."""
     state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -370,12 +435,14 @@ def close_failed(run: TrainerRun, error: BaseException) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     comm: Comm = Solo()
     code = 0
     try:
-        config = configs.read_run(options.config)
+        config = configs.read_run(options.config, options.over, options.set)
         if options.local:  # a try neither meets the run itself, nor is taken for its beginning
             config = config.model_copy(
                 update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})}
@@ -397,6 +464,11 @@ def main(argv: list[str] | None = None) -> int:
         disconnect()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")
+    except KeyboardInterrupt as error:
+        if comm.size == 1:
+            print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+            return SIGINT_EXIT
+        return _ended(comm, error, traceback.format_exc())
     except BaseException as error:  # noqa: BLE001  reported whole; other ranks may wait in a collective, so the job must end
         return _ended(comm, error, traceback.format_exc())
     return code

@@ -33,7 +33,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 class RequestedEngines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engines are to be `awake`, or to sleep; the processes named `end` are to be ended, for `reason`.
 
-    Nothing was said: number 0, and no engine is started. Ranks that load their model take and give back memory of the same GPUs, and vLLM
+    `ending`: the run is over, or about to be: engines end by themselves, and none is started again. Nothing was said: number 0, and no
+    engine is started. Ranks that load their model take and give back memory of the same GPUs, and vLLM
     refuses to start where memory changes while it measures what is free.
     """
 
@@ -41,6 +42,7 @@ class RequestedEngines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     awake: bool = False
     end: Slots = ()
     reason: BoundedText = ""
+    ending: bool = False
 
 
 class Present(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +93,10 @@ class Engines:
     def end(self, names: tuple[str, ...], reason: str) -> None:
         """End these processes; none is started again before engines are to be awake."""
         self._say(RequestedEngines(self._wanted.number + 1, False, names[:MAX_SLOTS], reason))
+
+    def run_ends(self) -> None:
+        """The run is about to be closed: the daemon will let its engines go."""
+        self._say(RequestedEngines(self._wanted.number + 1, False, ending=True))
 
     def present(self) -> Present | None:
         """What there is, as of what was said last; None: the launcher has not acted upon that yet. Raises `ConfigError`."""

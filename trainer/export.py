@@ -1,8 +1,10 @@
-"""`python -m trainer.export RUN.toml OUT [--checkpoint auto|DIR] [--dtype ...]`: a checkpoint as a Hugging Face folder.
+"""`python -m trainer.export RUN.toml OUT [--checkpoint auto|DIR] [--step N] [--dtype ...] [--merged] [--local]`: a checkpoint as a
+Hugging Face folder, that of a run of adapters as peft's adapter folder.
 
-Owns the way from shards to whole tensors under the model's own names, adapters merged, in one process and without a rank. What comes out
-is checked: in the type that the run published (adapters: in any), its root hash must be the one that the checkpoint's version had, so these
-are the very weights that the engines sampled with. Started by `scavenger checkpoint export`. It needs memory for the model twice, no GPU.
+Owns the way from shards to whole tensors under the model's own names, adapters merged or by themselves, in one process and without a
+rank. What comes out is checked: in the type that the run published (adapters: in any), its root hash must be the one that the checkpoint's
+version had, so these are the very weights that the engines sampled with. Started by `scavenger checkpoint export`. It needs memory for the
+model twice, no GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from scavenger.weights import files
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer
+from trainer.arguments import add_layers
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.checkpoint import CheckpointState
 from trainer.loop.publish import DTYPES, table_of
@@ -96,29 +99,49 @@ def _flat(value: Tensor) -> Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
 
 
-def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
-    """Write `out`; returns what is told of it. `dtype` "" = the type that the run publishes."""
-    path = checkpoint.select(config.run.out_dir, chosen)
-    if path is None:
-        raise ConfigError(
-            f"{checkpoint.folder(config.run.out_dir)} holds no complete checkpoint",
-            "name one with --checkpoint DIR",
-        )
+def choose(out_dir: Path, chosen: str, step: int | None) -> Path:
+    """The checkpoint to export: a folder, that of a step, or the newest. Raises `ConfigError` where there is none."""
+    found = checkpoint.found(out_dir)
+    steps = ", ".join(str(checkpoint.read_state(path).step) for path in found)
+    if step is not None:
+        if (path := checkpoint.folder(out_dir) / checkpoint.name(step)) not in found:
+            raise ConfigError(
+                f"{checkpoint.folder(out_dir)} holds no complete checkpoint of step {step}; there is {steps or 'none'}",
+                "checkpoint.every and checkpoint.keep say which are kept",
+            )
+        return path
+    path_or_none = checkpoint.select(out_dir, chosen)
+    if path_or_none is not None:
+        return path_or_none
+    tried = checkpoint.found(out_dir / "local")
+    raise ConfigError(
+        f"{checkpoint.folder(out_dir)} holds no complete checkpoint",
+        "a try with --local has some: add --local" if tried else "name one with --checkpoint DIR",
+    )
+
+
+def export(
+    config: RunConfig, out: Path, chosen: str, dtype: str, *, step: int | None = None, merged: bool = False
+) -> str:
+    """Write `out`; returns what is told of it. `dtype` "" = the type that the run publishes, of adapters the one they are trained in.
+
+    `merged`: adapters put into the whole model.
+    """
+    path = choose(config.run.out_dir, chosen, step)
     state = checkpoint.read_state(path)
-    dtype = dtype or config.weights.dtype
     model = restored(config, path, state)
+    if config.lora.rank and not merged:
+        return export_adapters(config, model, path, state, out, dtype or state.dtype)
+    dtype = dtype or config.weights.dtype
     known = bool(state.root) and (state.adapters if config.lora.rank else dtype == state.weights_dtype)
     tokenizer = files.read_tokenizer(config.model.path) if known and state.tokenizer else b""
     root = adapters_root(config, model, state, tokenizer) if config.lora.rank and known else b""
     manifest, blob = sealed(model, state.version, dtype, b"" if config.lora.rank else tokenizer)
     root = root or manifest.root
-    if known and root.hex() != state.root:
-        raise WeightsError(
-            f"{path} makes weights with root {root.hex()}, and its version was published with {state.root}",
-            "its files were damaged, or model.path is another model now: export another checkpoint",
-        )
+    _compare(path, state, root.hex() if known else state.root)
     exporting.write(manifest, blob.view, out, config.model.path)
-    summary = f"wrote {out}: {path.name}, {len(exporting.weights_of(manifest))} tensors in {dtype}, root {manifest.root.hex()}"
+    what = "the whole model, adapters merged" if config.lora.rank else "the whole model"
+    summary = f"wrote {out}: {what}, of {path.name}, {len(exporting.weights_of(manifest))} tensors in {dtype}, root {manifest.root.hex()}"
     if known:
         return (
             f"{summary}, adapters and base as published" if config.lora.rank else f"{summary}, as published"
@@ -131,6 +154,38 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
     return f"{summary}; not compared with what was published: {why}"
 
 
+def _compare(path: Path, state: CheckpointState, root: str) -> None:
+    """Raises `WeightsError` unless the checkpoint makes the weights that were published."""
+    if root != state.root:
+        raise WeightsError(
+            f"{path} makes weights with root {root}, and its version was published with {state.root}",
+            "its files were damaged, or model.path is another model now: export another checkpoint",
+        )
+
+
+def export_adapters(
+    config: RunConfig, model: Any, path: Path, state: CheckpointState, out: Path, dtype: str
+) -> str:
+    """Write the adapters alone, as peft and vLLM read them."""
+    known = bool(state.root) and state.adapters
+    tokenizer = files.read_tokenizer(config.model.path) if known and state.tokenizer else b""
+    _compare(path, state, adapters_root(config, model, state, tokenizer).hex() if known else state.root)
+    values = {
+        name: value.to(DTYPES[dtype]).contiguous()
+        for name, value in adapters.trained(model, adapters.trained_shapes(model))
+    }
+    with exporting.new_folder(out) as folder:
+        adapters.write(folder, values, config.lora, config.model.path)
+        exporting.copy_companions(
+            config.model.path, folder, without=("config.json", "generation_config.json")
+        )
+    summary = (
+        f"wrote {out}: an adapter folder (LoRA, rank {config.lora.rank}, alpha {config.lora.alpha:g}), of {path.name}, {len(values)} "
+        f"tensors in {dtype}, for {config.model.path}; --merged writes the whole model"
+    )
+    return f"{summary}; as published" if known else summary
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.export", description="Write a checkpoint as a Hugging Face folder."
@@ -141,11 +196,23 @@ def main(argv: list[str] | None = None) -> int:
         "--checkpoint", default="auto", metavar="auto|DIR", help="default: the newest of run.out_dir"
     )
     parser.add_argument(
-        "--dtype", default="", choices=["", *DTYPES], help="default: weights.dtype of the run"
+        "--dtype",
+        default="",
+        choices=["", *DTYPES],
+        help="default: weights.dtype of the run; of adapters the type that they are trained in",
     )
+    add_layers(parser)
+    parser.add_argument("--step", type=int, default=None, help="the checkpoint of this step")
+    parser.add_argument("--merged", action="store_true", help="adapters: the whole model with them merged")
+    parser.add_argument("--local", action="store_true", help="the checkpoints of a try with --local")
     options = parser.parse_args(argv)
     try:
-        print(export(configs.read_run(options.config), options.out, options.checkpoint, options.dtype))
+        config = configs.read_run(options.config, options.over, options.set)
+        if options.local:
+            run = config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})
+            config = config.model_copy(update={"run": run})
+        chosen, step = options.checkpoint, options.step
+        print(export(config, options.out, chosen, options.dtype, step=step, merged=options.merged))
     except ScavengerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

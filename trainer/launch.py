@@ -33,6 +33,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.protocol import keys
 from trainer import embedded, engine_control, failure, mpi_settings, reach, reserved
+from trainer.arguments import layers_among
 from trainer.embedded import EmbeddedDaemon
 from trainer.loop.ending import SIGTERM_EXIT
 from trainer.model.mesh import divide
@@ -339,6 +340,8 @@ def run(made: LaunchPlan, environ: Mapping[str, str]) -> int:
     code = _run(made, environ, error_text)
     for line in error_text:
         print(f"launch: the training job failed (status {code}): {line}", file=sys.stderr, flush=True)
+    if code == 0:
+        print("launch: the run is finished; its engines have ended", flush=True)
     return code
 
 
@@ -412,7 +415,7 @@ def _tend(engines: Sequence[ReservedEngine], control: engine_control.Launcher, a
             if engine.name in wanted.end:
                 engine.end(wanted.reason)
     for engine in engines:
-        engine.tend(time.monotonic(), may_start=wanted.awake)
+        engine.tend(time.monotonic(), may_start=wanted.awake, ending=wanted.ending)
     slots, running = (
         (engine.slot for engine in engines),
         (engine.name for engine in engines if engine.process is not None),
@@ -451,7 +454,8 @@ def main(argv: Sequence[str]) -> int:
     run_toml = Path(argv[0]).resolve()
     try:
         environ = environment(os.environ, root=os.geteuid() == 0)
-        return run(plan(configs.read_run(run_toml), run_toml, argv[1:], environ), environ)
+        config = configs.read_run(run_toml, *layers_among(argv[1:]))
+        return run(plan(config, run_toml, argv[1:], environ), environ)
     except ScavengerError as error:
         remedy = f"; remedy: {error.remedy}" if error.remedy else ""
         print(f"launch: {error.log_text}{remedy}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The whole loop in one process, for debugging: `python -m trainer run.toml --local`. No daemon, no Slurm, no MPI, no ledger.
+"""The whole loop in one process, for debugging: `python -m trainer run.toml --local`. No daemon, no Slurm, no MPI.
 
 Owns a stand-in for `scavenger.client.Run` that drives one engine directly, and one for the weights source. Groups complete in the order
-in which the engine finishes them. Nothing is durable: a new start is a first attempt.
+in which the engine finishes them. What happens is told to a small ledger of the try's own, for people to read; no start reads it back.
 Boundary: debugging without a daemon; nothing else of the trainer knows of it.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollout.engines import merging
 from rollout.engines.base import Engine, EngineHost, Weight
@@ -41,6 +42,65 @@ class LocalSource:
         return messages.WeightSource("inproc", "", b"")
 
 
+class Ledger(Protocol):
+    """`scavenger.ledger.local_run.LocalLedger`, or nothing at all."""
+
+    attempt: int
+    next_version: int
+
+    def published(self, step: int, manifest: Manifest, nbytes: int) -> None: ...
+    def submitted(self, step: int, version: int, spec: messages.GroupSpec, purpose: str) -> tuple[int, int]:
+        """The group's id, and that of its first sample."""
+
+    def finished(self, sample: messages.DoneSample, version: int) -> None: ...
+    def delivered(self, group: int) -> None: ...
+    def committed(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: Mapping[str, float],
+        purpose: str,
+    ) -> None: ...
+    def checkpointed(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
+    ) -> None: ...
+    def ended(self, state: str, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Unrecorded:
+    """In the place of a ledger where there can be none: it only counts. A new start is a first attempt."""
+
+    def __init__(self) -> None:
+        self.attempt = self.next_version = 1
+        self._groups = self._samples = 0
+
+    def submitted(self, step: int, version: int, spec: messages.GroupSpec, purpose: str) -> tuple[int, int]:
+        first = self._samples + 1
+        self._groups, self._samples = self._groups + 1, self._samples + spec.n
+        return self._groups, first
+
+    def published(self, step: int, manifest: Manifest, nbytes: int) -> None:
+        """As all that follows: nothing is kept."""
+
+    def finished(self, sample: messages.DoneSample, version: int) -> None: ...
+    def delivered(self, group: int) -> None: ...
+    def committed(
+        self,
+        step: int,
+        version: int,
+        outcomes: Sequence[messages.SampleOutcome],
+        metrics: Mapping[str, float],
+        purpose: str,
+    ) -> None: ...
+    def checkpointed(
+        self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None
+    ) -> None: ...
+    def ended(self, state: str, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Group:
     id: int
@@ -60,13 +120,17 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
+    routing: bytearray = field(default_factory=bytearray)
 
 
 class LocalRun:
     """One engine behind the interface of `scavenger.client.Run`."""
 
-    def __init__(self, engine: messages.EngineSpec, source: LocalSource, seed: int) -> None:
-        self.attempt, self.last_step, self.next_version = 1, 0, 1
+    def __init__(
+        self, engine: messages.EngineSpec, source: LocalSource, seed: int, ledger: Ledger | None = None
+    ) -> None:
+        self._ledger = ledger or Unrecorded()
+        self.attempt, self.last_step, self.next_version = self._ledger.attempt, 0, self._ledger.next_version
         self.fleet = messages.Fleet(0, 1, 0, 0, 0)
         self.reserved_order = 0
         self._source = source
@@ -76,7 +140,6 @@ class LocalRun:
         self._next: asyncio.Task[list[Delta]] | None = None
         self._samples: dict[int, _Sample] = {}
         self._done: list[messages.GroupDone] = []
-        self._ids = 0
 
     def publish(self, step: int, manifest: Manifest, *sources: messages.WeightSource) -> None:
         own = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
@@ -89,6 +152,7 @@ class LocalRun:
         )
         merging.refuse_other(manifest, found)
         self.next_version = manifest.version + 1
+        self._ledger.published(step, manifest, len(self._source.blob))
 
     def submit(
         self, step: int, version: int, groups: Sequence[messages.GroupSpec], purpose: str = "train"
@@ -96,9 +160,10 @@ class LocalRun:
         return tuple(self._submit(step, version, spec, purpose) for spec in groups)
 
     def _submit(self, step: int, version: int, spec: messages.GroupSpec, purpose: str) -> int:
-        group = _Group(self._new_id(), step, version, purpose, spec, spec.n)
+        number, first = self._ledger.submitted(step, version, spec, purpose)
+        group = _Group(number, step, version, purpose, spec, spec.n)
         for index in range(spec.n):
-            sample = _Sample(self._new_id(), index, group)
+            sample = _Sample(first + index, index, group)
             self._samples[sample.id] = sample
             key = messages.SampleKey(purpose, step, spec.prompt_index, index)
             request = Request(
@@ -112,10 +177,6 @@ class LocalRun:
             )
             self._loop.run_until_complete(self._engine.add(request))
         return group.id
-
-    def _new_id(self) -> int:
-        self._ids += 1
-        return self._ids
 
     def poll(self, timeout_s: float) -> list[messages.GroupDone]:
         deadline = time.monotonic() + timeout_s
@@ -143,25 +204,28 @@ class LocalRun:
         sample.tokens += delta.token_ids
         sample.logprobs += delta.logprobs
         sample.raw_logprobs += delta.raw_logprobs
+        sample.routing += delta.routing
         if delta.finish is None:
             return
         del self._samples[delta.handle]
         group = sample.group
-        group.samples.append(
-            messages.DoneSample(
-                sample.id,
-                sample.index,
-                messages.pack_tokens(sample.tokens),
-                messages.pack_logprobs(sample.logprobs),
-                messages.pack_logprobs(sample.raw_logprobs),
-                delta.finish,
-                0,
-                by_reserved=len(sample.tokens),
-            )
+        done = messages.DoneSample(
+            sample.id,
+            sample.index,
+            messages.pack_tokens(sample.tokens),
+            messages.pack_logprobs(sample.logprobs),
+            messages.pack_logprobs(sample.raw_logprobs),
+            delta.finish,
+            0,
+            by_reserved=len(sample.tokens),
+            routing=bytes(sample.routing),
         )
+        group.samples.append(done)
+        self._ledger.finished(done, group.version)
         group.open -= 1
         if group.open == 0:
             spec = group.spec
+            self._ledger.delivered(group.id)
             self._done.append(
                 messages.GroupDone(
                     group.id,
@@ -202,16 +266,18 @@ class LocalRun:
     ) -> None:
         if purpose == "train":
             self.last_step = step
+        self._ledger.committed(step, version, outcomes, metrics, purpose)
 
     def checkpoint(
         self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None
     ) -> None:
-        pass
+        self._ledger.checkpointed(step, version, root, path, kept)
 
     def close_run(self, state: str, reason: str = "") -> None:
-        pass
+        self._ledger.ended(state, reason)
 
     def close(self) -> None:
+        self._ledger.close()
         if self._next is not None:
             self._next.cancel()
         self._loop.run_until_complete(self._engine.close())

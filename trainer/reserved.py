@@ -183,8 +183,9 @@ class ReservedEngine:
             print(f"launch: reserved engine {self._number} is ended: {reason}", flush=True)
             end([self.process])
 
-    def tend(self, now: float, *, may_start: bool = True) -> None:
-        """Start it when it is due and may be; look after it when it ended. `now`: monotonic seconds."""
+    def tend(self, now: float, *, may_start: bool = True, ending: bool = False) -> None:
+        """Start it when it is due and may be; look after it when it ended. `now`: monotonic seconds. `ending`: the run is over, and that
+        its engines end is no news."""
         if self.process is None:
             if now >= self.start_at and may_start:
                 self._start(now)
@@ -202,7 +203,8 @@ class ReservedEngine:
             ENGINE_REFUSED: f"was refused: {error_text}",
         }
         what = known.get(code, f"ended with status {code}")
-        print(f"launch: reserved engine {self._number} {what}; again in {wait:g} s", flush=True)
+        if not (ending and code in known):
+            print(f"launch: reserved engine {self._number} {what}; again in {wait:g} s", flush=True)
         self.start_at = now + wait
 
     def forget(self) -> None:

@@ -23,8 +23,8 @@ class Extension(worker.Extension):
         merges: Mapping[str, merging.FileMerge] | None = None,
     ) -> tuple[Any, ...]:
         model = self.model_runner.get_model()
-        packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        dtypes = worker._dtypes(model, [row[0] for row in table], packed)
+        packed = worker._packed(model)
+        dtypes, _ = self._targets(model, [row[0] for row in table], packed)
         cast: worker.Sums = {}
         published: worker.Sums = {}
         files = [worker.mapped(path) for path in paths]
@@ -46,4 +46,5 @@ class Extension(worker.Extension):
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         worker._repack_embeddings(model)
-        return cast, worker.held(model), packed, published, read_nbytes
+        now = worker.held(model, self.scavenger_names)
+        return cast, now, packed, published, now, read_nbytes

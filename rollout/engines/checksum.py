@@ -58,12 +58,12 @@ def same(now: Mapping[str, Sum], then: Mapping[str, Sum]) -> bool:
 
 
 def checksum(tensor: Tensor) -> Sum:
-    """The checksum of a tensor of any shape, device and floating dtype. -0.0 counts as 0.0."""
+    """The checksum of a tensor of any shape and device, floating (-0.0 counts as 0.0) or of bytes."""
     value, finite = 0, True
     flat = tensor.detach().reshape(-1)
     for part in torch.split(flat, _SLICE.get(flat.device.type, _MANY)):
         finite = finite and bool(torch.isfinite(part).all())
-        bits = (part + 0.0).view(_BITS[part.element_size()])
+        bits = (part + 0.0).view(_BITS[part.element_size()]) if part.is_floating_point() else part
         mixed = bits.to(torch.int64, copy=True).mul_(_ODD)  # wraps, as all arithmetic on int64 does
         mixed.bitwise_xor_(mixed >> 29).mul_(_OTHER)
         value += int(mixed.bitwise_xor_(mixed >> 32).sum())
@@ -98,8 +98,9 @@ def faults(
     """What does not hold of an engine's parameters, in words; empty when each holds exactly what was published for it.
 
     `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each rank holds: slices, the whole (norms),
-    a head that others hold too, or, of another stage's layers, nothing. `copies`: on how many ranks each element of a tensor lies, if on
-    more than one.
+    a head that others hold too, or, of another stage's layers and another rank's experts, nothing. `copies`: on how many ranks each element
+    of a tensor lies, if on more than one; those of an expert lie on one each, also of a bias on what ranks add up: the others have zeros in
+    its place.
     """
     findings: list[str] = []
     parameters = dict.fromkeys(parameter for rank in ranks for parameter in rank)

@@ -22,11 +22,13 @@ from rollout.engines.base import Weight
 from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
+from rollout.engines.routing import KNOWN, Recorder
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.protocol.messages import EngineSpec
 from scavenger.protocol.worker.events import Delta, Request
+from scavenger.sizing.shape import of_config
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WEIGHTS, CACHE = "weights", "cache"  # in the account of the GPU's memory
@@ -94,6 +96,7 @@ class Decoder:
         self.config = read_config(spec.model_config)
         self._gpu = gpu or Uncounted()
         self._model = build_model(self.config, DTYPES[spec.dtype], device)
+        self._recorder = self._new_recorder(spec.routing)
         self._hold_weights()
         self._cache = self._new_cache()
         self._rows: list[_Row] = []
@@ -101,6 +104,18 @@ class Decoder:
         self._sleeps = sleeps
         self._held: dict[str, Sum] = {}  # what an engine that sleeps held when it was loaded
         self.loaded = False
+
+    def _new_recorder(self, width: int) -> Recorder | None:
+        """Of which experts each token goes to, where the run asks for `width` bytes of that."""
+        if not width:
+            return None
+        shape = of_config(self.config.to_dict())
+        if width != shape.routing_nbytes or self.config.model_type not in KNOWN:
+            raise EngineError(
+                f"{width} bytes of expert routing a token are asked for, this model has {shape.routing_nbytes}",
+                "set algorithm.router_replay = false",
+            )
+        return Recorder(self._model, shape.experts)
 
     @property
     def own_device(self) -> str:
@@ -266,11 +281,16 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def _routed(self, lines: int) -> list[bytes]:
+        """What the pass that was just made says of the experts of each line's token."""
+        return self._recorder.last(lines) if self._recorder is not None else [b""] * lines
+
     def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
         """Draw for the rows from `first` on; returns their deltas and the rows that ended."""
         rows = self._rows[first:]
         positions = [row.position for row in rows]
         uniforms = [row.draws.uniform(position) for row, position in zip(rows, positions, strict=True)]
+        routed = self._routed(len(rows))
         drawn = draw(logits, [row.request.sampling for row in rows], uniforms, positions)
         deltas, ended = [], []
         for i, row in enumerate(rows):
@@ -286,7 +306,8 @@ class Decoder:
             finish = (
                 "stop" if token in row.stops else "length" if row.made >= row.request.max_new_tokens else None
             )
-            deltas.append(Delta(handle, (token,), (drawn.logprobs[i],), (drawn.raw_logprobs[i],), finish))
+            told = (drawn.logprobs[i],), (drawn.raw_logprobs[i],)
+            deltas.append(Delta(handle, (token,), *told, finish, routing=routed[i]))
             if finish:
                 ended.append(first + i)
         return deltas, ended

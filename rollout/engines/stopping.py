@@ -184,7 +184,12 @@ class Stopping:
         del self._matchers[delta.handle]
         ended.add(delta.handle)
         return Delta(
-            delta.handle, delta.token_ids[:last], delta.logprobs[:last], delta.raw_logprobs[:last], "stop"
+            delta.handle,
+            delta.token_ids[:last],
+            delta.logprobs[:last],
+            delta.raw_logprobs[:last],
+            "stop",
+            routing=delta.routing[: last * len(delta.routing) // len(delta.token_ids)],
         )
 
     async def abort(self, handles: Iterable[int]) -> None:

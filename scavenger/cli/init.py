@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scavenger import config, toml
-from scavenger.cli.options import DEFAULT_CONFIG
+from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.protocol import key_requests, keys
@@ -93,6 +93,8 @@ def init(
         str,
         typer.Option(help="a site: SQLAlchemy URL; default: SQLite in the state directory, on a local disk"),
     ] = "",
+    over: OverOption = None,
+    sets: SetOption = None,
 ) -> None:
     """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
 
@@ -106,6 +108,8 @@ def init(
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     )
     _refuse_foreign(said, drafting=model is not None, check=check)
+    if (over or sets) and not check:
+        raise typer.BadParameter("--over and --set are for --check: as they will be given to train.sbatch")
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
     if model is not None and data is not None:
         told = {
@@ -137,8 +141,10 @@ def init(
                 f"{folder} holds no run.toml",
                 f"`scavenger init {directory} --model PATH --data PATH` writes one",
             )
-        fine = _checked(folder, memory)
-        if not _fits_site(folder) or not fine:
+        # The check runs in the run's folder.
+        laid_over = [Path.cwd() / path for path in over or ()], sets or []
+        fine = _checked(folder, memory, *laid_over)
+        if not _fits_site(folder, *laid_over) or not fine:
             raise typer.Exit(ConfigError.exit_code)
 
 
@@ -159,11 +165,18 @@ def _known_state_dir() -> str:
     return keys.noted_site()
 
 
-def _checked(folder: Path, memory: Sequence[str]) -> bool:
+def _checked(folder: Path, memory: Sequence[str], over: Sequence[Path], sets: Sequence[str]) -> bool:
     """Run the checks of a run's files. True when nothing was refused."""
     try:
         _prepare(
-            ["check", str(folder), *memory], folder
+            [
+                "check",
+                str(folder),
+                *memory,
+                *(f"--over={path}" for path in over),
+                *(f"--set={one}" for one in sets),
+            ],
+            folder,
         )  # the job starts there, too: a reward function may lie beside
     except typer.Exit as refused:
         if refused.exit_code != ConfigError.exit_code:
@@ -172,12 +185,12 @@ def _checked(folder: Path, memory: Sequence[str]) -> bool:
     return True
 
 
-def _fits_site(folder: Path) -> bool:
+def _fits_site(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bool:
     """Whether the site's Slurm has what train.sbatch asks for, as far as it can be asked. An unreadable run.toml was told before."""
     from scavenger.doctor import train_script
 
     try:
-        run = config.read_run(folder / "run.toml")
+        run = config.read_run(folder / "run.toml", over, sets)
     except ConfigError:
         return True
     if _is_local(run.daemon.config):

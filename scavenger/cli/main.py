@@ -18,9 +18,21 @@ import typer
 from rich.console import Console
 
 from scavenger import __version__, config
-from scavenger.cli import checkpoint, doctor, drain, init, join, ledger, simulate, slurm_proxy, weights
+from scavenger.cli import (
+    checkpoint,
+    doctor,
+    drain,
+    gateway,
+    init,
+    join,
+    ledger,
+    simulate,
+    slurm_proxy,
+    weights,
+)
+from scavenger.cli import config as cli_config
 from scavenger.cli import keys as cli_keys
-from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, removed
+from scavenger.cli.options import DEFAULT_CONFIG, ConfigOption, OverOption, SetOption, removed
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.printable import printable
 from scavenger.protocol import keys
@@ -32,6 +44,7 @@ app = typer.Typer(
     help="Idle GPUs of a Slurm cluster for LLM rollouts.",
 )
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(cli_config.app, name="config")
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(weights.app, name="weights")
@@ -40,6 +53,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(init.init)
 app.command()(join.join)
 app.command()(drain.drain)
+app.command()(gateway.gateway)
 app.command()(slurm_proxy.slurm_proxy)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -150,6 +164,8 @@ def daemon(
             help="the state directory takes the ledger that is named now, and leaves the one it had",
         ),
     ] = False,
+    over: OverOption = None,
+    sets: SetOption = None,
     die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
@@ -166,7 +182,7 @@ def daemon(
     manner = Manner.TAKE_OVER if take_over else Manner.STAND_BY if standby else Manner.ASK
 
     logs.configure(os.environ)
-    settings = config.read_daemon(config_path)
+    settings = config.read_daemon(config_path, over or (), sets or ())
     descriptors.raise_limit()
     notifier = Notifier(os.environ, os.getpid())
     for name in (
@@ -176,7 +192,9 @@ def daemon(
     ):  # ours: no command that we run speaks for the daemon
         os.environ.pop(name, None)
     # At a terminal a hang-up ends the daemon, as it does every program there.
-    reread = None if os.isatty(0) else functools.partial(config.read_daemon, config_path)
+    reread = (
+        None if os.isatty(0) else functools.partial(config.read_daemon, config_path, over or (), sets or ())
+    )
     if die_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
     cluster = choose.backend(settings)
@@ -210,11 +228,13 @@ def check_config(
     config_path: Annotated[
         Path, typer.Argument(help="the scavenger.toml", envvar="SCAVENGER_CONFIG")
     ] = DEFAULT_CONFIG,
+    over: OverOption = None,
+    sets: SetOption = None,
 ) -> None:
     """Say what a scavenger.toml means and whether a daemon could start with it. Writes nothing, submits nothing."""
     from scavenger.daemon import check_config as dry_check
 
-    said, fine = dry_check.report(config_path, config.read_daemon(config_path))
+    said, fine = dry_check.report(config_path, config.read_daemon(config_path, over or (), sets or ()))
     print("\n".join(said))
     if not fine:
         raise typer.Exit(ConfigError.exit_code)
@@ -243,16 +263,46 @@ def _end_with_stdin() -> None:
 
 @app.command()
 def samples(
-    run: Annotated[str, typer.Argument(help="the run's name")],
-    step: Annotated[int, typer.Option(min=0)],
+    run: Annotated[
+        str, typer.Argument(help="the run's name, or its run.toml; default: the newest run of the ledger")
+    ] = "",
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest")] = None,
     group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
     purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
     jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
+    sort: Annotated[
+        str, typer.Option(help="reward, advantage, length, finish or moves; -reward: the greatest first")
+    ] = "",
+    best: Annotated[bool, typer.Option("--best", help="as --sort=-reward")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="as --sort=reward")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="so many at most")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="only rewards such as '>=0.5'; may be repeated")
+    ] = None,
+    length: Annotated[
+        list[str] | None, typer.Option(help="only lengths (tokens) such as '>100'; may be repeated")
+    ] = None,
+    moves: Annotated[list[str] | None, typer.Option(help="only numbers of moves such as '>0'")] = None,
+    finish: Annotated[str, typer.Option(help="only this finish reason: stop or length")] = "",
+    local: Annotated[
+        bool, typer.Option("--local", help="of RUN, a run.toml: what `python -m trainer --local` kept")
+    ] = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Show a step's samples: prompt, answer, reward, advantage, finish reason, moves and engines."""
+    """Show samples of a step: prompt, completion, reward, advantage, finish reason, moves and engines."""
     from scavenger.cli import samples as shown
 
-    url = config.read_daemon(config_path).ledger_url
-    for line in shown.lines(url, run, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl):
+    if best + worst + bool(sort) > 1:
+        raise typer.BadParameter("--best, --worst and --sort exclude one another")
+    chosen = shown.Choice(
+        sort="-reward" if best else "reward" if worst else sort,
+        limit=limit,
+        finish=finish,
+        tests={"reward": reward or (), "length": length or (), "moves": moves or ()},
+    )
+    name, path = shown.place(run, config_path, local=local)
+    url = config.read_daemon(path).ledger_url
+    for line in shown.lines(
+        url, name, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl, choice=chosen
+    ):
         print(line)

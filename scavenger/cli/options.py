@@ -12,6 +12,16 @@ ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", help="the daemon's scavenger.toml", envvar="SCAVENGER_CONFIG")
 ]
 DEFAULT_CONFIG = Path("scavenger.toml")
+OverOption = Annotated[
+    list[Path] | None,
+    typer.Option("--over", metavar="FILE", help="another TOML file, laid over it; repeatable"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="a key laid over all files: section.key=value; repeatable"
+    ),
+]
 
 
 def number(name: str, meaning: str, least: float | None = None) -> Any:

@@ -6,12 +6,14 @@ and what is allowed. Must not know what a value is used for, nor ask Slurm or a 
 
 from __future__ import annotations
 
-import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from scavenger.config import layers
+from scavenger.config.layers import Layered
 from scavenger.config.run import (
     AlgorithmSection,
     CheckpointSection,
@@ -19,6 +21,7 @@ from scavenger.config.run import (
     EmbeddedSection,
     EngineSection,
     EvalSection,
+    EvalSet,
     LoraSection,
     ModelSection,
     MonitorSection,
@@ -58,6 +61,7 @@ __all__ = [
     "EmbeddedSection",
     "EngineSection",
     "EvalSection",
+    "EvalSet",
     "HarvestSection",
     "Hours",
     "LedgerSection",
@@ -75,9 +79,12 @@ __all__ = [
     "SamplingSection",
     "TrainerSection",
     "WeightsSection",
+    "daemon_of",
+    "laid_over",
     "parse",
     "read_daemon",
     "read_run",
+    "run_of",
 ]
 
 C = TypeVar("C", bound=Section)
@@ -85,16 +92,19 @@ C = TypeVar("C", bound=Section)
 SECRETS = frozenset({"daemon.ledger"})
 
 
-def _explain(model: type[Section], path: Path, error: ValidationError) -> ConfigError:
+def _explain(model: type[Section], layered: Layered, error: ValidationError) -> ConfigError:
     lines = []
     for item in error.errors():
+        missing, mistaken = item["type"] == "missing", item.get("ctx", {}).get("error")
+        named = [str(mistaken).partition(" = ")[0]] if isinstance(mistaken, Mistaken) else []
+        path = layered.first if missing else layered.origin([*item["loc"], *named])
         key = ".".join(str(part) for part in item["loc"]) or "(file)"
         if item["type"] == "extra_forbidden":
-            remedy = hint(model, item["loc"])
+            remedy = hint(model, item["loc"], item["input"])
             lines.append(f"{path}: unknown key {key!r}" + (f": {remedy}" if remedy else ""))
-        elif item["type"] == "missing":
+        elif missing:
             lines.append(f"{path}: key {key!r} is missing")
-        elif isinstance(mistaken := item.get("ctx", {}).get("error"), Mistaken):
+        elif isinstance(mistaken, Mistaken):
             lines.append(f"{path}: {'.'.join([*map(str, item['loc']), str(mistaken)])}")
         elif isinstance(
             item["input"], dict
@@ -109,37 +119,52 @@ def _explain(model: type[Section], path: Path, error: ValidationError) -> Config
 
 def parse(model: type[C], path: Path, data: dict[str, Any]) -> C:
     """Check a parsed TOML document; `path` is named in errors. Raises `ConfigError`."""
+    return _check(model, layers.lay(model, [(path, data)]))
+
+
+def _check(model: type[C], layered: Layered) -> C:
     try:
-        return model.model_validate(data)
+        return model.model_validate(layered.document)
     except ValidationError as error:
-        raise _explain(model, path, error) from error
+        raise _explain(model, layered, error) from error
 
 
-def _read(model: type[C], path: Path) -> C:
-    try:
-        data = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    return parse(model, path, data)
+def laid_over(
+    model: type[Section], path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()
+) -> Layered:
+    """The files of `path` (several with `:` between), those of `over` and the keys of `sets`, the later over the earlier.
+
+    Raises `ConfigError` for what cannot be read.
+    """
+    return layers.lay(model, [(one, layers.read(one)) for one in layers.files_of(path, over)], sets)
 
 
-def read_daemon(path: Path) -> DaemonConfig:
-    """Read `scavenger.toml`. A relative `daemon.state_dir` is relative to the file. Raises `ConfigError`."""
-    config = _read(DaemonConfig, path)
-    base, section = path.resolve().parent, config.daemon
+def read_daemon(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()) -> DaemonConfig:
+    """Read `scavenger.toml`. A relative `daemon.state_dir` is relative to the file. `over`, `sets`: as in `laid_over`.
+
+    Raises `ConfigError`.
+    """
+    return daemon_of(laid_over(DaemonConfig, path, over, sets))
+
+
+def daemon_of(layered: Layered) -> DaemonConfig:
+    """Raises `ConfigError`."""
+    config = _check(DaemonConfig, layered)
+    base, section = layered.first.resolve().parent, config.daemon
     public_dir = None if section.public_dir is None else base / section.public_dir
     folders = {"state_dir": base / section.state_dir, "public_dir": public_dir}
     return config.model_copy(update={"daemon": section.model_copy(update=folders)})
 
 
-def read_run(path: Path) -> RunConfig:
-    """Read `run.toml`. Relative paths in it are relative to the file. Raises `ConfigError`."""
-    config = _read(RunConfig, path)
-    base = path.resolve().parent
+def read_run(path: Path, over: Sequence[Path] = (), sets: Sequence[str] = ()) -> RunConfig:
+    """Read `run.toml`. Relative paths in it are relative to the file. `over`, `sets`: as in `laid_over`. Raises `ConfigError`."""
+    return run_of(laid_over(RunConfig, path, over, sets))
+
+
+def run_of(layered: Layered) -> RunConfig:
+    """Raises `ConfigError`."""
+    config = _check(RunConfig, layered)
+    base = layered.first.resolve().parent
     run = config.run.model_copy(
         update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
         | ({"key": base / config.run.key} if config.run.key else {})
@@ -149,8 +174,12 @@ def read_run(path: Path) -> RunConfig:
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
-    held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
+    sets = tuple(one.model_copy(update={"path": base / one.path}) for one in config.eval.sets)
+    held_out = config.eval.model_copy(
+        update={"sets": sets} | ({"path": base / config.eval.path} if config.eval.path else {})
+    )
     model = config.model.model_copy(update={"path": base / config.model.path})
+    reward = config.reward.model_copy(update={"path": base / config.reward.path})
     return config.model_copy(
         update={
             "run": run,
@@ -158,6 +187,7 @@ def read_run(path: Path) -> RunConfig:
             "data": data,
             "eval": held_out,
             "model": model,
+            "reward": reward,
             "weights": weights,
         }
     )

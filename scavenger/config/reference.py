@@ -59,6 +59,11 @@ writes both. Complete examples: `examples/site/scavenger.toml`, `examples/site/r
 - *required*: the file must have the key. *none*: the key is absent by default; TOML has no null, so leave it out.
 - An unknown key, a wrong type or a value that is not allowed ends the process with status 2. The error names the file, the key and
   what is allowed.
+- Any key can be set without a change of the file: `--set algorithm.name=gspo` (repeatable) of `python -m trainer`, `train.sbatch`,
+  `scavenger init --check`, `checkpoint export`, `daemon` and `check-config`. The value is TOML; what is not, is text.
+- Several files are laid over each other, the later over the earlier, key by key (a list is replaced whole): `--over FILE` (repeatable)
+  beside `--set`, or `SCAVENGER_CONFIG=site.toml:mine.toml` for `scavenger.toml`. What `--set` says lies over all files.
+- `scavenger config show FILE --origin` prints every key with its value and where that came from: a file, `--set`, or the default.
 - Paths may be relative: in `run.toml` to the file, in `scavenger.toml` to the working directory of the process (`daemon.state_dir`: to
   the file). `~` and environment variables are not expanded.
 """
@@ -95,7 +100,7 @@ def default_text(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return "none"
-    return f"`{json.dumps(field.default)}`"
+    return f"`{json.dumps(str(field.default) if isinstance(field.default, Path) else field.default)}`"
 
 
 def allowed_text(field: FieldInfo) -> str:

@@ -87,7 +87,8 @@ class DataSection(Section):
     """Column of the prompt: text, or a conversation (a list of objects with `role` and `content`), which
     needs `chat`."""
     answer_field: Column = "answer"
-    """Column of the reference answer. The reward function gets it as `meta["answer"]`."""
+    """Column of the reference answer, which the reward function gets as `meta["answer"]` too. Left out, rows
+    may have none: for a judge, tests of code or any reward that needs no answer."""
     chat: bool = False
     """`true`: prompts are rendered with the model's chat template, up to where the assistant's turn
     begins."""
@@ -245,7 +246,9 @@ class RewardSection(Section):
 
     function: Function = "trainer.tasks.sort:reward"
     """Called as `function(prompt, completion, meta)` in a process of its own; returns a number, or a dict of
-    parts. The trainer's Python must be able to import it."""
+    parts. Its module is found in `path`, or by the trainer's Python."""
+    path: Path = Path(".")
+    """Folder in which modules of reward functions are looked for first. By default the one of this file."""
     version: Annotated[str, Field(max_length=256)] = ""
     """Recorded with each reward. After a restart a recorded reward is used again only if its version is the
     same. Empty: the function's name and a hash of its module's file. Set it where other files or a remote
@@ -313,6 +316,10 @@ class AlgorithmSection(Section):
     """What is done with the ratio trainer/engine of each sampled token's probabilities. `truncate`: a weight
     of at most `importance_cap`. `mask`: a weight that is 0 outside `importance_floor` and `importance_cap`.
     `off`: nothing."""
+    router_replay: bool = False
+    """`true`, of a mixture of experts: engines tell which experts each generated token went to, and the
+    trainer sends it to the same ones. A token then takes layers x experts a token more bytes. Needs
+    `trainer.context_parallel = 1`, with vLLM `engine.eager` ([engines.md](engines.md#router-replay))."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio: each token's, its sample's (the product), or its sample's geometric mean."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
@@ -429,6 +436,25 @@ class CheckpointSection(Section):
     cluster may grant less."""
 
 
+class EvalSet(Section):
+    """One of several data sets to evaluate on, beside the held-out prompts of `eval.path` or `data.path`."""
+
+    name: PartName
+    """Its metrics are `eval_<name>_sampled` and so on."""
+    path: Path
+    """Its rows, as `data.path`. They are rendered as those are: `data.chat`, `data.system`."""
+    prompts: NonNegative = 0
+    """So many of its rows, chosen by `data.seed`. 0: all."""
+    samples: Annotated[int, Field(gt=0, le=MAX_GROUP_SAMPLES)] | None = None
+    """Completions of each prompt at temperature 1. None: as `eval.samples`."""
+    task: Literal["jsonl", "parquet"] | None = None
+    """File format. None: as `data.task`; JSONL where that is `sort`."""
+    prompt_field: Column | None = None
+    """Column of the prompt. None: as `data.prompt_field`."""
+    answer_field: Column | None = None
+    """Column of the reference answer. None: as `data.answer_field`."""
+
+
 class EvalSection(Section):
     """Evaluation on held-out prompts."""
 
@@ -439,10 +465,23 @@ class EvalSection(Section):
     evaluation."""
     samples: Annotated[int, Field(gt=0, le=MAX_GROUP_SAMPLES)] = 1
     """Completions of each held-out prompt at temperature 1. The metrics `eval_pass_at_1`, `_2`, `_4` and so
-    on up to it tell how often at least one of so many has a reward of 1 or more."""
+    on up to it tell how often at least one of so many is solved."""
+    solved_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """A completion with this reward or more counts as solved in `eval_pass_at_*`."""
     path: Path | None = None
     """Where held-out prompts come from, in the format of `data.path`. None: rows of `data.path`, which are
     then never trained on."""
+    sets: Annotated[tuple[EvalSet, ...], Allowed("tables `[[eval.sets]]`")] = ()
+    """Further data sets, each with metrics of its own: see [below](#evalsets)."""
+
+    @model_validator(mode="after")
+    def _sets(self) -> EvalSection:
+        names = [one.name for one in self.sets]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sets: two are named {doubled[0]!r}; give one of them another name")
+        if "reward" in names:
+            raise ValueError("sets: none may be named 'reward': eval_reward_* are the parts of the reward")
+        return self
 
 
 class WeightsSection(Section):
@@ -606,8 +645,36 @@ class RunConfig(Section):
             raise ValueError(
                 "run.harvest = false needs reserved.workers >= 1: without harvested engines reserved ones must generate"
             )
+        if self.algorithm.router_replay:
+            self._replays()
+        if (
+            self.engine.vllm.get("quantization")
+            and self.engine.name == "vllm"
+            and self.algorithm.importance == "off"
+        ):
+            raise ValueError(
+                'engine.vllm.quantization needs algorithm.importance = "truncate" or "mask": a quantised engine samples from another '
+                "distribution than the one that is trained"
+            )
         if self.weights.nixl and self.weights.encrypt:
             raise ValueError(
                 "weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them"
             )
         return self
+
+    def _replays(self) -> None:
+        if self.trainer.context_parallel > 1:
+            raise ValueError(
+                "algorithm.router_replay = true needs trainer.context_parallel = 1: recorded experts are not cut over ranks"
+            )
+        if self.engine.name != "vllm":
+            return
+        if not self.engine.eager:
+            raise ValueError(
+                "algorithm.router_replay = true needs engine.eager = true: inside CUDA graphs vLLM's choice of experts is not seen"
+            )
+        for option in engine_options.ROUTING_FORBIDS:
+            if self.engine.vllm.get(option, 1) not in (1, None, False):
+                raise ValueError(
+                    f"algorithm.router_replay = true, and engine.vllm.{option}: no engine tells experts then; remove one of them"
+                )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import zoneinfo
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -467,6 +467,9 @@ class DaemonConfig(Section):
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
     prometheus: PrometheusSection = PrometheusSection()
+
+    #: Paths that are relative to their file, not to the process's working directory.
+    FILE_RELATIVE: ClassVar[frozenset[str]] = frozenset({"daemon.state_dir", "daemon.public_dir"})
 
     @model_validator(mode="after")
     def _owners_can_ask(self) -> DaemonConfig:

@@ -174,6 +174,7 @@ class ChunkAccepted(Record, frozen=True):
     version: int
     worker_id: int
     at: float
+    routing: bytes = b""
 
 
 class SampleFinished(Record, frozen=True):
@@ -186,7 +187,7 @@ class SampleFinished(Record, frozen=True):
 
 
 class SampleEnded(Record, frozen=True):
-    """A final or replayable end. `state`: consumed | filtered | masked | evaluated | surplus | superseded | poisoned.
+    """A final or replayable end. `state`: consumed | filtered | masked | evaluated | served | surplus | superseded | poisoned.
 
     `step` and `attempt` are those of the commit (0 where none was). A later record for the same sample replaces the earlier one.
     """
@@ -226,6 +227,39 @@ class ContentsReduced(Record, frozen=True):
 class GroupDelivered(Record, frozen=True):
     group_id: int
     attempt: int
+    at: float
+
+
+# ---------------------------------------------------------------- episodes
+
+
+class EpisodeBegun(Record, frozen=True):
+    """A gateway asked for the first turn of an episode. `name`: the gateway's, of no other episode of the run."""
+
+    episode_id: int
+    run_id: int
+    name: str
+    at: float
+
+
+class EpisodeEnded(Record, frozen=True):
+    """`state`: "ended" by its gateway, or "stopped" with its run."""
+
+    episode_id: int
+    state: str
+    reason: str
+    at: float
+
+
+class TurnBegun(Record, frozen=True):
+    """A group is the `number`th turn of an episode. `request`, `content`: SHA-256 of what names the request, and of what it asks for."""
+
+    group_id: int
+    episode_id: int
+    run_id: int
+    number: int
+    request: bytes
+    content: bytes
     at: float
 
 
@@ -498,6 +532,15 @@ class OpenGroup(msgspec.Struct, frozen=True):
     samples: tuple[SampleState, ...]
 
 
+class EpisodeState(msgspec.Struct, frozen=True):
+    """An episode of an unfinished run: open, or one of the newest that ended."""
+
+    episode_id: int
+    run_id: int
+    name: str
+    state: str
+
+
 class WorkerState(msgspec.Struct, frozen=True):
     """A worker that joined and is not known to have left."""
 
@@ -555,3 +598,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     waits: tuple[OtherUserWaits, ...] = ()
     training_jobs: tuple[TrainingJobStarted, ...] = ()
     quarantined: tuple[str, ...] = ()
+    next_episode_id: int = 1
+    episodes: tuple[EpisodeState, ...] = ()
+    turns: tuple[TurnBegun, ...] = ()  # of open episodes, in the order of their numbers

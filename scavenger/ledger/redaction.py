@@ -31,6 +31,9 @@ _DIGEST = re.compile(r"(metric|version)-[0-9a-f]{12}", re.ASCII)
 METRICS = frozenset(
     {
         "reward",
+        "reward_std",
+        "reward_min",
+        "reward_max",
         "loss",
         "tokens",
         "tokens_trained",

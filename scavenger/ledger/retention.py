@@ -16,7 +16,9 @@ from typing import Literal
 from scavenger.ledger.records import ContentsReduced
 
 #: States in which a sample takes no more tokens. "complete" is not one: it is delivered yet, or again.
-FINAL_STATES = frozenset({"consumed", "filtered", "masked", "evaluated", "surplus", "superseded", "poisoned"})
+FINAL_STATES = frozenset(
+    {"consumed", "filtered", "masked", "evaluated", "served", "surplus", "superseded", "poisoned"}
+)
 #: From what (`samples.contents`) each policy may go on to its own result.
 BECOMES: dict[str, frozenset[str | None]] = {
     "compacted": frozenset({None}),
@@ -141,6 +143,7 @@ class ChunkRow:
     tokens: bytes
     logprobs: bytes
     raw_logprobs: bytes
+    routing: bytes = b""
 
 
 def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
@@ -159,6 +162,8 @@ def merge(rows: Sequence[ChunkRow], length: int) -> tuple[list[ChunkRow], str]:
         sizes = {len(row.tokens), len(row.logprobs), len(row.raw_logprobs)}
         if sizes not in ({4 * row.n_tokens}, {0}):
             return [], f"the chunk at {at} has {row.n_tokens} tokens and payloads of {sorted(sizes)} bytes"
+        if len(row.routing) % row.n_tokens:
+            return [], f"the chunk at {at} has {row.n_tokens} tokens and {len(row.routing)} bytes of routing"
         at += row.n_tokens
     if at != length:
         return [], f"{at} tokens in its chunks, {length} accepted"
@@ -183,4 +188,5 @@ def _one(rows: Sequence[ChunkRow]) -> ChunkRow:
         b"".join(row.tokens for row in rows),
         b"".join(row.logprobs for row in rows),
         b"".join(row.raw_logprobs for row in rows),
+        b"".join(row.routing for row in rows),
     )

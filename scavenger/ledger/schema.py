@@ -162,9 +162,9 @@ groups = Table(
     metadata,
     _key("group_id"),
     _int("run_id"),
-    _text("purpose"),
-    _int("step"),
-    _int("prompt_index"),
+    _text("purpose"),  # train | eval | turn
+    _int("step"),  # of a turn: the step that was under way when it was asked for
+    _int("prompt_index"),  # of a turn: the group's id
     _int("retry"),
     _int("created_version"),
     _int("version"),  # the one it goes on under, after adoption
@@ -189,7 +189,7 @@ samples = Table(
     _int("sample_index"),
     _text(
         "state"
-    ),  # open | complete | consumed | filtered | masked | evaluated | surplus | superseded | poisoned
+    ),  # open | complete | consumed | filtered | masked | evaluated | served | surplus | superseded | poisoned
     _text("reason"),
     _text("finish"),  # "" | stop | length
     _int("accepted_len"),  # derived, tokens
@@ -257,7 +257,7 @@ move_log = Table(
 
 #: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the
 #: row number, because a unique composite key costs several times the insert itself; that offsets join up is proved by the core, by
-#: every snapshot, by compaction and by `ledger check`. Three empty payloads: the sample's contents were dropped or purged.
+#: every snapshot, by compaction and by `ledger check`. Empty payloads: the sample's contents were dropped or purged.
 chunks = Table(
     "chunks",
     metadata,
@@ -272,7 +272,38 @@ chunks = Table(
     _bytes("tokens"),  # int32
     _bytes("logprobs"),  # float32, under the sampling distribution
     _bytes("raw_logprobs"),  # float32, under the raw model
+    #: Experts of each token, as many bytes for each; empty where engines do not report them, null in rows of before revision 0002.
+    Column("routing", LargeBinary, nullable=True),
     Index("ix_chunks_sample", "sample_id"),
+)
+
+# ---------------------------------------------------------------- episodes
+
+episodes = Table(
+    "episodes",
+    metadata,
+    _key("episode_id"),
+    _int("run_id"),
+    _text("name"),
+    _text("state"),  # open | ended | stopped
+    _text("reason"),
+    _time("begun_at"),
+    _maybe_time("ended_at"),
+    Index("ix_episodes_run", "run_id", "state"),
+)
+
+#: A turn is a group of `groups`, with its samples, leases and chunks; this is its place in an episode.
+turns = Table(
+    "turns",
+    metadata,
+    _key("group_id"),
+    _int("episode_id"),
+    _int("run_id"),
+    _int("number"),  # from 1 within the episode
+    _bytes("request"),  # SHA-256 of what names the caller's request
+    _bytes("content"),  # SHA-256 of what it asked for
+    _time("begun_at"),
+    Index("ix_turns_episode", "episode_id"),
 )
 
 # ---------------------------------------------------------------- workers, jobs, cluster

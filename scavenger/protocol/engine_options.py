@@ -90,9 +90,27 @@ PLAIN = frozenset(
         "performance_mode",
         "pipeline_parallel_size",
         "prefix_caching_hash_algo",
+        "quantization",
         "stream_interval",
         "watermark",
     }
+)
+#: vLLM's ways to quantise weights as it loads them. All others need files that were quantised before.
+ONLINE = (
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "mxfp8",
+    "nvfp4_per_token",
+)
+#: Under which an engine does not tell the experts of its tokens.
+ROUTING_FORBIDS = (
+    "decode_context_parallel_size",
+    "enable_eplb",
+    "pipeline_parallel_size",
+    "speculative_config",
 )
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _LARGE = 2**53
@@ -108,6 +126,11 @@ def fault(
             return f"engine.vllm: {name[:64]!r} is no option of vLLM's", "write options as vLLM's Python does"
         if name in OWNED:
             return f"engine.vllm.{name} cannot be set: {OWNED[name]}", "remove it"
+        if name == "quantization" and options[name] not in (*ONLINE, None):
+            return (
+                f"engine.vllm.quantization = {options[name]!r} needs weights that were quantised before, and engines get the trainer's",
+                f"set one of {', '.join(ONLINE)}",
+            )
         if harvested and name not in allowed and not (name in PLAIN and _is_plain(options[name])):
             why = "its value is no number, switch or plain word" if name in PLAIN else "it is none of those"
             return (

@@ -70,9 +70,9 @@ class CountedTokens(TokenBuffer):
     def forget(self, count: int) -> None:
         self._count -= count
 
-    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes]:
+    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes, bytes]:
         tokens = zeros(stop - first)
-        return tokens, tokens, tokens
+        return tokens, tokens, tokens, b""
 
 
 @dataclass(frozen=True, slots=True)

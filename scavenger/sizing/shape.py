@@ -62,6 +62,11 @@ class ModelShape:
         return self.kv_heads * self.head_dim or self.hidden
 
     @property
+    def routing_nbytes(self) -> int:
+        """What says which experts a token went to: a byte each, two where there are more than 256; 0 without experts."""
+        return self.sparse_layers * self.chosen * (1 if self.experts <= 256 else 2)
+
+    @property
     def root(self) -> int:
         """Weights outside of the layers: embeddings, output head, the last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden

@@ -6,10 +6,11 @@ the engines had, or nothing comes out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,12 @@ def write(
     *,
     shard_nbytes: int = SHARD_NBYTES,
 ) -> Path:
-    """Write the version to the new folder `out`, with the small files of the folder `model`. Nothing is left behind on an error.
+    """Write the version to the new (or empty) folder `out`, with the small files of the folder `model`. Nothing is left behind on an error.
 
     A tokenizer.json that the version holds is written as that file.
 
-    Raises `WeightsError` when `out` exists, a byte is not the manifest's, or `model` is no Hugging Face folder.
+    Raises `WeightsError` when `out` holds anything, a byte is not the manifest's, or `model` is no Hugging Face folder.
     """
-    if out.exists():
-        raise WeightsError(f"{out} exists", "name a new folder")
     if manifest.adapter is not None:
         raise WeightsError(
             f"version {manifest.version} holds adapters alone, of base {manifest.adapter.base.hex()}",
@@ -109,20 +108,38 @@ def write(
             f"the bytes of version {manifest.version} are not its manifest's",
             "they were damaged; export another version",
         )
-    part = out.with_name(f".{out.name}.part{os.getpid()}")
-    part.mkdir(parents=True)
-    try:
+    with new_folder(out) as part:
         _write_tensors(manifest, blob, part, shard_nbytes)
-        for name in COMPANIONS:
-            if model is not None and (model / name).is_file():
-                shutil.copyfile(model / name, part / name)
+        if model is not None:
+            copy_companions(model, part)
         for tensor in manifest.tensors:
             if tensor.name == files.TOKENIZER:
                 (part / "tokenizer.json").write_bytes(blob[tensor.offset : tensor.offset + tensor.nbytes])
-        part.rename(out)
+    return out
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` as a whole; nothing is left behind on an error.
+
+    Raises `WeightsError` when `out` is there and is not an empty folder.
+    """
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise WeightsError(f"{out} exists and is not an empty folder", "name a new or an empty folder")
+    part = out.with_name(f".{out.name}.part{os.getpid()}")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(out)  # over an empty folder too
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return out
+
+
+def copy_companions(model: Path, folder: Path, without: Collection[str] = ()) -> None:
+    """The small files of a model's folder, as far as it has them."""
+    for name in COMPANIONS:
+        if name not in without and (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
 
 
 def _write_tensors(manifest: Manifest, blob: memoryview, folder: Path, shard_nbytes: int) -> None:

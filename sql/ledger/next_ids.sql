@@ -3,4 +3,5 @@ SELECT
     (SELECT COALESCE(MAX(run_id), 0) + 1 FROM runs) AS next_run_id,
     (SELECT COALESCE(MAX(group_id), 0) + 1 FROM groups) AS next_group_id,
     (SELECT COALESCE(MAX(sample_id), 0) + 1 FROM samples) AS next_sample_id,
-    (SELECT COALESCE(MAX(worker_id), 0) + 1 FROM workers) AS next_worker_id;
+    (SELECT COALESCE(MAX(worker_id), 0) + 1 FROM workers) AS next_worker_id,
+    (SELECT COALESCE(MAX(episode_id), 0) + 1 FROM episodes) AS next_episode_id;

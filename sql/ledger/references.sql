@@ -27,6 +27,12 @@ SELECT 'groups without their prompt that were not purged', count(*)
 FROM groups g
 WHERE length(g.prompt) = 0 AND EXISTS (SELECT 1 FROM samples s WHERE s.group_id = g.group_id AND COALESCE(s.contents, '') <> 'purged')
 UNION ALL
+SELECT 'turns without their group', count(*)
+FROM turns u LEFT JOIN groups g ON g.group_id = u.group_id AND g.run_id = u.run_id WHERE g.group_id IS NULL
+UNION ALL
+SELECT 'turns without their episode', count(*)
+FROM turns u LEFT JOIN episodes e ON e.episode_id = u.episode_id AND e.run_id = u.run_id WHERE e.episode_id IS NULL
+UNION ALL
 SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
 UNION ALL
 SELECT 'steps of an attempt that was never granted', count(*)

@@ -128,6 +128,19 @@ UPDATE samples
 SET state='complete', reason='', advantage=NULL, ended_step=0, ended_attempt=0, ended_at=NULL
 WHERE samples.sample_id = :p_sample_id;
 
+-- EpisodeBegun
+INSERT INTO episodes (episode_id, run_id, name, state, reason, begun_at)
+VALUES (:p_episode_id, :p_run_id, :p_name, 'open', '', :p_at);
+
+-- EpisodeEnded
+UPDATE episodes
+SET state=:p_state, reason=:p_reason, ended_at=:p_at
+WHERE episodes.episode_id = :p_episode_id;
+
+-- TurnBegun
+INSERT INTO turns (group_id, episode_id, run_id, number, request, content, begun_at)
+VALUES (:p_group_id, :p_episode_id, :p_run_id, :p_number, :p_request, :p_content, :p_at);
+
 -- WorkerJoined
 INSERT INTO workers (worker_id, run_id, kind, intent_id, session, incarnation, job_id, node, gpus, engine, slot,
     joined_at, reason, samples, salvaged, regenerated)

@@ -26,7 +26,15 @@ def chunk(
     """`n` tokens whose ids say where they belong."""
     tokens = pack_tokens(sample_id * 1000 + offset + i for i in range(n))
     logprobs = pack_logprobs(-0.5 - offset - i for i in range(n))
-    return r.ChunkAccepted(sample_id, epoch, offset, tokens, logprobs, logprobs, version, worker_id, at)
+    routing = routed(offset, n)
+    return r.ChunkAccepted(
+        sample_id, epoch, offset, tokens, logprobs, logprobs, version, worker_id, at, routing
+    )
+
+
+def routed(offset: int, n: int) -> bytes:
+    """Three bytes a token that say its place."""
+    return bytes(part for i in range(offset, offset + n) for part in (i % 256, 1, 2))
 
 
 def answer(sample_id: int, n: int) -> bytes:
@@ -157,7 +165,16 @@ def moved_at_once() -> list[r.Record]:
 
 def everything() -> list[list[r.Record]]:
     """The whole history, as the submissions of a daemon."""
-    return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once()]
+    return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once(), an_episode()]
+
+
+def an_episode() -> list[r.Record]:
+    """An episode of which the first group is a turn, begun and ended."""
+    return [
+        r.EpisodeBegun(1, 1, "sorting-1", T0 + 20),
+        r.TurnBegun(10, 1, 1, 1, b"\1" * 32, b"\2" * 32, T0 + 20),
+        r.EpisodeEnded(1, "ended", "its gateway ended it", T0 + 21),
+    ]
 
 
 class Witness:

@@ -33,6 +33,7 @@ from tests.ledger.examples import (
     moved_group,
     preempted,
     prologue,
+    routed,
     written,
 )
 
@@ -45,7 +46,7 @@ def snapshot(url: str) -> r.Snapshot:
         engine.dispose()
 
 
-def payloads(url: str, *sample_ids: int) -> dict[int, tuple[bytes, bytes, bytes]]:
+def payloads(url: str, *sample_ids: int) -> dict[int, tuple[bytes, bytes, bytes, bytes]]:
     engine = open_engine(url)
     try:
         return read_payloads(engine, sample_ids)
@@ -246,9 +247,14 @@ def test_a_trainer_that_says_which_checkpoints_are_kept_is_believed(
 def test_chunks_that_do_not_join_are_an_error_that_names_the_sample(
     offsets: list[tuple[int, int]], complaint: str
 ) -> None:
-    pieces = [(start, bytes(4 * n), bytes(4 * n), bytes(4 * n)) for start, n in offsets]
+    pieces = [(start, bytes(4 * n), bytes(4 * n), bytes(4 * n), b"") for start, n in offsets]
     with pytest.raises(LedgerError, match=f"sample 77: .*{complaint}"):
         join_chunks(77, pieces, 6)
+
+
+def test_a_chunk_whose_tokens_have_not_the_same_routing_is_an_error() -> None:
+    with pytest.raises(LedgerError, match="sample 77: the chunk at 0 has not the same routing"):
+        join_chunks(77, [(0, bytes(8), bytes(8), bytes(8), b"abc")], 2)
 
 
 def test_tokens_of_named_samples_are_read_with_their_logprobs(url: str) -> None:
@@ -258,7 +264,8 @@ def test_tokens_of_named_samples_are_read_with_their_logprobs(url: str) -> None:
     assert sorted(found) == [11, 12, 21]
     assert found[11][0] == answer(11, 9)
     assert found[11][1] == found[11][2] == pack_logprobs(-0.5 - i for i in range(9))
-    assert (found[12][0], found[21]) == (answer(12, 4), (b"", b"", b""))
+    assert found[11][3] == routed(0, 9)
+    assert (found[12][0], found[21]) == (answer(12, 4), (b"", b"", b"", b""))
     assert payloads(url) == {}
 
 

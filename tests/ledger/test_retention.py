@@ -20,7 +20,7 @@ from scavenger.ledger import retention, store
 from scavenger.ledger.read import reader
 from scavenger.ledger.read.reports import check
 from scavenger.ledger.retention import ChunkRow, Policy, RetainedRun, RetainedSample, limit, merge, plan
-from tests.ledger.examples import T0, answer, chunk, group, witness, written
+from tests.ledger.examples import T0, answer, chunk, group, routed, witness, written
 from tests.ledger.histories import CHECKPOINTS, STEPS, answers, fetch, first_sample, keep, spoil, training
 
 COMPACT, DROP = Policy("compact", 0), Policy("drop", 0)
@@ -105,11 +105,14 @@ def test_merged_rows_are_one_a_lease_and_hold_every_token(cuts: list[tuple[int, 
     rows, at, epoch = [], 0, 1
     for n, moves in cuts:
         c = chunk(7, epoch, at, n, worker_id=epoch)
-        rows.append(ChunkRow(epoch, at, n, 1, epoch, T0 + at, c.tokens, c.logprobs, c.raw_logprobs))
+        rows.append(
+            ChunkRow(epoch, at, n, 1, epoch, T0 + at, c.tokens, c.logprobs, c.raw_logprobs, c.routing)
+        )
         at, epoch = at + n, epoch + moves
     merged, problem = merge(rows, at)
     assert problem == ""
     assert b"".join(row.tokens for row in merged) == answer(7, at)
+    assert b"".join(row.routing for row in merged) == routed(0, at)
     assert len(merged) == len({row.epoch for row in rows})
     for row in merged:
         mine = [x for x in rows if x.epoch == row.epoch]

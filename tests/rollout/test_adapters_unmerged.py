@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -137,7 +138,7 @@ def test_vllm_is_asked_for_the_least_rank_that_it_has_room_for() -> None:
 
     def given(rank: int) -> dict[str, Any]:
         spec = msgspec.structs.replace(kind.spec(), adapter_rank=rank)
-        found: dict[str, Any] = setup.arguments(spec, EngineHost("run"), setup.Path("/f"), config, True)
+        found: dict[str, Any] = setup.arguments(spec, EngineHost("run"), Path("/f"), config, True)
         return found
 
     assert [given(rank)["max_lora_rank"] for rank in (1, 2, 16, 17, 512)] == [1, 8, 16, 32, 512]
@@ -194,11 +195,11 @@ def test_tokens_are_those_of_merged_weights_also_after_a_move_and_a_new_version(
             await unmerged.load(4, views)
             await merged.load(4, views)
             assert not unmerged._ready
-            one, two = [
-                (await finish(engine, request(0, GREEDY, accepted=before)))[0]
+            left, right = [
+                (await finish(engine, request(0, GREEDY, accepted=before)))[0].token_ids
                 for engine in (merged, unmerged)
             ]
-            assert one.token_ids == two.token_ids, "it goes on under the new version, as anywhere else"
+            assert left == right, "it goes on under the new version, as anywhere else"
         finally:
             await merged.close()
             await unmerged.close()

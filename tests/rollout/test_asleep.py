@@ -63,7 +63,7 @@ class Llm:
         self.held = dict(sums)
         if self.misplaces:
             self.flip()
-        return [(sums, self.held, {}, sums)]
+        return [(sums, self.held, {}, sums, self.held)]
 
     def flip(self) -> None:
         """One weight of those that it holds is another one."""

@@ -83,6 +83,7 @@ async def finish(engine: Engine, *requests: Request, never: tuple[int, ...] = ()
             tuple(x for d in deltas for x in d.raw_logprobs),
             deltas[-1].finish,
             deltas[-1].error,
+            b"".join(d.routing for d in deltas),
         )
         for handle, deltas in parts.items()
     }

@@ -20,6 +20,7 @@ from scavenger.protocol.worker.events import (
     KeyRefused,
     Loaded,
     LoadFailed,
+    LogNote,
     Received,
     Terminate,
     Unreachable,
@@ -144,6 +145,16 @@ def test_a_refusal_that_may_pass_is_tried_again() -> None:
     t = Talk()
     t.do(Connected())
     assert of(Connect, t.hear(wire.Rejected("not open yet", "", retry=True)))
+
+
+def test_a_worker_that_is_turned_away_again_and_again_says_why_once() -> None:
+    t = Talk()
+    for reason in ("run 'r' is not open",) * 9 + ("this key registers again and again",):
+        t.do(Connected())
+        t.hear(wire.Rejected(reason, "", retry=True))
+        t.wait(1.0)
+    notes = [note.detail for note in of(LogNote, t.log) if note.event == "rejected"]
+    assert notes == ["run 'r' is not open; trying again", "this key registers again and again; trying again"]
 
 
 def test_a_worker_that_is_turned_away_for_too_long_leaves_and_says_why() -> None:

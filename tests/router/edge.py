@@ -324,7 +324,12 @@ class ScriptedWorker(threading.Thread):
                 finish = "length" if stop == lease.sampling.max_tokens else None
                 chunks.append(
                     messages.Chunk(
-                        i, lease.epoch, start, lease.version, *payload(i, start, stop - start), finish=finish
+                        i,
+                        lease.epoch,
+                        start,
+                        lease.version,
+                        *payload(i, start, stop - start)[:3],
+                        finish=finish,
                     )
                 )
                 self.leases[i] = (lease, stop)

@@ -74,19 +74,21 @@ def token(sample_id: int, position: int) -> int:
     return (sample_id * 31 + position * 7) % 97
 
 
-def payload(sample_id: int, offset: int, n: int) -> tuple[bytes, bytes, bytes]:
+def payload(sample_id: int, offset: int, n: int) -> tuple[bytes, bytes, bytes, bytes]:
     tokens = [token(sample_id, offset + i) for i in range(n)]
     return (
         pack_tokens(tokens),
         pack_logprobs([-0.5 - t for t in tokens]),
         pack_logprobs([-0.25 - t for t in tokens]),
+        b"",
     )
 
 
 def chunk_of(
     sample_id: int, epoch: int, version: int, offset: int, n: int, finish: str | None = None
 ) -> Chunk:
-    return Chunk(sample_id, epoch, offset, version, *payload(sample_id, offset, n), finish=finish)
+    tokens, logprobs, raw_logprobs, routing = payload(sample_id, offset, n)
+    return Chunk(sample_id, epoch, offset, version, tokens, logprobs, raw_logprobs, finish, routing)
 
 
 def open_body(

@@ -33,6 +33,7 @@ class Row:
     tokens: bytes = b""
     logprobs: bytes = b""
     raw_logprobs: bytes = b""
+    routing: bytes = b""
     finish: str = ""
     reward: float | None = None
     lease: tuple[int, int, int] | None = None
@@ -66,6 +67,8 @@ class Ledger:
         self.groups: dict[int, rec.GroupCreated] = {}
         self.group_versions: dict[int, int] = {}
         self.samples: dict[int, Row] = {}
+        self.episodes: dict[int, rec.EpisodeState] = {}
+        self.turns: dict[int, rec.TurnBegun] = {}
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
         self.taken: set[tuple[int, str, int]] = (
@@ -125,6 +128,21 @@ class Ledger:
                 self.group_versions[record.group_id] = record.version
             case rec.GroupDelivered():
                 self.delivered[record.group_id] = record.attempt
+            case rec.EpisodeBegun(episode_id=episode_id):
+                assert episode_id not in self.episodes
+                self.episodes[episode_id] = rec.EpisodeState(episode_id, record.run_id, record.name, "open")
+            case rec.EpisodeEnded(episode_id=episode_id):
+                assert self.episodes[episode_id].state == "open", "an episode ended twice"
+                self.episodes[episode_id] = msgspec.structs.replace(
+                    self.episodes[episode_id], state=record.state
+                )
+            case rec.TurnBegun():
+                assert self.episodes[record.episode_id].state == "open", "a turn of an episode that ended"
+                for before in self.turns.values():
+                    assert before.request != record.request or self._gone(before.group_id), (
+                        "a turn was made twice"
+                    )
+                self.turns[record.group_id] = record
             case rec.WorkerJoined():
                 assert record.worker_id not in self.workers
                 self.workers[record.worker_id] = record
@@ -134,6 +152,9 @@ class Ledger:
                 self.events.append(record)
             case _:
                 self._apply_sample(record)
+
+    def _gone(self, group_id: int) -> bool:
+        return all(row.state == "surplus" for row in self.samples.values() if row.group_id == group_id)
 
     def _apply_sample(self, record: rec.Record) -> None:
         match record:
@@ -167,6 +188,7 @@ class Ledger:
                 row.spans.append((record.worker_id, tokens))
                 row.logprobs += record.logprobs
                 row.raw_logprobs += record.raw_logprobs
+                row.routing += record.routing
             case rec.SampleFinished():
                 row = self.samples[record.sample_id]
                 assert row.state == "open"
@@ -239,6 +261,8 @@ class Ledger:
         newest: dict[tuple[int, str, int, int], int] = {}
         for row in self.samples.values():
             if row.state in ("superseded", "poisoned", "surplus"):
+                if self.groups[row.group_id].purpose == "turn":
+                    continue
                 made = self.groups[row.group_id]
                 key = (made.run_id, made.purpose, made.step, made.prompt_index)
                 newest[key] = max(made.retry, newest.get(key, 0))
@@ -249,7 +273,7 @@ class Ledger:
 
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
         return {
-            i: (r.tokens, r.logprobs, r.raw_logprobs)
+            i: (r.tokens, r.logprobs, r.raw_logprobs, r.routing)
             for i in sample_ids
             if (r := self.samples.get(i)) is not None
         }
@@ -289,7 +313,18 @@ class Ledger:
 
         joined = [r.worker_id for r in self.log if isinstance(r, rec.WorkerJoined)]
         ids = (after(self.runs), after(self.groups), after(self.samples), after(joined))
-        return rec.Snapshot(*ids, runs, groups, workers, (), self._takes())
+        is_open = {i for i, episode in self.episodes.items() if episode.state == "open"}
+        return rec.Snapshot(
+            *ids,
+            runs,
+            groups,
+            workers,
+            (),
+            self._takes(),
+            next_episode_id=after(self.episodes),
+            episodes=tuple(e for e in self.episodes.values() if e.run_id in active),
+            turns=tuple(t for t in self.turns.values() if t.episode_id in is_open and t.run_id in active),
+        )
 
 
 class StoredLedger(Ledger):

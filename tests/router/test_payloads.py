@@ -124,7 +124,7 @@ def test_messages_are_filled_with_as_many_tokens_as_the_core_said() -> None:
     bench.chunk(W1, lease, 0, 8, "length")
     (done,) = bench.take(1, GroupDone)
     (again,) = fill_group(done, (3,), store).samples
-    assert (again.tokens, again.logprobs, again.raw_logprobs) == payload(1, 0, 3)
+    assert (again.tokens, again.logprobs, again.raw_logprobs, again.routing) == payload(1, 0, 3)
 
 
 # ---------------------------------------------------------------- eviction and the core
@@ -153,7 +153,7 @@ def test_a_group_whose_tokens_are_in_the_ledger_only_is_delivered_whole(restarte
         bench.attach(wants=(1,))
     bench.attach(wants=(1,), conn=3)
     (done,) = bench.take(3, GroupDone)
-    assert (done.samples[0].tokens, done.samples[0].logprobs, done.samples[0].raw_logprobs) == payload(
+    assert (done.samples[0].tokens, done.samples[0].logprobs, done.samples[0].raw_logprobs, b"") == payload(
         1, 0, 8
     )
     assert bench.read_back >= 1
@@ -167,7 +167,7 @@ def test_a_replay_delivers_what_the_ledger_has() -> None:
     bench.publish(2, root_of=1)
     bench.submit(version=2)
     (done,) = bench.take(1, GroupDone)
-    assert [(s.tokens, s.logprobs, s.raw_logprobs) for s in done.samples] == [
+    assert [(s.tokens, s.logprobs, s.raw_logprobs, s.routing) for s in done.samples] == [
         payload(1, 0, 8),
         payload(2, 0, 8),
     ]

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from rollout.engines import account
 from scavenger import toml
+from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.demo.site import DemoSite, SiteOptions
@@ -129,6 +130,23 @@ def second_daemon(site: DemoSite) -> Iterator[subprocess.Popen[bytes]]:
         yield first
     finally:
         site.end_daemon(first)
+
+
+def engine_pid(site: DemoSite, job_id: int) -> int:
+    """The engine's process of a job on the local backend, of this site: another test's has jobs of the same numbers."""
+    mark = f"SCAVENGER_JOB_ID={job_id}"
+    table = processes.snapshot()
+    found = [
+        pid
+        for pid in table
+        if processes.has_variable(pid, mark)
+        and " -m rollout " in (title := processes.title(pid))
+        and str(site.state_dir) in title
+    ]
+    # A program that the engine is about to start is a copy of the engine until it runs.
+    engines = [pid for pid in found if table[pid].ppid not in found]
+    assert len(engines) == 1, f"job {job_id} has the engines {engines}"
+    return engines[0]
 
 
 def kill_daemon(site: DemoSite) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import processes
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import DemoSite, SiteOptions
@@ -42,23 +41,6 @@ def _events(site: DemoSite, kind: str) -> list[tuple[str, str]]:
 
 def _daemon_log(site: DemoSite) -> str:
     return (site.dir / "daemon.log").read_text(errors="replace")
-
-
-def _worker_pid(site: DemoSite, job_id: int) -> int:
-    """The engine's process of a job on the local backend, of this site: another test's has jobs of the same numbers."""
-    mark = f"SCAVENGER_JOB_ID={job_id}"
-    table = processes.snapshot()
-    found = [
-        pid
-        for pid in table
-        if processes.has_variable(pid, mark)
-        and " -m rollout " in (title := processes.title(pid))
-        and str(site.state_dir) in title
-    ]
-    # A program that the engine is about to start is a copy of the engine until it runs.
-    engines = [pid for pid in found if table[pid].ppid not in found]
-    assert len(engines) == 1, f"job {job_id} has the engines {engines}"
-    return engines[0]
 
 
 # ---------------------------------------------------------------- processes killed, replaced and stopped
@@ -172,7 +154,7 @@ def _stop_an_engine_until_its_samples_are_elsewhere(site: DemoSite) -> None:
         not lost
     ):  # the last samples of an engine may have ended just before it was stopped: then another one is
         worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
-        pid = _worker_pid(site, job)
+        pid = play.engine_pid(site, job)
         os.kill(pid, signal.SIGSTOP)
         try:
             lost = _lost_by_silence(site, worker)

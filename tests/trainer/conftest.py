@@ -62,8 +62,9 @@ def rng() -> random.Random:
 @pytest.fixture
 def signals() -> Iterator[None]:
     """The trainer runs in this process: its handlers go with it, and its process group where it failed, as with its own process."""
-    before = [signal.getsignal(number) for number in SIGNALS]
+    numbers = (*SIGNALS, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
     yield
     comm.disconnect()
-    for number, handler in zip(SIGNALS, before, strict=True):
+    for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)

@@ -84,7 +84,7 @@ def test_a_jsonl_file_is_shuffled_each_epoch_and_its_held_out_rows_kept_apart(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"prompt": "1"}\n', "data.jsonl:1: .*answer"),
+        ('{"answer": "1"}\n', "data.jsonl:1: .*prompt"),
         ("\n", "holds no prompt"),
         ("\nnonsense\n", "data.jsonl:2"),
     ],

@@ -10,9 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from pydantic import ValidationError
 
-from scavenger.config import RunConfig
+from scavenger.config import EvalSection, RewardSection, RunConfig, read_run
 from scavenger.errors import ConfigError
+from scavenger.protocol.messages import Sampling
+from trainer.algorithms.reward_pool import refuse_missing
+from trainer.algorithms.scoring import specs
 from trainer.data.prompts import PromptSource, open_tokenizer, stop_tokens
 
 TEMPLATE = (
@@ -77,8 +81,45 @@ def test_a_file_and_a_folder_hold_the_same_problems(model_folder: Path, tmp_path
     assert one.held_out() == other.held_out()
     assert one.digest == other.digest
     first = one.take(0, 1)[0]
-    assert first.meta.keys() == {"answer", "level", "row"}
-    assert first.meta["answer"] == int(first.text[:4])
+    assert first.meta.keys() == {"answer", "label", "level", "row"}, "columns keep their names"
+    assert first.meta["answer"] == first.meta["label"] == int(first.text[:4])
+    assert one.digest == "15328ac64b31b07a070b5fe7e3f6e1fe", "as 0.2.0 made it: its runs can be resumed"
+
+
+def test_rows_need_no_answer_and_every_column_keeps_its_name(model_folder: Path, tmp_path: Path) -> None:
+    """What a judge or tests of code reward. A column may have any name, `row` and `mode` among them."""
+    rows = [
+        {"prompt": f"{n}>", "tests": [n], "row": "mine", "mode": "hard", "answer": None} for n in range(6)
+    ]
+    source = problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows), problems=2))
+    (first,) = source.take(0, 1)
+    assert first.meta["tests"] == [int(first.text[0])]
+    assert (first.meta["row"], first.meta["mode"], first.meta["answer"]) == ("mine", "hard", None)
+    (spec, *_) = specs(source.held_out(), n=1, sampling=Sampling(4), mark={"mode": "greedy", "set": "x"})
+    meta = json.loads(spec.meta)
+    assert (meta["mode"], meta["set"]) == ("hard", "x")
+    other = [row | {"row": "yours"} for row in rows]
+    changed = problems_of(config_of(model_folder, write(tmp_path / "b.jsonl", other), problems=2))
+    assert changed.digest != source.digest
+
+
+def test_all_rows_have_an_answer_or_none_has(model_folder: Path, tmp_path: Path) -> None:
+    mixed: list[dict[str, Any]] = [{"prompt": "1"}, {"prompt": "2", "answer": 2}]
+    for rows, told in ((mixed, "it has 'answer' and a row before it has none"), (mixed[::-1], "it has none")):
+        with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{told}"):
+            problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows)))
+
+
+@pytest.mark.parametrize("function", ["exact", "math", "regex"])
+def test_a_verifier_without_a_column_to_compare_with_is_refused_before_the_start(function: str) -> None:
+    reward = RewardSection(function=f"trainer.verifiers:{function}")
+    with pytest.raises(ConfigError, match="compares with the column 'answer', and the rows have 'tests'"):
+        refuse_missing(reward, {"row": 0, "tests": []})
+    with pytest.raises(ConfigError, match="no column beside the prompt"):
+        refuse_missing(reward, {"row": 0})
+    refuse_missing(reward, {"answer": 1})
+    refuse_missing(reward.model_copy(update={"options": {"field": "tests"}}), {"tests": []})
+    refuse_missing(RewardSection(function="mine:judge"), {"row": 0})
 
 
 def test_held_out_problems_may_come_from_a_file_of_their_own(model_folder: Path, tmp_path: Path) -> None:
@@ -160,7 +201,8 @@ def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) 
     ("rows", "data", "why"),
     [
         ([{"question": "1", "answer": 1}], {}, r"a\.jsonl:1: no 'prompt'; there is 'question', 'answer'"),
-        ([{"prompt": "1", "gold": 1}], {"answer_field": "label"}, "no 'label'"),
+        ([{"prompt": "1", "gold": 1}], {"answer_field": "label"}, "no 'label'; there is 'prompt', 'gold'"),
+        ([{"prompt": None}], {}, "no 'prompt'; there is no other column"),
         ([{"prompt": 5, "answer": 1}], {}, "neither text nor a conversation"),
         ([{"prompt": [{"content": "1"}], "answer": 1}], {}, "neither text nor a conversation"),
     ],
@@ -284,3 +326,64 @@ def test_the_digest_is_the_same_on_another_day_where_the_template_writes_the_dat
 
     dated = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert digest(dated) == digest(dated) != digest(TEMPLATE)
+
+
+def test_an_evaluation_has_several_data_sets_with_names(model_folder: Path, tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", ROWS)
+    hard = write(tmp_path / "hard.jsonl", [{"task": f"{n}>"} for n in range(5)])
+    (tmp_path / "run.toml").write_text(
+        f"""
+[run]
+name = "r"
+steps = 1
+state_dir = "s"
+out_dir = "o"
+[model]
+path = "{model_folder}"
+context_length = 21
+[sampling]
+max_tokens = 8
+[data]
+task = "jsonl"
+path = "a.jsonl"
+prompt_field = "question"
+prompts_per_step = 2
+[eval]
+prompts = 2
+samples = 4
+[[eval.sets]]
+name = "hard"
+path = "hard.jsonl"
+prompt_field = "task"
+samples = 2
+[[eval.sets]]
+name = "few"
+path = "a.jsonl"
+prompts = 3
+"""
+    )
+    config = read_run(tmp_path / "run.toml")
+    assert [one.path for one in config.eval.sets] == [hard, train]
+    sets = problems_of(config).evaluations
+    assert [(one.name, one.samples, len(one.prompts)) for one in sets] == [
+        ("", 4, 2),
+        ("hard", 2, 5),
+        ("few", 4, 3),
+    ]
+    assert [task.index for one in sets for task in one.prompts] == list(range(10))
+    assert {task.text for task in sets[1].prompts} == {f"{n}>" for n in range(5)}
+    (tmp_path / "run.toml").write_text(
+        (tmp_path / "run.toml").read_text().replace("prompts = 3", "prompts = 10")
+    )
+    with pytest.raises(ConfigError, match=r"a\.jsonl has 9 rows, prompts = 10 wants more\n.*'few'"):
+        problems_of(read_run(tmp_path / "run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [(("a", "a"), "two are named 'a'"), (("reward",), "may be named 'reward'")]
+)
+def test_names_of_data_sets_that_metrics_cannot_tell_apart_are_refused(
+    names: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=told):
+        EvalSection.model_validate({"sets": [{"name": name, "path": "x"} for name in names]})

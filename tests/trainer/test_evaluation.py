@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import pytest
 
-from trainer.loop.metrics import Judgement, pass_at_k, summarise_evaluation
+from scavenger.ledger import redaction
+from trainer.loop.metrics import Judgement, pass_at_k, spread, summarise_evaluation
 
 
 @pytest.mark.parametrize(("n", "right", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (5, 4, 2), (4, 4, 4)])
@@ -28,3 +30,24 @@ def test_an_evaluation_s_figures() -> None:
         "eval_pass_at_4": 1.0,
     }
     assert summarise_evaluation([], [])["eval_sampled"] == 0.0
+
+
+def test_a_reward_below_1_may_count_as_solved_and_parts_and_sets_have_metrics_of_their_own() -> None:
+    sampled = [[Judgement(0.5, 3, False), Judgement(0.2, 3, False)], [Judgement(0.6, 3, False)]]
+    assert summarise_evaluation(sampled, [])["eval_pass_at_1"] == 0.0
+    found = summarise_evaluation(sampled, [], 0.5, [{"right": 1.0}, {"right": 0.0, "form": 0.5}], "math")
+    assert found["eval_math_pass_at_1"] == pytest.approx((1 / 2 + 1) / 2)
+    assert (found["eval_math_reward_right"], found["eval_math_reward_form"]) == (0.5, 0.5)
+    assert all(name.startswith("eval_math_") for name in found)
+
+
+def test_a_step_s_metrics_have_the_spread_of_its_rewards() -> None:
+    found = spread([1.0, 0.0, 0.5, 0.5])
+    assert found == {
+        "reward": 0.5,
+        "reward_std": pytest.approx(math.sqrt(0.125)),
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+    }
+    assert set(spread([]).values()) == {0.0}
+    assert found.keys() <= redaction.METRICS, "a purge keeps their names"

@@ -111,9 +111,10 @@ def test_masters_can_be_exported_in_their_own_type(
 def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner, _ = trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
     config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
-    assert export.export(config, tmp_path / "out", "auto", "float32").endswith(
-        ", adapters and base as published"
-    )
+    told = export.export(config, tmp_path / "out", "auto", "float32", merged=True)
+    assert told.endswith(", adapters and base as published")
+    assert "the whole model, adapters merged, of step-00000001, " in told
+    assert " tensors in float32, " in told
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
     assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
@@ -132,15 +133,16 @@ def test_weights_that_were_published_with_a_tokenizer_are_exported_and_compared_
     learner, state = trained(tmp_path, model, mesh, lora, tokenizer)
     assert state.root != _root(learner, b""), "the root covers it"
     config = config_of(tmp_path, model, lora={"rank": rank, "alpha": 4.0})
-    told = export.export(config, tmp_path / "out", "auto", "")
+    told = export.export(config, tmp_path / "out", "auto", "", merged=True)
     assert told.endswith("as published")
     assert f"{len(whole(learner))} tensors" in told
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == whole(learner).keys()
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer
     (model / "tokenizer.json").write_bytes(tokenizer + b" ")
-    with pytest.raises(WeightsError, match=r"model\.path is another model now"):
-        export.export(config, tmp_path / "other", "auto", "")
+    for merged in (True, False):
+        with pytest.raises(WeightsError, match=r"model\.path is another model now"):
+            export.export(config, tmp_path / "other", "auto", "", merged=merged)
 
 
 def test_adapters_of_another_base_are_not_exported(
@@ -174,6 +176,50 @@ def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, mesh: DeviceMe
     with pytest.raises(WeightsError, match="published with"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_adapters_are_an_adapter_folder_that_peft_reads(
+    dtype: str, model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    learner, _ = trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
+    config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
+    (tmp_path / "out").mkdir()
+    told = export.export(config, tmp_path / "out", "auto", dtype, step=1)
+    assert "an adapter folder (LoRA, rank 2, alpha 4), of step-00000001, " in told
+    assert f" tensors in {dtype or 'float32'}, for {model_folder}" in told
+    assert told.endswith("; as published")
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    }
+    assert not (tmp_path / "out" / "config.json").exists(), "it is no model"
+    kinds = {value.dtype for value in load_file(tmp_path / "out" / "adapter_model.safetensors").values()}
+    assert kinds == {torch.bfloat16 if dtype else torch.float32}
+    base = load_model(model_folder, torch.float32)
+    with_adapters = peft.PeftModel.from_pretrained(base, str(tmp_path / "out"))
+    model = with_adapters.merge_and_unload()
+    bound = 1e-2 if dtype else 1e-6
+    for name, value in whole(learner).items():
+        torch.testing.assert_close(model.get_parameter(name), value, rtol=bound, atol=bound)
+
+
+def test_any_step_is_exported_and_one_that_is_not_kept_is_told(
+    model_folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    trained(tmp_path / "x" / "local", model_folder, mesh)
+    config = config_of(tmp_path / "x" / "local", model_folder)
+    assert "the whole model, of step-00000001, " in export.export(
+        config, tmp_path / "out", "auto", "", step=1
+    )
+    with pytest.raises(ConfigError, match=r"no complete checkpoint of step 7; there is 1\n"):
+        export.export(config, tmp_path / "other", "auto", "", step=7)
+    with pytest.raises(WeightsError, match="exists and is not an empty folder"):
+        export.export(config, tmp_path / "out", "auto", "")
+    with pytest.raises(ConfigError, match="a try with --local has some: add --local"):
+        export.export(config_of(tmp_path / "x", model_folder), tmp_path / "other", "auto", "")
 
 
 def test_the_command_says_what_is_missing(model_folder: Path, tmp_path: Path) -> None:

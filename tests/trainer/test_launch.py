@@ -260,6 +260,33 @@ until(lambda: lives.read_text() == "0 1 ")
     assert "launch: reserved engine 0 is ended: it did not acknowledge" in done.stdout
 
 
+def test_a_run_that_succeeded_says_finished_last_and_its_engines_end_without_a_word(tmp_path: Path) -> None:
+    """The daemon lets them go when the run is closed, and would refuse another one; the ranks take seconds to end after that."""
+    gone, lives = tmp_path / "gone", tmp_path / "lives"
+    rank = tmp_path / "rank.py"
+    rank.write_text(f"""
+import os, pathlib, time
+from trainer import engine_control
+engines = engine_control.of_job(os.environ)
+engines.want(True)
+while not pathlib.Path({str(lives)!r}).exists():
+    time.sleep(0.01)
+print("finished: 1 steps", flush=True)
+engines.run_ends()
+pathlib.Path({str(gone)!r}).touch()
+time.sleep(2.5)  # longer than the wait after which an engine is started again
+""")
+    engine = f"echo life >> {lives}; while ! [ -e {gone} ]; do sleep 0.05; done; exit 0"
+    fake = fake_python(tmp_path, f'case "$2" in trainer) exec {sys.executable} {rank};; *) {engine};; esac')
+    script, environ = job(tmp_path, fake)
+    done = subprocess.run(script, env=environ, timeout=90, check=False, capture_output=True, text=True)
+    assert (done.returncode, lives.read_text()) == (0, "life\n"), done.stderr
+    said = done.stdout.splitlines()
+    assert said[-2:] == ["finished: 1 steps", "launch: the run is finished; its engines have ended"]
+    assert not [line for line in said if "reserved engine" in line]
+    assert done.stderr == ""
+
+
 def test_a_job_whose_every_engine_is_refused_ends_with_their_reason(tmp_path: Path) -> None:
     fake = fake_python(
         tmp_path,

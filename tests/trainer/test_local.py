@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from scavenger import config as configs
+from scavenger.ledger import store
+from scavenger.ledger.read import reader, reports
 from scavenger.weights import files
 from tests.trainer.test_step import TIMES
 from trainer import export
@@ -79,6 +81,8 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(
         ("eval", 2),
     ]
     assert whole[1]["tokens"] > 0
+    assert whole[1]["reward_min"] <= whole[1]["reward"] <= whole[1]["reward_max"]
+    assert whole[0]["seconds"] > 0
     log = tmp_path / "whole" / "local" / "samples.jsonl"
     assert log.stat().st_mode & 0o777 == 0o600
     kept = [json.loads(line) for line in log.read_text().splitlines()]
@@ -160,6 +164,30 @@ def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path,
         ("train", 1),
         ("eval", 1),
     ]
+
+
+def test_a_try_is_kept_and_a_second_one_says_that_it_goes_on(model_folder: Path, tmp_path: Path) -> None:
+    """What `scavenger samples` and every other reading command show of it, by the configuration in its folder."""
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    first = run_local(path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines()[-1].startswith("finished: 1 steps")
+    path = write_run(tmp_path, model_folder, steps=2, out="x")
+    again = run_local(path)
+    assert again.returncode == 0, again.stderr
+    assert "after step 1 (--resume none starts over)" in again.stdout
+    assert f"scavenger samples {path} --local" in again.stdout
+    url = configs.read_daemon(tmp_path / "x" / "local" / "scavenger.toml").ledger_url
+    assert reports.check(url) == []
+    engine = store.open_readonly(url)
+    rows = [reader.samples_of_step(engine, "local", step) for step in (1, 2)]
+    run = reader.run_by_name(engine, "local")
+    engine.dispose()
+    assert [len(of_step) for of_step in rows] == [12, 12]
+    assert all(row.tokens and row.reward is not None for of_step in rows for row in of_step)
+    assert run is not None
+    assert (run.state, run.attempt, run.last_step) == ("finished", 2, 2)
+    assert [entry["attempt"] for entry in metrics(tmp_path, "x")] == [1, 1, 1, 2, 2]
 
 
 def test_a_missing_model_is_an_error_with_its_remedy(

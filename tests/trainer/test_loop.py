@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.router.harness import root, started
 from tests.router.moves import W1, finish_all
 from trainer.algorithms.scoring import Judged
 from trainer.checkpoint import checkpoint
-from trainer.data.prompts import PromptTask
+from trainer.data.prompts import EvalPrompts, PromptTask
 from trainer.loop import run
 
 DONE = messages.DoneSample(1, 0, b"", b"", b"", "stop", 0)
@@ -73,8 +73,7 @@ class Script:
     def set_reserved(self, awake: bool) -> None:
         pass
 
-    def held_out(self) -> list[PromptTask]:
-        return [PromptTask(index=0, text="1", tokens=(1,), meta={})]
+    evaluations: ClassVar = [EvalPrompts("", 1, (PromptTask(index=0, text="1", tokens=(1,), meta={}),))]
 
     def take(self, position: int, count: int) -> list[PromptTask]:
         self.taken.append((position, count))

@@ -21,7 +21,7 @@ from tests.trainer.test_local import write_run
 from trainer.checkpoint import checkpoint
 from trainer.local import LocalRun
 from trainer.loop.comm import Solo
-from trainer.loop.ending import SIGNALS, SIGTERM_EXIT, Ending
+from trainer.loop.ending import SIGINT_EXIT, SIGNALS, SIGTERM_EXIT, Ending, EndRequested
 
 
 def config(**weights: str) -> RunConfig:
@@ -147,7 +147,12 @@ def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(
 
 
 def ended(
-    run_toml: Path, number: signal.Signals, purpose: str, step: int, monkeypatch: pytest.MonkeyPatch
+    run_toml: Path,
+    number: signal.Signals,
+    purpose: str,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int = SIGTERM_EXIT,
 ) -> bool:
     """A trainer that gets the signal when the first groups of that step, or evaluation, have come. Returns whether it closed the run."""
     poll, submit, closed = LocalRun.poll, LocalRun.submit, []
@@ -170,7 +175,7 @@ def ended(
         patch.setattr(LocalRun, "submit", submitted)
         patch.setattr(LocalRun, "poll", polled)
         patch.setattr(LocalRun, "close_run", lambda *args: closed.append(args))
-        assert program.main([str(run_toml), "--local"]) == SIGTERM_EXIT
+        assert program.main([str(run_toml), "--local"]) == code
     return bool(closed)
 
 
@@ -233,3 +238,85 @@ def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(
     path = write_run(tmp_path, model_folder, steps=1, out="x")
     assert not ended(path, signal.SIGTERM, "eval", 0, monkeypatch)
     assert checkpoint.found(tmp_path / "x" / "local") == []
+
+
+def test_ctrl_c_saves_the_whole_steps_of_a_local_try_and_ends_in_one_line(
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    signals: None,
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=3, out="x")
+    path.write_text(path.read_text().replace("every = 1", "every = 100"))
+    assert not ended(path, signal.SIGINT, "train", 2, monkeypatch, SIGINT_EXIT), "the run stays open"
+    said = capsys.readouterr()
+    saved = tmp_path / "x" / "local" / "checkpoints" / checkpoint.name(1)
+    assert (
+        said.out.splitlines()[-1]
+        == f"stopped by Ctrl-C; saved as {saved}: the same command goes on from there"
+    )
+    assert "Traceback" not in said.out + said.err
+    assert program.main([str(path), "--local"]) == 0
+    told = capsys.readouterr().out
+    assert f"resumed from {saved}, after step 1 (--resume none starts over)" in told
+
+
+def test_ctrl_c_before_a_step_is_done_and_a_second_one_leave_no_traceback(
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    signals: None,
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    assert not ended(path, signal.SIGINT, "eval", 0, monkeypatch, SIGINT_EXIT)
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("stopped by Ctrl-C before the first step was done")
+    )
+    ending = Ending()
+    ending.note(signal.SIGINT, None)
+    with pytest.raises(EndRequested):
+        ending.check()
+    with pytest.raises(KeyboardInterrupt):
+        ending.note(signal.SIGINT, None)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "make_learner", interrupted)
+    assert program.main([str(path), "--local"]) == SIGINT_EXIT
+    assert capsys.readouterr().err.splitlines() == ["stopped by Ctrl-C"]
+
+
+RAISES_LATER = """
+calls = 0
+def reward(prompt, completion, meta):
+    global calls
+    calls += 1
+    if calls > 24:  # an evaluation of 8 completions, a step of 12, and a third of the next
+        raise RuntimeError("the judge is gone")
+    return calls % 2
+"""
+
+
+def test_a_reward_beside_run_toml_that_raises_leaves_the_steps_before_it_saved(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], signals: None
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=9, out="x")
+    text = path.read_text().replace("every = 1", "every = 100")
+    text = (
+        text.replace("tests.trainer.digits:first_digits", "beside_run:reward")
+        + "retries = 0\nprocesses = 1\n"
+    )
+    path.write_text(text)
+    (tmp_path / "beside_run.py").write_text(RAISES_LATER)
+    assert program.main([str(path), "--local"]) == 1
+    said = capsys.readouterr()
+    assert "it raised RuntimeError" in said.err
+    done = [entry["step"] for entry in lines(tmp_path / "x" / "local", "train")]
+    assert done, "a step was done"
+    assert checkpoint.steps(tmp_path / "x" / "local") == [done[-1]]
+    assert f"the weights after step {done[-1]} are saved; the next start goes on from there" in said.out

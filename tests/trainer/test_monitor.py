@@ -17,7 +17,15 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.protocol import messages
 from trainer.loop.metrics import Capacity, TokenSources, alarm
-from trainer.loop.monitor import Monitor, MonitorEntry, SinkFailed, TensorBoard, WeightsAndBiases, chosen
+from trainer.loop.monitor import (
+    Monitor,
+    MonitorEntry,
+    SinkFailed,
+    TensorBoard,
+    WeightsAndBiases,
+    as_line,
+    chosen,
+)
 
 METRICS = {
     "reward": 0.25,
@@ -92,7 +100,8 @@ def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(
     out = Screen(terminal)
     write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 5.0))
     assert out.getvalue().splitlines() == [
-        "step 1/4  reward 0.250  loss +3.000000e-01  tokens 12  length 3.0  moved 1  2.0 s (wait 1.0, train 0.5, publish 0.10)",
+        "step 1/4  reward 0.250  loss +3.000000e-01  tokens 12  length 3.0  moved 1  2.10 s "
+        "(wait 1.00, train 0.50, publish 0.10, other 0.50)",
         "eval after step 1: sampled 0.500, greedy 0.750",
     ]
     write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 6.0), first=2)
@@ -113,6 +122,26 @@ def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(
         ("train", 2),
         ("eval", 2),
     ], "appended"
+
+
+def test_a_step_s_line_says_where_its_seconds_went_rewards_included() -> None:
+    spent = {"seed": 3.0, "wait": 0.0, "reward": 4.0, "train": 2.0, "update": 0.5, "checkpoint": 1.0}
+    metrics = METRICS | {f"seconds_{what}": value for what, value in spent.items()} | {"seconds": 9.5}
+    line = as_line(MonitorEntry("train", 1, 1, 0.0, metrics | {"reward_std": 0.5}), 4)
+    assert "  reward 0.250 +- 0.500  " in line
+    assert line.endswith(
+        "10.6 s (generate 3.0, reward 4.0, train 2.0, update 0.5, publish 0.1, checkpoint 1.0)"
+    )
+
+
+def test_an_evaluation_s_line_names_each_data_set() -> None:
+    metrics = {"eval_sampled": 0.5, "eval_greedy": 0.75, "eval_pass_at_1": 0.25}
+    metrics |= {"eval_code_sampled": 0.1, "eval_code_greedy": 0.2}
+    line = as_line(MonitorEntry("eval", 3, 1, 0.0, metrics), 4)
+    assert (
+        line
+        == "eval after step 3: sampled 0.500, greedy 0.750, solved 25.0%; code: sampled 0.100, greedy 0.200"
+    )
 
 
 def test_a_terminal_gets_the_lines_and_a_bar_of_the_steps(tmp_path: Path) -> None:

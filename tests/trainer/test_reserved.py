@@ -145,6 +145,23 @@ def test_an_engine_s_last_words_are_found_among_what_it_wrote(said: str, expecte
     assert reserved.reason(said) == expected
 
 
+@pytest.mark.parametrize(("code", "said"), [(0, ""), (78, ""), (70, "ended with status 70")])
+def test_an_engine_that_ends_with_its_run_is_no_news_unless_it_failed(
+    code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = reserved.ReservedEngine(
+        [sys.executable, "-S", "-c", f"raise SystemExit({code})"], os.environ, 0, 1
+    )
+    engine.tend(0.0)
+    assert engine.process is not None
+    engine.process.wait(90)
+    engine.tend(0.0, may_start=False, ending=True)
+    assert engine.process is None
+    out = capfd.readouterr().out
+    assert said in out
+    assert bool(out) == bool(said)
+
+
 def test_an_engine_is_started_again_after_every_end_in_its_own_slot(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -297,3 +297,20 @@ def test_options_are_keywords_part_of_the_version_and_checked_at_the_start() -> 
         RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options={"patern": "x"}),
     ):
         pass
+
+
+def test_a_module_is_found_in_the_run_s_folder_with_its_neighbours_and_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "of_the_run.py").write_text(
+        "import beside\ndef f(prompt, completion, meta):\n    return beside.VALUE\n"
+    )
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    (tmp_path / "trainer").mkdir()  # a folder of that name is no module of ours
+    with RewardRunner("of_the_run:f", timeout_s=10.0, retries=0, folder=tmp_path) as rewards:
+        assert rewards.score("", "", {}) == 3.0
+    with RewardRunner("trainer.verifiers:exact", timeout_s=10.0, retries=0, folder=tmp_path) as rewards:
+        assert rewards.score("", "1", {"answer": 1}) == 1.0
+    with (
+        pytest.raises(ConfigError, match=f"put its module into {tmp_path}, or where the trainer's Python"),
+        RewardRunner("no_such_module:f", timeout_s=10.0, retries=0, folder=tmp_path),
+    ):
+        pass

@@ -23,13 +23,15 @@ from typing import Any
 from blake3 import blake3
 
 from scavenger.config import RewardSection
-from scavenger.errors import RewardError, RewardTimeout
+from scavenger.errors import ConfigError, RewardError, RewardTimeout
 from trainer.algorithms.rewards import Parts, Reward, RewardRunner
 
 #: Processes of a function unless the run says how many.
 MOST_DEFAULT_PROCESSES = 8
 #: What threads have to end in once their processes are killed.
 JOIN_S = 10.0
+#: Functions that compare a completion with a column, the one that their option `field` names.
+VERIFIERS = tuple(f"trainer.verifiers:{name}" for name in ("exact", "regex", "math"))
 #: The step of what ends a thread: before every other.
 _END = -1
 
@@ -222,6 +224,21 @@ class RewardPool:
         return Reward(value, {name: value for name, (value, _) in sorted(parts.items()) if name}, late)
 
 
+def refuse_missing(reward: RewardSection, meta: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` where a function of `trainer.verifiers` compares with a column that the row `meta` lacks."""
+    chosen = [(one.function, one.options) for one in reward.functions] or [(reward.function, reward.options)]
+    for function, options in chosen:
+        field = options.get("field", "answer")
+        if function in VERIFIERS and meta.get(str(field)) is None:
+            there = ", ".join(
+                repr(name) for name, value in meta.items() if name != "row" and value is not None
+            )
+            raise ConfigError(
+                f"{function} compares with the column {field!r}, and the rows have {there or 'no column beside the prompt'}",
+                "name the column in data.answer_field (or in the function's option `field`), or choose another reward.function",
+            )
+
+
 def open_pool(
     reward: RewardSection, *, retries: int | None = None, processes: int | None = None
 ) -> RewardPool:
@@ -235,6 +252,7 @@ def open_pool(
             options=options,
             memory_gb=reward.memory_gb,
             start_timeout_s=reward.start_timeout_s,
+            folder=reward.path,
         )
 
     most = processes or reward.processes or default_processes()

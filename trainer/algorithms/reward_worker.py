@@ -1,6 +1,5 @@
 """The process that calls a reward function: `python -m trainer.algorithms.reward_worker module:function MEMORY OPTIONS
-TIMEOUT`. Started by
-`trainer.algorithms.rewards` only.
+TIMEOUT FOLDER`. Started by `trainer.algorithms.rewards` only.
 
 Frames come on standard input and go to standard output, by descriptors of this process's own: the function, and what it starts, read an
 empty input, and what they print goes to standard error, so they cannot break a frame. Nor does a copy of this process that the function
@@ -52,10 +51,19 @@ def _version(name: str, more: str) -> str:
     return f"{named}+{blake3(more.encode()).hexdigest()[:8]}" if more else named
 
 
-def _load(name: str, given: str) -> tuple[Function, RewardReply]:
+def _look_in(folder: Path, module: str) -> None:
+    """Have modules found in `folder`: before all others where it has `module`, so that its neighbours are found too; else after them."""
+    path = folder.joinpath(*module.split("."))
+    has = path.with_name(f"{path.name}.py").is_file() or (path / "__init__.py").is_file()
+    sys.path.insert(0 if has else len(sys.path), str(folder))
+
+
+def _load(name: str, given: str, folder: str) -> tuple[Function, RewardReply]:
     """The function, ready to be called, and what the trainer is told of it. `given`: its options, as JSON."""
     options = json.loads(given)
     module, _, attribute = name.partition(":")
+    if folder:
+        _look_in(Path(folder).resolve(), module)
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
@@ -173,7 +181,7 @@ def main(argv: list[str]) -> int:
     os.close(nothing)
     os.dup2(2, 1)
     try:
-        function, ready = _load(argv[1], argv[3])
+        function, ready = _load(argv[1], argv[3], argv[5])
     except ConfigError as error:
         _write(out, RewardReply(error=error.cause, output=error.quoted, remedy=error.remedy))
         return 1

@@ -114,7 +114,8 @@ class RewardRunner:
 
     Its further keyword arguments are `options`. `version` names what gives the rewards; unless the user named it, it is the function's
     name and a hash of its module's file, and one of the options. `memory_gb`: what a call may take beyond what the process has once the
-    function is imported; 0 = no bound. `start_timeout_s`: what importing and preparing it may take.
+    function is imported; 0 = no bound. `start_timeout_s`: what importing and preparing it may take. `folder`: where its module is looked
+    for before the places that Python knows.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RewardRunner:
         options: Mapping[str, Any] | None = None,
         memory_gb: float = MEMORY_GB,
         start_timeout_s: float = START_TIMEOUT_S,
+        folder: Path | None = None,
     ) -> None:
         if function.count(":") != 1:
             raise ConfigError(
@@ -138,7 +140,9 @@ class RewardRunner:
             str(int(memory_gb * 2**30)),
             json.dumps(dict(options or {}), sort_keys=True),
             str(timeout_s),
+            str(folder or ""),
         ]
+        self._folder = folder
         self._named = version
         self.version = version
         self._timeout_s = timeout_s
@@ -256,7 +260,11 @@ class RewardRunner:
                     ) from error
         if ready.error is not None:
             self.close()
-            remedy = ready.remedy or "the trainer's Python must be able to import it"
+            remedy = ready.remedy or (
+                f"put its module into {self._folder}, or where the trainer's Python finds it"
+                if self._folder
+                else "the trainer's Python must be able to import it"
+            )
             raise ConfigError(
                 f"reward.function = {self._function!r}: {ready.error}", remedy, quoted=ready.output
             )

@@ -354,7 +354,13 @@ def _row(group: messages.GroupDone, sample: messages.DoneSample, advantage: floa
     cuts = tuple(tokens for _, tokens in sample.spans)
     known = sum(cuts) == messages.token_count(sample.tokens)
     return TrainRow(
-        sample.sample_id, group.prompt, sample.tokens, sample.logprobs, advantage, cuts=cuts if known else ()
+        sample.sample_id,
+        group.prompt,
+        sample.tokens,
+        sample.logprobs,
+        advantage,
+        cuts=cuts if known else (),
+        routing=sample.routing,
     )
 
 
@@ -366,14 +372,15 @@ def specs(
     offset: int = 0,
     mark: dict[str, Any] | None = None,
 ) -> list[messages.GroupSpec]:
-    """What to generate for these prompts. `offset` sets the prompt indices of a second use in the same step apart."""
+    """What to generate for these prompts. `offset` sets the prompt indices of a second use in the same step apart; `mark`: of that use,
+    beside the row's columns, which keep their names."""
     return [
         messages.GroupSpec(
             p.index + offset,
             messages.pack_tokens(p.tokens),
             n,
             sampling,
-            json.dumps(p.meta | (mark or {}), sort_keys=True),
+            json.dumps((mark or {}) | p.meta, sort_keys=True),
         )
         for p in prompts
     ]

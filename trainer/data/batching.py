@@ -18,6 +18,7 @@ class TrainRow(msgspec.Struct, frozen=True):
     """One sample. Token fields are packed int32, `behaviour` packed float32, `proximal` packed float64 (empty: not computed).
 
     `sample_id` -1 marks a filler. `cuts`: the completion's tokens by who generated them, in order; empty: not known.
+    `routing`: which experts each completion token went to (`rollout.engines.routing`); empty: not recorded.
     """
 
     sample_id: int
@@ -27,6 +28,7 @@ class TrainRow(msgspec.Struct, frozen=True):
     advantage: float
     proximal: bytes = b""
     cuts: tuple[int, ...] = ()
+    routing: bytes = b""
 
     @property
     def tokens(self) -> int:

@@ -8,6 +8,7 @@ Boundary: tensors of a micro-batch; pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Batch:
 
     The rest is flat over completion tokens: `at` [N] their predecessors' places in the flattened inputs, `targets` [N] the tokens
     themselves, `row` [N] whose they are, `behaviour` and `proximal` [N] (`proximal` None: not computed). `advantages` [B].
+    `routing` [N, bytes a token] (None: not recorded).
     """
 
     inputs: Tensor
@@ -35,6 +37,7 @@ class Batch:
     behaviour: Tensor
     proximal: Tensor | None
     advantages: Tensor
+    routing: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         moved: dict[str, Any] = {
@@ -100,7 +103,16 @@ def _batch(
         behaviour=_floats([row.behaviour for row in rows], torch.float32, dtype),
         proximal=_floats([row.proximal for row in rows], torch.float64, dtype) if known else None,
         advantages=torch.tensor([row.advantage for row in rows], dtype=dtype),
+        routing=_routing(rows),
     )
+
+
+def _routing(rows: Sequence[TrainRow]) -> Tensor | None:
+    joined = bytearray(b"".join(row.routing for row in rows))
+    tokens = sum(_completion_tokens(row) for row in rows)
+    if not joined or len(joined) % tokens:
+        return None
+    return torch.frombuffer(joined, dtype=torch.uint8).view(tokens, -1)
 
 
 def _first(row: TrainRow) -> int:

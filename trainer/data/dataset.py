@@ -1,6 +1,7 @@
 """Rows of a data set on disk: JSONL or Parquet, one file or a folder of them. Reads files; knows no order, tokenizer or reward.
 
-A row is a prompt (text, or a conversation) and its metadata: every other column, with what the reward verifies against under `answer`.
+A row is a prompt (text, or a conversation) and its metadata: every other column under its own name, and what a reward may verify against
+under `answer`, where there is such a column.
 """
 
 from __future__ import annotations
@@ -20,17 +21,35 @@ Prompt = str | list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Item:
+    """`columns`: those beside the prompt, as the row has them. `row`: its place among all rows, from 0. `answer`: None = none."""
+
     prompt: Prompt
-    meta: dict[str, Any]
+    columns: dict[str, Any]
+    row: int
+    answer: Any
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the reward function gets: the row's place and its columns, of which one may be called `row`, and the answer."""
+        return {"row": self.row} | self.columns | ({} if self.answer is None else {"answer": self.answer})
 
 
 def read(data: DataSection, path: Path) -> list[Item]:
-    """The rows of `path`, files in the order of their names. Raises `ConfigError` naming file, row and column."""
-    items = [_item(row, data, where, number) for number, (where, row) in enumerate(raw(data.task, path))]
+    """The rows of `path`, files in the order of their names. Raises `ConfigError` naming file, row and column.
+
+    Unless `data.answer_field` is set, rows may have no answer: all of them, or none.
+    """
+    items: list[Item] = []
+    for number, (where, row) in enumerate(raw(data.task, path)):
+        items.append(_item(row, data, where, number))
+        if (items[-1].answer is None) != (items[0].answer is None):
+            have, lack = ("it", "a row before it") if items[0].answer is None else ("a row before it", "it")
+            raise ConfigError(
+                f"{where}: {have} has {data.answer_field!r} and {lack} has none",
+                "give every row an answer, or none, or name the column that every row has in data.answer_field",
+            )
     if not items:
-        raise ConfigError(
-            f"{path} holds no prompt", f"each row has `{data.prompt_field}` and `{data.answer_field}`"
-        )
+        raise ConfigError(f"{path} holds no prompt", f"each row has a column {data.prompt_field!r}")
     return items
 
 
@@ -88,18 +107,21 @@ def _item(row: Any, data: DataSection, where: str, number: int) -> Item:
             f"{where}: {type(row).__name__} where an object is wanted",
             "each row is an object with named fields",
         )
-    for key, field in (("prompt_field", data.prompt_field), ("answer_field", data.answer_field)):
+    wanted = {"prompt_field": data.prompt_field} | (
+        {"answer_field": data.answer_field} if "answer_field" in data.model_fields_set else {}
+    )
+    for key, field in wanted.items():
         if row.get(field) is None:
+            there = ", ".join(repr(name) for name, value in row.items() if value is not None)
             raise ConfigError(
-                f"{where}: no {field!r}; there is {', '.join(map(repr, row))}",
-                f"set data.{key} to the column's name",
+                f"{where}: no {field!r}; there is {there or 'no other column'}",
+                f"set data.{key} to the column's name"
+                + (", or leave it out if rows have no answer" if key == "answer_field" else ""),
             )
     _check_json(row, where)
-    meta = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
-    return Item(
-        _prompt(row[data.prompt_field], data.prompt_field, where),
-        meta | {"answer": row[data.answer_field], "row": number},
-    )
+    columns = {name: value for name, value in row.items() if name != data.prompt_field}
+    prompt = _prompt(row[data.prompt_field], data.prompt_field, where)
+    return Item(prompt, columns, number, row.get(data.answer_field))
 
 
 def _check_json(row: dict[str, Any], where: str) -> None:

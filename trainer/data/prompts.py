@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from scavenger.config import DataSection, RunConfig
+from scavenger.config import DataSection, EvalSet, RunConfig
 from scavenger.errors import ConfigError
 from trainer.data import dataset
 from trainer.data.batching import shuffled
@@ -31,6 +31,15 @@ class PromptTask:
     text: str
     tokens: tuple[int, ...]
     meta: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrompts:
+    """Prompts of one data set to evaluate on: `name` "" is that of `eval.prompts`. Indices go on from one set to the next."""
+
+    name: str
+    samples: int
+    prompts: tuple[PromptTask, ...]
 
 
 #: (text, meta) of a prompt.
@@ -198,6 +207,7 @@ class PromptSource:
             self._stream = self._from_files(config.data.path)
         #: Of the training prompts and their order: what a resumed run must find as it left it.
         self.digest = self._stream.digest()
+        self.evaluations = self._evaluations()
 
     def _from_files(self, path: Path) -> FileStream:
         config = self._config
@@ -208,13 +218,14 @@ class PromptSource:
             if config.eval.path
             else ((), ())
         )
-        return FileStream(rows, config.data.seed, config.eval.prompts, other, origin_of(items, template))
+        origin = origin_of(items, template, config.data.answer_field)
+        return FileStream(rows, config.data.seed, config.eval.prompts, other, origin)
 
     def _fitting(
         self, items: Sequence[Item], template: PromptTemplate, path: Path
     ) -> tuple[Sequence[Item], list[PromptRow]]:
         """Every row as the model sees it; those that leave no room for a completion are reported, all at once."""
-        rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
+        rows = [(template.text(item.prompt, f"{path}, row {item.row}"), item.meta) for item in items]
         lengths = [
             len(found.ids)
             for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)
@@ -225,7 +236,7 @@ class PromptSource:
         )
         if not wrong:
             return items, rows
-        listed = ", ".join(f"row {rows[offset][1]['row']} has {lengths[offset]}" for offset in wrong[:5])
+        listed = ", ".join(f"row {items[offset].row} has {lengths[offset]}" for offset in wrong[:5])
         cause = f"{path}: {len(wrong)} of {len(rows)} prompts do not have 1 to {self._max_prompt_tokens} tokens: {listed}"
         if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
             raise ConfigError(
@@ -247,6 +258,39 @@ class PromptSource:
     def held_out(self) -> list[PromptTask]:
         return [self._prompt_task(index, *self._stream.held_out(index)) for index in range(self._eval_count)]
 
+    def _evaluations(self) -> list[EvalPrompts]:
+        """Every data set that has prompts: the held-out ones, then those of `eval.sets` in their order."""
+        held_out, section = self.held_out(), self._config.eval
+        sets = [EvalPrompts("", section.samples, tuple(held_out))] if held_out else []
+        first = len(held_out)
+        for one in section.sets:
+            tasks = tuple(
+                self._prompt_task(first + place, *row) for place, row in enumerate(self._rows_of(one))
+            )
+            sets.append(EvalPrompts(one.name, one.samples or section.samples, tasks))
+            first += len(tasks)
+        return sets
+
+    def _rows_of(self, one: EvalSet) -> list[PromptRow]:
+        """The chosen rows of a set. Raises `ConfigError` where it has fewer."""
+        data = self._config.data
+        named = {"prompt_field": one.prompt_field, "answer_field": one.answer_field, "task": one.task}
+        changes = {key: value for key, value in named.items() if value is not None}
+        if data.task == "sort":
+            changes = {"task": "jsonl"} | changes
+        data = data.model_copy(update=changes)
+        _, rows = self._fitting(
+            dataset.read(data, one.path), PromptTemplate(self._config.model.path, data), one.path
+        )
+        if one.prompts > len(rows):
+            raise ConfigError(
+                f"eval.sets: {one.path} has {len(rows)} rows, prompts = {one.prompts} wants more",
+                f"lower prompts of the set {one.name!r}; 0 takes all rows",
+            )
+        return [
+            rows[index] for index in shuffled(range(len(rows)), f"split/{data.seed}")[: one.prompts or None]
+        ]
+
     def _prompt_task(self, index: int, text: str, meta: dict[str, Any]) -> PromptTask:
         tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
         if not 0 < len(tokens) <= self._max_prompt_tokens:
@@ -260,11 +304,17 @@ class PromptSource:
         return PromptTask(index, text, tokens, meta)
 
 
-def origin_of(items: Sequence[Item], template: PromptTemplate) -> str:
-    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date."""
+def origin_of(items: Sequence[Item], template: PromptTemplate, answer_field: str) -> str:
+    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date.
+
+    The answer and the row's place come last, as in 0.2.0, whose runs go on. Columns that have their names come behind all else.
+    """
     hasher = blake3(template.source.encode())
     for item in items:
-        hasher.update(json.dumps([item.prompt, item.meta], ensure_ascii=False).encode() + b"\n")
+        meta = {name: value for name, value in item.columns.items() if name != answer_field}
+        hidden = [meta[name] for name in ("answer", "row") if name in meta]
+        meta |= ({} if item.answer is None else {"answer": item.answer}) | {"row": item.row}
+        hasher.update(json.dumps([item.prompt, meta, *hidden], ensure_ascii=False).encode() + b"\n")
     return hasher.hexdigest(16)
 
 

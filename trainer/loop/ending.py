@@ -14,11 +14,13 @@ from scavenger.errors import ScavengerError
 
 #: What rank 0 ends with when it was told to, as a shell says it of SIGTERM: the run is open and can be resumed.
 SIGTERM_EXIT = 128 + signal.SIGTERM
+#: The same at a terminal, where a person pressed Ctrl-C.
+SIGINT_EXIT = 128 + signal.SIGINT
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class EndRequested(Exception):
-    """A signal asked this trainer to end."""
+    """A signal asked this trainer to end; the text is its name."""
 
 
 class Ending:
@@ -28,12 +30,15 @@ class Ending:
         self._by = ""
         self._fault: ScavengerError | None = None
 
-    def listen(self) -> None:
-        """From the main thread, once."""
-        for number in SIGNALS:
+    def listen(self, *, terminal: bool = False) -> None:
+        """From the main thread, once. `terminal`: Ctrl-C ends this process too; under a launcher that is the launcher's."""
+        for number in (*SIGNALS, *((signal.SIGINT,) if terminal else ())):
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        """A second Ctrl-C ends at once, by `KeyboardInterrupt`."""
+        if number == signal.SIGINT and self._by:
+            raise KeyboardInterrupt
         self._by = self._by or signal.Signals(number).name
 
     def fail(self, fault: ScavengerError) -> None:

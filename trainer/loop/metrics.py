@@ -14,9 +14,6 @@ from trainer.algorithms.mismatch import quantile
 from trainer.algorithms.scoring import ScoredGroup
 from trainer.model.learner import RowStats
 
-#: An evaluation's completion with this reward or more is right.
-RIGHT = 1.0
-
 
 @dataclass(slots=True)
 class Seconds:
@@ -39,7 +36,7 @@ def summarise(
     tokens, trained = sum(lengths), sum(row.tokens for row in rows)
     per_token = 1.0 / trained if trained else 0.0
     return {
-        "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
+        **spread(rewards),
         "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
         "tokens": float(tokens),
         "tokens_trained": float(trained),
@@ -58,16 +55,27 @@ def summarise(
         "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
         "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
-    } | parts(groups)
+    } | parts(one for group in groups for one in group.parts)
 
 
-def parts(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def spread(rewards: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation (of these, not an estimate for more), least and most."""
+    mean = _mean(rewards)
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
+        "reward_min": min(rewards, default=0.0),
+        "reward_max": max(rewards, default=0.0),
+    }
+
+
+def parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each part of the reward, without its weight, over the samples that have it: those that this attempt scored."""
     found: dict[str, list[float]] = {}
-    for of_sample in (one for group in groups for one in group.parts):
+    for of_sample in scored:
         for name, value in of_sample.items():
             found.setdefault(f"reward_{name}", []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
+    return {name: _mean(values) for name, values in sorted(found.items())}
 
 
 def alarm(metrics: Mapping[str, float], limit: float) -> str:
@@ -161,24 +169,30 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def summarise_evaluation(
-    sampled: Sequence[Sequence[Judgement]], greedy: Sequence[Sequence[Judgement]]
+    sampled: Sequence[Sequence[Judgement]],
+    greedy: Sequence[Sequence[Judgement]],
+    solved_at: float = 1.0,
+    scored: Iterable[Mapping[str, float]] = (),
+    name: str = "",
 ) -> dict[str, float]:
     """Metrics over the prompts, in their order: mean rewards, pass@k for k = 1, 2, 4, ... up to the completions of a prompt, lengths.
 
-    A prompt with fewer than k usable completions is left out of pass@k.
+    A prompt with fewer than k usable completions is left out of pass@k. `solved_at`: the least reward of a right one. `scored`: parts of
+    the rewards of sampled completions. `name`: of a data set of its own.
     """
     completions = [one for prompt in sampled for one in prompt]
+    of = f"eval_{name}_" if name else "eval_"
     metrics = {
-        "eval_sampled": _mean([one.reward for one in completions]),
-        "eval_greedy": _mean([one.reward for prompt in greedy for one in prompt]),
-        "eval_length_mean": _mean([float(one.tokens) for one in completions]),
-        "eval_cut_fraction": _mean([float(one.cut) for one in completions]),
-    }
+        f"{of}sampled": _mean([one.reward for one in completions]),
+        f"{of}greedy": _mean([one.reward for prompt in greedy for one in prompt]),
+        f"{of}length_mean": _mean([float(one.tokens) for one in completions]),
+        f"{of}cut_fraction": _mean([float(one.cut) for one in completions]),
+    } | {f"{of}{part}": value for part, value in parts(scored).items()}
     k, most = 1, max((len(prompt) for prompt in sampled), default=0)
     while k <= most:
         enough = [prompt for prompt in sampled if len(prompt) >= k]
-        metrics[f"eval_pass_at_{k}"] = _mean(
-            [pass_at_k(len(prompt), sum(one.reward >= RIGHT for one in prompt), k) for prompt in enough]
+        metrics[f"{of}pass_at_{k}"] = _mean(
+            [pass_at_k(len(prompt), sum(one.reward >= solved_at for one in prompt), k) for prompt in enough]
         )
         k *= 2
     return metrics

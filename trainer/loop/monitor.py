@@ -195,15 +195,48 @@ class Jsonl:
         self._file.close()
 
 
+#: A step's seconds by what they were spent on, in the order of a step, and the metrics that hold them.
+SPENT_ON = {
+    "generate": "seconds_seed",
+    "wait": "seconds_wait",
+    "reward": "seconds_reward",
+    "train": "seconds_train",
+    "update": "seconds_update",
+    "publish": "seconds_publish",
+    "checkpoint": "seconds_checkpoint",
+}
+
+
+def time_line(metrics: Mapping[str, float]) -> str:
+    """How long a step took with all that followed it, and where that went; what shows as zero is left out."""
+    spent = {what: metrics.get(name, 0.0) for what, name in SPENT_ON.items()}
+    whole = metrics["seconds"] + spent["publish"] + spent["checkpoint"]
+    spent["other"] = whole - sum(spent.values())
+    digits = 1 if whole >= 10 else 2
+    told = (f"{what} {value:.{digits}f}" for what, value in spent.items() if value >= 0.5 * 10**-digits)
+    return f"{whole:.{digits}f} s ({', '.join(told) or 'no part of it long'})"
+
+
+def _set_line(name: str, metrics: Mapping[str, float]) -> str:
+    """Of one data set; `name` is "" or ends in "_"."""
+    line = f"sampled {metrics[f'eval_{name}sampled']:.3f}, greedy {metrics[f'eval_{name}greedy']:.3f}"
+    if f"eval_{name}pass_at_1" in metrics:
+        line += f", solved {metrics[f'eval_{name}pass_at_1']:.1%}"
+    return f"{name[:-1]}: {line}" if name else line
+
+
 def as_line(entry: MonitorEntry, steps: int) -> str:
     """An entry as one line for people."""
     metrics = entry.metrics
     if entry.kind == "eval":
-        return f"eval after step {entry.step}: sampled {metrics['eval_sampled']:.3f}, greedy {metrics['eval_greedy']:.3f}"
+        names = [
+            name.removeprefix("eval_").removesuffix("sampled") for name in metrics if name.endswith("sampled")
+        ]
+        return f"eval after step {entry.step}: {'; '.join(_set_line(name, metrics) for name in names)}"
+    spread = f" +- {metrics['reward_std']:.3f}" if "reward_std" in metrics else ""
     return (
-        f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6e}  tokens {metrics['tokens']:.0f}  "
-        f"length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {metrics['seconds']:.1f} s "
-        f"(wait {metrics['seconds_wait']:.1f}, train {metrics['seconds_train']:.1f}, publish {metrics['seconds_publish']:.2f})"
+        f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}{spread}  loss {metrics['loss']:+.6e}  "
+        f"tokens {metrics['tokens']:.0f}  length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {time_line(metrics)}"
         + (
             "  NOTHING TRAINED: rewards are alike within each group, or masked"
             if metrics.get("samples_trained") == 0

@@ -11,18 +11,20 @@ checkpoint and publishes those weights as a new version; the daemon sees equal r
 resume repeats nothing of the checkpoint's step. What was due there is finished first, or recorded as `owes_evaluation`.
 
 A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
-step: an attempt that goes on from it is given the step's samples again, with every token that there is.
+step: an attempt that goes on from it is given the step's samples again, with every token that there is. So does one that a reward
+function or an engine stops.
 Boundary: the whole run on rank 0.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scavenger.config import RunConfig
-from scavenger.errors import WeightsError
+from scavenger.errors import ConfigError, EngineError, RewardError, ScavengerError, WeightsError
 from scavenger.protocol import messages
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.scoring import Scoring, specs
@@ -37,6 +39,8 @@ from trainer.loop.ranks import Ranks
 from trainer.loop.step import SCORED_POLL_S, Inbox, Stepper, TrainerRun
 
 POLL_S = 0.1
+#: What stops a run where rewards, engines or prompts are waited for: parameters are a whole step's then.
+BETWEEN_UPDATES = (RewardError, EngineError, ConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ class Loop:
         self._inbox = Inbox(run, scoring.begin)
         self._stepper = Stepper(config, run, ranks, scoring, sampling, self._safe_point, self._inbox, engines)
         self._asked: dict[int, SubmittedStep] = {}
-        self._held_out: list[PromptTask] = prompts.held_out()
+        self._evaluations = prompts.evaluations
         self._root = b""  # of the version that was published last
         self._settled = Settled(start.step, -1, b"", start.cursor, owes_evaluation=False)
         self._cursor = start.cursor
@@ -128,6 +132,9 @@ class Loop:
             self._train()
         except EndRequested:
             self._checkpoint_at_end()
+            raise
+        except BETWEEN_UPDATES:
+            self._checkpoint_despite_error()
             raise
 
     def _train(self) -> None:
@@ -224,6 +231,19 @@ class Loop:
             self._checkpoint()
             self._checkpoints.finish()
 
+    def _checkpoint_despite_error(self) -> None:
+        """As `_checkpoint_at_end`; what goes wrong here is said, and does not hide why the run stops."""
+        step = self._settled.step
+        try:
+            self._checkpoint_at_end()
+        except (ScavengerError, OSError) as error:
+            self._monitor.say(f"the weights after step {step} could not be saved: {error}")
+        else:
+            if step:
+                self._monitor.say(
+                    f"the weights after step {step} are saved; the next start goes on from there"
+                )
+
     # ---------------------------------------------------------------- evaluation
 
     def _evaluate_if_owed(self) -> None:
@@ -231,17 +251,11 @@ class Loop:
             self._evaluate(self._settled.step, self._settled.version)
             self._settled = replace(self._settled, owes_evaluation=False)
 
-    def _evaluate(self, step: int, version: int) -> None:
-        """Held-out prompts through the same engines: `eval.samples` completions at temperature 1, and one greedy."""
-        prompts = self._held_out
-        if not prompts:
-            return
-        self._stepper.set_reserved(True)
-        sampling, judge = self._sampling, self._scoring.version
-        groups = []
-        for number, (mode, n, temperature) in enumerate(
-            (("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))
-        ):
+    def _evaluation_groups(self) -> list[messages.GroupSpec]:
+        """Prompts of all sets, `samples` completions each at temperature 1; behind them the same ones, one greedy completion each."""
+        groups, sampling = [], self._sampling
+        whole = sum(len(one.prompts) for one in self._evaluations)
+        for mode, temperature, offset in (("sampled", 1.0, 0), ("greedy", 0.0, whole)):
             how = messages.Sampling(
                 max_tokens=sampling.max_tokens,
                 temperature=temperature,
@@ -250,11 +264,25 @@ class Loop:
                 stop_token_ids=sampling.stop_token_ids,
                 stop=sampling.stop,
             )
-            groups += specs(prompts, n=n, sampling=how, offset=number * len(prompts), mark={"mode": mode})
+            for one in self._evaluations:
+                n = one.samples if mode == "sampled" else 1
+                mark = {"mode": mode} | ({"set": one.name} if one.name else {})
+                groups += specs(one.prompts, n=n, sampling=how, offset=offset, mark=mark)
+        return groups
+
+    def _evaluate(self, step: int, version: int) -> None:
+        """Held-out prompts through the same engines."""
+        groups = self._evaluation_groups()
+        if not groups:
+            return
+        started = time.monotonic()
+        self._stepper.set_reserved(True)
+        judge = self._scoring.version
         ids = self._run.submit(step, version, groups, "eval")
         self._inbox.expect("eval", step, ids)
         waiting = set(ids)
         found: dict[int, list[Judgement]] = {}
+        scored: dict[int, tuple[Mapping[str, float], ...]] = {}
         outcomes: list[messages.SampleOutcome] = []
         while waiting:
             self._safe_point()
@@ -262,6 +290,7 @@ class Loop:
             for one in self._scoring.take_scored(waiting):
                 group, judged = one.group, one.samples
                 waiting.remove(group.group_id)
+                scored[group.prompt_index] = one.parts
                 found[group.prompt_index] = [
                     Judgement(r, messages.token_count(s.tokens), s.finish == "length")
                     for s, r, why in judged
@@ -272,8 +301,18 @@ class Loop:
                     outcomes.append(
                         messages.SampleOutcome(sample.sample_id, kind, reward, 0.0, messages.words(why), by)
                     )
-        judgements = [found[index] for index in range(2 * len(prompts))]  # sampled ones, then greedy ones
-        metrics = summarise_evaluation(judgements[: len(prompts)], judgements[len(prompts) :])
+        metrics: dict[str, float] = {}
+        whole = sum(len(one.prompts) for one in self._evaluations)
+        for of_set in self._evaluations:
+            indices = [task.index for task in of_set.prompts]
+            metrics |= summarise_evaluation(
+                [found[index] for index in indices],
+                [found[whole + index] for index in indices],
+                self._config.eval.solved_at,
+                [parts for index in indices for parts in scored[index]],
+                of_set.name,
+            )
+        metrics["seconds"] = time.monotonic() - started
         metrics["rewards_late"] = float(self._scoring.take_late())
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)

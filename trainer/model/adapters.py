@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -131,6 +132,26 @@ def trained(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """This rank's rows of each of these adapters."""
     named = {_published_name(name): value for name, value in model.named_parameters() if ".lora_" in name}
     return ((name, own(named[name])) for name in names)
+
+
+def write(folder: Path, values: dict[str, Tensor], settings: LoraSection, base: Path) -> None:
+    """peft's files of these adapters, named as in a version: `adapter_model.safetensors` and `adapter_config.json`."""
+    from peft import LoraConfig
+
+    save_file(
+        {f"base_model.model.{name}": value for name, value in values.items()},
+        folder / "adapter_model.safetensors",
+    )
+    LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=list(settings.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=str(base),
+    ).save_pretrained(str(folder))
 
 
 def pristine(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from trainer.model.context import Context
 from trainer.model.memory import RankGpu, RankMemory
 from trainer.model.mesh import Mesh, divide
 from trainer.model.offload import Offload
+from trainer.model.replay import Replay
 from trainer.model.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
 DEFAULTS = TrainerSection()
@@ -125,6 +127,7 @@ class Learner:
         trainer: TrainerSection = DEFAULTS,
         lora: LoraSection = ALL_WEIGHTS,
         gpu: RankGpu | None = None,
+        router_replay: bool = False,
     ) -> None:
         self.mesh = Mesh(mesh, divide(mesh.size(), trainer))
         self._context = Context(self.mesh.context_group) if self.mesh.context_group is not None else None
@@ -141,6 +144,7 @@ class Learner:
         )  # in which the base is published, exactly
         self._temperature = temperature
         self.model = self._load(folder)
+        self._replay = Replay(self.model) if router_replay else None
         self._recipe = recipe
         self._settings = optimizer
         alone = recipe.needs_reference and not self._lora.rank
@@ -238,12 +242,27 @@ class Learner:
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
-        with self._memory.working():
+        with self._memory.working(), self._routed():
             return self._train(micro)
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        """Inside, `_replay` may say which experts tokens go to; afterwards the model chooses by itself."""
+        try:
+            yield
+        finally:
+            if self._replay is not None:
+                self._replay.off()
+
+    def _route(self, batch: Batch) -> None:
+        """What comes is of this batch, under the weights that are trained."""
+        if self._replay is not None:
+            self._replay.use(batch.routing, batch.at, batch.inputs.numel())
 
     def _train(self, micro: Micro) -> tuple[RowStats, ...]:
         batch = self._batch(micro)
         reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
+        self._route(batch)
         current, entropy = self._logprobs(self.model, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
         tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy)
@@ -287,8 +306,9 @@ class Learner:
     @torch.no_grad()
     def proximal(self, micro: Micro) -> dict[int, bytes]:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
-        with self._memory.working():
+        with self._memory.working(), self._routed():
             batch = self._batch(micro)
+            self._route(batch)
             logprobs = self._logprobs(self.model, batch).values.double().cpu()
             reshard(self.model)
         completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])

@@ -15,6 +15,7 @@ from pathlib import Path
 from scavenger import resources
 from scavenger.errors import ConfigError, ScavengerError
 from scavenger.sizing import engine as engine_sizes
+from trainer.arguments import add_layers
 from trainer.data.prompts import open_tokenizer
 from trainer.prepare import check, draft, model, rows, sizes
 from trainer.prepare.draft import RunOptions
@@ -51,6 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     checking = commands.add_parser("check")
     checking.add_argument("folder", type=Path)
     checking.add_argument("--gpu-memory-gb", type=float, default=0.0)
+    add_layers(checking)
     commands.add_parser("host").add_argument("folder", type=Path)
     options = parser.parse_args(argv)
     options.given = frozenset(argument.partition("=")[0] for argument in argv if argument.startswith("--"))
@@ -102,6 +104,13 @@ def write(options: argparse.Namespace) -> None:
         )
     facts = model.read_facts(options.model.resolve())
     data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
+    if not (data.answer_field or data.environment or options.reward):
+        raise ConfigError(
+            f"{data.path}: no column looks like answers, so no reward function can be chosen; there is "
+            f"{', '.join(map(repr, data.columns))}",
+            "say what rewards completions: --reward MODULE:FUNCTION (trainer.judge:reward for a judge model), or name the answers' "
+            "column: --answer-field NAME",
+        )
     if options.engine not in ("", "vllm", "reference"):
         raise ConfigError(f"--engine {options.engine}: there is no such engine", "say vllm or reference")
     engine = options.engine or sizes.engine_for(facts.parameters, options.gpus)
@@ -131,7 +140,7 @@ def write(options: argparse.Namespace) -> None:
     print(
         f"found: {facts.architecture} ({facts.model_type}), {facts.parameters / 1e6:.2f} M parameters; completions end with "
         f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "
-        f"answers in {data.answer_field!r}"
+        + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
     print(
@@ -150,7 +159,8 @@ def examine(options: argparse.Namespace) -> int:
     gpus = check.gpus_of(script.read_text(encoding="utf-8") if script.is_file() else "")
     if options.gpu_memory_gb:
         gpus = check.RequestedGpus(gpus.ranks, gpus.per_node, options.gpu_memory_gb, gpus.nodes)
-    lines, fine = check.report(folder / "run.toml", list(check.check(folder / "run.toml", gpus)))
+    found = list(check.check(folder / "run.toml", gpus, options.over, options.set))
+    lines, fine = check.report(folder / "run.toml", found)
     print("\n".join(lines))
     return 0 if fine else ConfigError.exit_code
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class _Seen:
     model: ModelFacts | None = None
     tokenizer: Tokenizer | None = None
     prompts: list[PromptTask] = field(default_factory=list)
+    held_out: list[PromptTask] = field(default_factory=list)
     longest: int = 0  # tokens of the longest prompt, 0 = not known
     division: Division | None = None
     said: list[str] = field(default_factory=list)
@@ -105,11 +106,13 @@ def host_of(run_toml: Path) -> dict[str, int]:
     return {"cpus_per_engine": engine_sizes.engine_cpus(version, gpus), "memory_mb_per_engine": mb}
 
 
-def check(run_toml: Path, gpus: RequestedGpus) -> Iterator[StartFinding]:
-    """Every check of the run in `run_toml`, in order."""
+def check(
+    run_toml: Path, gpus: RequestedGpus, over: Sequence[Path] = (), sets: Sequence[str] = ()
+) -> Iterator[StartFinding]:
+    """Every check of the run in `run_toml`, with what is laid over it, in order."""
     seen = _Seen()
     try:
-        config = configs.read_run(run_toml)
+        config = configs.read_run(run_toml, over, sets)
     except ScavengerError as error:
         yield StartFinding("run.toml", str(error))
         return
@@ -152,6 +155,11 @@ def _model(config: RunConfig, seen: _Seen) -> str:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}, the model was made for {facts.context} tokens",
             f"set model.context_length = {facts.context} or lower",
+        )
+    if config.run.deterministic and shape_of(facts).experts:
+        raise ConfigError(
+            "run.deterministic = true computes in float64, which transformers' experts do not",
+            "set run.deterministic = false, or train a model without experts",
         )
     seen.model = facts
     return f"{facts.architecture}, {facts.parameters / 1e6:.2f} M parameters, {facts.vocabulary} tokens"
@@ -204,7 +212,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
     assert seen.model is not None
     prompts = PromptSource(config, seen.tokenizer, seen.said.append)
     seen.prompts = prompts.take(0, max(PROBES, config.data.prompts_per_step))
-    held_out = prompts.held_out()
+    held_out = [task for one in prompts.evaluations for task in one.prompts]
     worst = max(
         (token for prompt_task in (*seen.prompts, *held_out) for token in prompt_task.tokens), default=0
     )
@@ -213,6 +221,7 @@ def _data(config: RunConfig, seen: _Seen) -> str:
             f"a prompt holds token {worst}, the model has {seen.model.vocabulary}",
             "the tokenizer is another model's",
         )
+    seen.held_out = held_out
     longest = max(len(prompt_task.tokens) for prompt_task in (*seen.prompts, *held_out))
     seen.longest = prompts.longest
     return "; ".join(
@@ -225,8 +234,10 @@ def _data(config: RunConfig, seen: _Seen) -> str:
 
 def _reward(config: RunConfig, seen: _Seen) -> str:
     """Call it as the run will: with no completion, with the row's own answer, with a wrong one."""
-    from trainer.algorithms.reward_pool import open_pool
+    from trainer.algorithms.reward_pool import open_pool, refuse_missing
 
+    for prompt_task in (seen.prompts[0], *seen.held_out):
+        refuse_missing(config.reward, prompt_task.meta)
     found = []
     assert seen.tokenizer is not None
     with open_pool(config.reward, retries=0, processes=1) as runner:
@@ -234,6 +245,8 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
             prompt = seen.tokenizer.decode(list(prompt_task.tokens), skip_special_tokens=True)
             for completion in (str(prompt_task.meta.get("answer", "")), "", "no"):
                 found.append(runner.score(prompt, completion, prompt_task.meta))
+    if not any("answer" in prompt_task.meta for prompt_task in seen.prompts):
+        return f"rows have no answers; empty and wrong completions get {min(found):g} to {max(found):g}"
     own = found[0::3]
     said = f"the rows' own answers get {', '.join(f'{value:g}' for value in own)}"
     return (
@@ -249,6 +262,11 @@ def _algorithm(config: RunConfig) -> str:
     resolve(config.algorithm, config.sampling.max_tokens)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
+    if config.algorithm.router_replay:
+        from trainer.model.replay import routing_nbytes
+
+        width = routing_nbytes(config)
+        return f"{config.algorithm.name}, each token with {width:,} bytes that say its experts"
     return config.algorithm.name
 
 
@@ -275,6 +293,7 @@ def _engine(config: RunConfig) -> str:
                 'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
         _divides(config)
+        engines.check_vllm_model(text)
         engines.check_vllm_options(config.engine.vllm)
         if found := engine_options.fault(config.engine.vllm, harvested=config.run.harvest):
             return f"vllm; the daemon refuses this unless its admin allows it: {'; '.join(found)}"

@@ -163,7 +163,12 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             f"of it sampling.max_tokens = {completion_tokens} for a completion",
         ),
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
-        ("--answer-field", "run.toml", f"data.answer_field = {data.answer_field}", "init --answer-field"),
+        (
+            "--answer-field",
+            "run.toml",
+            f"data.answer_field = {data.answer_field}" if data.answer_field else "rows have no answers",
+            "init --answer-field",
+        ),
         ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
         ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
     ]
@@ -243,7 +248,9 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
         f"task = {_s(data.task)}",
         f"path = {_s(data.path)}",
         f"prompt_field = {_s(data.prompt_field)}            # of the columns {', '.join(data.columns)}",
-        f"answer_field = {_s(data.answer_field)}            # what the reward verifies against",
+        f"answer_field = {_s(data.answer_field)}            # what the reward verifies against"
+        if data.answer_field
+        else "#answer_field = ...                 # rows have no answers; the reward gets every column by its name",
         f"chat = {'true' if chat else 'false'}                        # "
         + (
             "prompts go through the model's chat template"

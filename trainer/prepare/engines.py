@@ -16,6 +16,7 @@ from pydantic.errors import PydanticUserError
 
 from rollout.engines.decoder import build_model, read_config
 from rollout.engines.published import layout, parse_config
+from rollout.engines.vllm.setup import refuse_unknown_experts
 from scavenger.errors import ConfigError
 
 
@@ -33,6 +34,11 @@ def empty_model(config_json: str) -> Any:
 def check_reference(config_json: str) -> None:
     """Raises `EngineError` for a model that the reference engine does not compute."""
     read_config(config_json)
+
+
+def check_vllm_model(config_json: str) -> None:
+    """Raises `EngineError` for a model whose weights are not known to be found again in vLLM."""
+    refuse_unknown_experts(parse_config(config_json))
 
 
 def check_vllm_options(options: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\
 class DataFacts:
     """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `eval_prompts`: for eval.prompts.
 
+    `answer_field`: "" where no column looks like answers: a judge or tests reward such completions.
     `environment`: the options of the reward of rows that `trainer.data.environments` wrote; else empty.
     """
 
@@ -62,18 +63,22 @@ def read_facts(path: Path, prompt_field: str = "", answer_field: str = "") -> Da
     many = [row for _, row in itertools.islice(dataset.raw(task, Path(train)), EVALUATED * EVALUATED_SHARE)]
     rows = many[:ROWS_CHECKED]
     if not rows:
-        raise ConfigError(f"data.path: {train} holds no row", "each row has a prompt and an answer")
+        raise ConfigError(f"data.path: {train} holds no row", "each row has a prompt")
     if not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
             f"data.path: {train}: a row is no object", "each row is an object with named fields"
         )
     columns = tuple(rows[0])
     prompt = _column(columns, prompt_field, PROMPTS, "prompt", train)
+    if not prompt:
+        raise ConfigError(
+            f"{train}: which column is the prompt? There is {_listed(columns)}", "say it: --prompt-field NAME"
+        )
     answer = _column([name for name in columns if name != prompt], answer_field, ANSWERS, "answer", train)
-    answers = [str(row.get(answer)) for row in rows]
+    answers = [str(row.get(answer)) for row in rows] if answer else []
     environment = _environment(rows[0])
-    mathematics = not environment and sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(
-        answers
+    mathematics = not environment and 0.9 * len(rows) <= sum(
+        bool(MATHEMATICS.search(text)) for text in answers
     )
     apart = sum(1 for _ in itertools.islice(dataset.raw(task, Path(held_out)), EVALUATED)) if held_out else 0
     eval_prompts = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
@@ -131,15 +136,13 @@ def _split(path: Path, suffix: str) -> tuple[str, str]:
 
 
 def _column(columns: Sequence[str], asked: str, known: Sequence[str], what: str, path: str) -> str:
+    """The one that was asked for, else the first of a known name; "" where there is none."""
     if asked and asked not in columns:
         raise ConfigError(
-            f"{path} has no column {asked!r}; there is {', '.join(map(repr, columns))}",
-            f"name another --{what}-field",
+            f"{path} has no column {asked!r}; there is {_listed(columns)}", f"name another --{what}-field"
         )
-    found = asked or next((name for name in known if name in columns), "")
-    if not found:
-        raise ConfigError(
-            f"{path}: which column is the {what}? There is {', '.join(map(repr, columns))}",
-            f"say it: --{what}-field NAME",
-        )
-    return found
+    return asked or next((name for name in known if name in columns), "")
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return ", ".join(map(repr, columns)) or "no other column"

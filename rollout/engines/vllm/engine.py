@@ -18,6 +18,7 @@ import signal
 import struct
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from rollout.engines.checksum import NOTHING, Sum
 from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
 from rollout.engines.vllm.setup import MemoryFiles
+from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
 from scavenger.protocol.worker.events import Delta, Request
@@ -101,14 +103,16 @@ def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.Published
 class LoadReply(NamedTuple):
     """What one rank says of a load, as `worker.Extension.scavenger_load` returns it. Checksums by parameter, as numbers.
 
-    `cast`: of its share of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its
-    parts; `published`: of its share as it was published; `read_nbytes`: what it read of the memory that all ranks share.
+    `cast`: of its share of what was published, in the engine's types, of experts by expert; `held`: of what the rank holds now; `packed`:
+    fused module -> its parts; `published`: of its share as it was published; `kept`: of what the rank holds, as it can be asked for again;
+    `read_nbytes`: what it read of the memory that all ranks share.
     """
 
     cast: Any
     held: Any
     packed: Mapping[str, Sequence[str]]
     published: Any
+    kept: Any
     read_nbytes: int = 0
 
 
@@ -165,6 +169,8 @@ class VllmEngine:
         self._gpu = account.of_engine(os.environ) if host.sleeps else account.Uncounted()
         self._taken: dict[str, int] = {}
         self._pending: PendingWeights | None = None  # arrived while asleep
+        self._routing_lock = asyncio.Lock()
+        self._routes: Routed = {}  # by the name that a request has here
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -174,7 +180,9 @@ class VllmEngine:
             pidfd = os.pidfd_open(process.pid)
             self._cores[pidfd] = process.pid
             loop.add_reader(pidfd, self._core_died, pidfd)
-        await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
+        await self._call(
+            self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace, self._spec.routing))
+        )
         await self._divide()
         if self._gpu.counts:
             (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
@@ -271,7 +279,7 @@ class VllmEngine:
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
-        self._version, self._held = version, [reply.held for reply in replies]
+        self._version, self._held = version, [reply.kept for reply in replies]
         sums = _added(reply.published for reply in replies)
         return checksum.digest({names[name]: value for name, value in sums.items()})
 
@@ -318,7 +326,9 @@ class VllmEngine:
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
         refuse_impossible(request, self._spec.context_length, self._layout.vocab_size)
-        stream = asyncio.create_task(self._stream(request))
+        self._serial += 1
+        name = str(self._serial)
+        stream = asyncio.create_task(self._stream(request, name), name=name)
         self._streams[request.handle] = stream
         stream.add_done_callback(lambda task: self._ended(request.handle, task))
 
@@ -340,8 +350,8 @@ class VllmEngine:
                 return ready
             await self._work.wait()
 
-    async def _stream(self, request: Request) -> None:
-        """One request from its first token to its end. Cancelling it aborts the request in vLLM."""
+    async def _stream(self, request: Request, name: str) -> None:
+        """One request from its first token to its end, by its name in vLLM. Cancelling it aborts the request there."""
         from vllm import TokensPrompt
 
         how = request.sampling
@@ -351,7 +361,6 @@ class VllmEngine:
             prompt_token_ids=[*request.prompt, *request.accepted],
             cache_salt=f"{self._host.run}/{self._version}",
         )
-        self._serial += 1
         with_adapters: Any = None
         if self._lora is not None:
             from vllm.lora.request import LoRARequest
@@ -359,7 +368,6 @@ class VllmEngine:
             with_adapters = LoRARequest(f"version-{self._version}", self._lora, "memory")
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # A sample that was moved goes first, and of several the one that has the most to lose.
-        name = str(self._serial)
         made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=-position)
         async for output in made:
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
@@ -368,6 +376,9 @@ class VllmEngine:
             if delta.error is not None:
                 await self._llm.abort(name)
                 await asyncio.shield(self._cleanse())
+            if self._spec.routing and delta.token_ids:
+                given = len(request.prompt) + position  # each token's row is of the position before it
+                delta = replace(delta, routing=await self._routed(name, given - 1, len(delta.token_ids)))
             position += len(delta.token_ids)
             self._made += 1
             self._ready.append(delta)
@@ -375,9 +386,28 @@ class VllmEngine:
             if delta.error or delta.finish:
                 return
 
+    async def _routed(self, name: str, first: int, count: int) -> bytes:
+        """Which experts so many tokens of a request went to, from a position on. Raises `EngineError` where vLLM does not say."""
+        wanted = range(first, first + count)
+        async with self._routing_lock:
+            if not all(position in self._routes.get(name, {}) for position in wanted):
+                (found, *_) = await self._call(self._llm.collective_rpc("scavenger_routing", CALL_S))
+                for request, rows in found.items():
+                    # vLLM appends letters of its own to a request's name.
+                    self._routes.setdefault(request.partition("-")[0], {}).update(rows)
+            mine = self._routes.get(name, {})
+            lacking = [position for position in wanted if position not in mine]
+            if lacking:
+                raise EngineError(
+                    f"vLLM does not say which experts the token at position {lacking[0]} went to",
+                    "set algorithm.router_replay = false",
+                )
+            return b"".join(mine.pop(position) for position in wanted)
+
     def _ended(self, handle: int, task: asyncio.Task[None]) -> None:
         if self._streams.get(handle) is task:
             del self._streams[handle]
+        self._routes.pop(task.get_name(), None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(_died(error))

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rollout.engines.base import EngineHost, Weight
 from rollout.engines.merging import FileMerge, Merged
 from rollout.engines.published import PublishedLayout, layout, parse_config
+from rollout.engines.vllm.names import KNOWN_EXPERTS
 from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
@@ -76,6 +77,7 @@ def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, A
             "set another one for the engine",
         )
     config = parse_config(spec.model_config)
+    refuse_unknown_experts(config)
     of = layout(config)
     values = json.loads(spec.model_config)
     # vLLM chooses its model by the class's name, which a config that was made by hand may lack; ours is transformers' choice.
@@ -83,6 +85,18 @@ def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], PublishedLayout, A
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     ]
     return values, of, config
+
+
+def refuse_unknown_experts(config: Any) -> None:
+    """Raises `EngineError` for a mixture of experts whose tensors are not known to be found again in vLLM."""
+    experts = any(
+        getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    if experts and config.model_type not in KNOWN_EXPERTS:
+        raise EngineError(
+            f"experts of model_type {config.model_type!r}: which of vLLM's weights they are is not known",
+            f'use a model of {" or ".join(KNOWN_EXPERTS)}, or engine.name = "reference"',
+        )
 
 
 def cache_nbytes(config: Any, spec: EngineSpec) -> int:
@@ -101,6 +115,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     Raises `EngineError` for options of the run that an engine must not take.
     """
     options = options_of(spec)
+    _refuse_unseen_experts(spec, options, gpu)
     stages = int(options.get("pipeline_parallel_size", 1))
     if stages < 1 or host.gpus % stages:
         raise EngineError(
@@ -141,6 +156,20 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
     )  # "uni": one process less than vLLM's choice
     own = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}
     return chosen | own | options | {"enforce_eager": True}
+
+
+def _refuse_unseen_experts(spec: EngineSpec, options: dict[str, Any], gpu: bool) -> None:
+    """Raises `EngineError` where the run asks which experts tokens go to, and vLLM would not say. `init --check` says it before."""
+    forbidden = [
+        name for name in engine_options.ROUTING_FORBIDS if options.get(name, 1) not in (1, None, False)
+    ]
+    if spec.routing and gpu and not spec.eager:
+        forbidden.append("enforce_eager = False")
+    if spec.routing and forbidden:
+        raise EngineError(
+            f"vLLM does not tell which experts a token goes to with {', '.join(forbidden)}",
+            "set engine.eager = true, remove these options, or set algorithm.router_replay = false",
+        )
 
 
 def options_of(spec: EngineSpec) -> dict[str, Any]:

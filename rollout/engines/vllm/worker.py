@@ -18,6 +18,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -27,18 +29,22 @@ from torch import Tensor, nn
 from rollout.engines import merging, slices
 from rollout.engines.checksum import NOTHING, Sum, checksum, sources
 from rollout.engines.merging import FileMerge, FileRow
+from rollout.engines.routing import pack
 from rollout.engines.slices import Boxes
+from rollout.engines.vllm import names as engine_names
 from scavenger.errors import describe
 
 _log = structlog.get_logger(__name__)
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
+_SINKS = ".sinks"
 
 TensorRow = tuple[str, str, Sequence[int], int, int, int]  # name, dtype, shape, file, offset, nbytes
 AdapterRow = tuple[str, FileRow, FileRow]  # a layer's name, where its A lies, where its B
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
+Routed = dict[str, dict[int, bytes]]  # request -> position -> which experts the token at it went to
 
 
 def live_and_die_with(parent: int) -> None:
@@ -85,14 +91,30 @@ class Extension:
     execute_model: Callable[..., Any]
     _read: Boxes  # of each published tensor, what this rank reads
     _share: Boxes  # and what it sums
+    scavenger_routed: Routed = {}  # replaced, never changed, where it is empty
+    scavenger_names: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # by vLLM's parameter, the published name under which it is told
 
     def scavenger_probe(self, shapes: Mapping[str, Sequence[int]]) -> Boxes:
         """Which parts of tensors of these shapes this rank keeps, by its model's own loaders. Of those for which it has no parameter,
-        nothing is said."""
+        nothing is said.
+
+        Experts it reads whole, and sums some of: their loaders are given each for itself, or none at all (`_copy_past`).
+        """
         with unwrapped(self.model_runner.get_model()) as model:
-            known = _dtypes(model, list(shapes), getattr(model, "packed_modules_mapping", {}))
-            self._read = read_by_loaders(model, {name: shapes[name] for name in shapes if name in known})
+            dtypes, experts = self._targets(model, list(shapes), _packed(model))
+            sinks = _sinks_kept(model, self.scavenger_names)
+            asked = {name: shapes[name] for name in dtypes if name not in experts and name not in sinks}
+            whole = {name: [slices.whole(shapes[name])] for name in experts}
+            self._read = read_by_loaders(model, asked) | whole | sinks
         return self._read
+
+    def _targets(
+        self, model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]
+    ) -> tuple[dict[str, torch.dtype], set[str]]:
+        self.scavenger_names = _names(model, published, packed)
+        return _targets(model, published, packed, self.scavenger_names, self.model_runner.model_config.dtype)
 
     def scavenger_share(self, shares: Sequence[Boxes]) -> None:
         """`shares`: by rank, the parts whose checksum it says with each load. After `scavenger_probe`, before the first load."""
@@ -104,13 +126,15 @@ class Extension:
 
     def scavenger_load(
         self, paths: Sequence[str], table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
-    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, int]:
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums, int]:
         """Replace all weights in place by those of memory files, tensor by tensor: at most one layer lies twice on the device.
 
         `merges`: what is made, on the device, of those that are a base. Of each tensor only what this rank keeps is read, and made.
 
-        Returns the checksums of its share of what was published, in the engine's types; of what this rank holds now; which modules are
-        fused of which; the checksums of its share as it was published; and how many bytes it read.
+        Returns the checksums of its share of what was published, in the engine's types, of experts one an expert; of what this rank holds
+        now; which modules are fused of which; the checksums of its share as it was published; those by which it is found again later
+        (`scavenger_held`); and how many bytes it read. Of layers that vLLM quantises, "now" is before it does: what was published must have
+        come whole.
         """
         with unwrapped(self.model_runner.get_model()) as model:
             return self._load(model, paths, table, merges or {})
@@ -121,9 +145,11 @@ class Extension:
         paths: Sequence[str],
         table: Sequence[TensorRow],
         merges: Mapping[str, FileMerge],
-    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, int]:
-        packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        dtypes = _dtypes(model, [row[0] for row in table], packed)
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums, int]:
+        packed = _packed(model)
+        dtypes, experts = self._targets(model, [row[0] for row in table], packed)
+        streams = hasattr(getattr(model, "model", model), "_get_streamed_expert_info")
+        past: dict[str, Tensor] = {}
         cast: dict[str, Sum] = {}
         published: dict[str, Sum] = {}
         files = [mapped(path) for path in paths]
@@ -140,15 +166,28 @@ class Extension:
                     part = slices.cut(source, box)
                     found = checksum(part)
                     published[name] = published.get(name, NOTHING) + found
-                    same = part.dtype == dtypes[name]
-                    cast[name] = cast.get(name, NOTHING) + (
-                        found if same else checksum(part.to(dtypes[name]))
-                    )
-                yield name, source
+                    mine = part.to(dtypes[name])
+                    if name in experts:
+                        cast.update(_of_each(name, range(*box[0]), mine))
+                    else:
+                        same = mine.dtype == part.dtype
+                        cast[name] = cast.get(name, NOTHING) + (found if same else checksum(mine))
+                if name.endswith(_SINKS):
+                    past[name] = source
+                elif name in experts and streams:
+                    for index, rows in enumerate(source.to(dtypes[name])):
+                        yield engine_names.streamed(name, index), rows
+                else:
+                    yield name, source.to(dtypes[name]) if name in experts else source
 
-        self.model_runner.reload_weights(weights_iterator=tensors())
+        with _before_quantising(model) as whole_layers:
+            self.model_runner.reload_weights(weights_iterator=tensors())
+        _copy_past(model, past, self.scavenger_names)
         _repack_embeddings(model)
-        return _all_encoded(cast), held(model), packed, _all_encoded(published), read_nbytes
+        _repack_experts(model)
+        now = held(model, self.scavenger_names, whole_layers)
+        kept = self._kept(model)
+        return _all_encoded(cast), now, packed, _all_encoded(published), kept, read_nbytes
 
     def scavenger_adapt(
         self, paths: Sequence[str], adapters: Sequence[AdapterRow], scale: float, number: int
@@ -175,7 +214,15 @@ class Extension:
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
         with unwrapped(self.model_runner.get_model()) as model:
-            return held(model)
+            return self._kept(model)
+
+    def _kept(self, model: nn.Module) -> Sums:
+        quantised = {
+            name: _encoded(checksum(value.view(torch.uint8)))
+            for name, value in model.named_parameters()
+            if value.numel() and is_quantised(value)
+        }
+        return held(model, self.scavenger_names) | quantised
 
     def scavenger_bytes_held(self) -> int:
         """Of this rank's GPU, what torch keeps for reuse counted in, less what is unmapped while the engine sleeps; 0 on a CPU."""
@@ -203,13 +250,69 @@ class Extension:
             for tensor in _tensors(cache):
                 tensor.zero_()
 
-    def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
-        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second."""
+    def scavenger_routing(self) -> Routed:
+        """Which experts the tokens went to whose passes were made since the last call: by request and position."""
+        found, self.scavenger_routed = self.scavenger_routed, {}
+        return found
+
+    def scavenger_hook(self, raw_logprobs: bool, pace: float, routing: int = 0) -> None:
+        """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second; note
+        which experts tokens go to, in `routing` bytes each."""
+        if routing:
+            record_routing(self.model_runner, self.scavenger_routed_rows, routing)
         if raw_logprobs:
             sampler = self.model_runner.sampler
             sampler.forward = _with_raw_logprobs(sampler.forward)
         if pace > 0:
             self.execute_model = _paced(self.execute_model, 1.0 / pace)
+
+    def scavenger_routed_rows(self, request: str, first: int, rows: Sequence[bytes]) -> None:
+        if not self.scavenger_routed:
+            self.scavenger_routed = {}
+        self.scavenger_routed.setdefault(request, {}).update(enumerate(rows, first))
+
+
+def record_routing(runner: Any, note: Callable[[str, int, Sequence[bytes]], None], width: int) -> None:
+    """Let vLLM's routers say what they choose, and `note` it for each position from a request's last given token on.
+
+    `note`: request, first position, a row a position. `width`: bytes that a row must have. Raises `ValueError` where it has others, or
+    where this vLLM's experts do not say.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers = [module for module in runner.get_model().modules() if isinstance(module, MoERunner)]
+    passes: list[list[Tensor]] = [[] for _ in layers]
+    for seen, layer in zip(passes, layers, strict=True):
+        if not hasattr(layer.router, "set_capture_fn"):
+            raise ValueError(f"vLLM's {type(layer.router).__name__} does not tell which experts it chooses")
+        layer.router.set_capture_fn(seen.append)
+    if not layers:
+        raise ValueError("vLLM's model has no experts")
+    experts = int(layers[0].routed_experts.global_num_experts)
+    plain = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for seen in passes:
+            seen.clear()
+        result = plain(scheduler_output, *args, **kwargs)
+        counts, batch = scheduler_output.num_scheduled_tokens, runner.input_batch
+        if not counts:
+            return result
+        chosen = torch.stack([torch.cat(seen) for seen in passes], dim=1)
+        start = 0
+        for index, request in enumerate(batch.req_ids):
+            count = counts.get(request, 0)
+            first = int(batch.num_computed_tokens_cpu[index])
+            skip = max(0, int(batch.num_prompt_tokens[index]) - 1 - first)
+            if skip < count:
+                rows = pack(chosen[start + skip : start + count], experts)
+                if len(rows[0]) != width:
+                    raise ValueError(f"{len(rows[0])} bytes say a token's experts, the run expects {width}")
+                note(request, first + skip, rows)
+            start += count
+        return result
+
+    runner.execute_model = execute
 
 
 def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -217,15 +320,98 @@ def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache
 
 
-def _dtypes(
-    model: nn.Module, published: Sequence[str], packed: Mapping[str, Sequence[str]]
-) -> dict[str, torch.dtype]:
-    """What dtype each published tensor has in the engine, of those that this rank has anything of."""
+def _packed(model: nn.Module) -> dict[str, list[str]]:
+    """Fused module -> its parts."""
+    return {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+
+
+def _names(model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]) -> dict[str, str]:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = mapper.get_rename_mapper().map_name if mapper is not None else lambda name: name
+    parameters = {name for name, _ in model.named_parameters()}
+    return engine_names.published_names(parameters, published, rename, packed)
+
+
+def _targets(
+    model: nn.Module,
+    published: Sequence[str],
+    packed: dict[str, list[str]],
+    names: Mapping[str, str],
+    model_dtype: torch.dtype,
+) -> tuple[dict[str, torch.dtype], set[str]]:
+    """What dtype each published tensor has in the engine, and which are of experts: of those of which this rank has anything."""
+    found, experts = {}, set()
+    for parameter, value in model.named_parameters():
+        for name in sources(names.get(parameter, parameter), published, packed):
+            found[name] = model_dtype if is_quantised(value) else value.dtype
+            if engine_names.INNER in parameter:
+                experts.add(name)
+    return found, experts
+
+
+def is_quantised(value: Tensor) -> bool:
+    """Whether vLLM made it of weights that were published."""
+    return not value.is_floating_point() or value.element_size() == 1
+
+
+@contextlib.contextmanager
+def _before_quantising(model: nn.Module) -> Iterator[dict[str, list[Sum]]]:
+    """Inside, layers that vLLM quantises after they were loaded leave the checksums of what they were loaded with, by parameter; of
+    experts one an expert.
+
+    vLLM quantises online: it loads a layer as it was published, and then calls its method, once a load.
+    """
+    found: dict[str, list[Sum]] = {}
+    methods: list[tuple[Any, Any]] = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or not any(is_quantised(value) for value in module.parameters(recurse=False)):
+            continue
+        methods.append((method, method.process_weights_after_loading))
+        method.process_weights_after_loading = partial(
+            _note_whole, name, found, method.process_weights_after_loading
+        )
+    try:
+        yield found
+    finally:
+        for method, plain in methods:
+            method.process_weights_after_loading = plain
+
+
+def _note_whole(name: str, found: dict[str, list[Sum]], process: Callable[[Any], None], layer: Any) -> None:
+    for parameter, value in layer.named_parameters(recurse=False):
+        if not is_quantised(value):
+            full = f"{name}.{parameter}"
+            found[full] = [checksum(rows) for rows in (value if engine_names.INNER in full else (value,))]
+    process(layer)
+
+
+def _copy_past(model: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    """Attention sinks: vLLM 0.32 copies them, as it does GPT-OSS's whole experts, past its parameters' loaders, and a reload drops what
+    does not go through those. Experts go in one by one, by which way vLLM does use the loaders."""
+    for parameter, value in model.named_parameters():
+        if (whole := tensors.get(names.get(parameter, parameter))) is not None:
+            value.data.copy_(whole[slice(*_heads_kept(value))])
+
+
+def _heads_kept(sinks: Tensor) -> tuple[int, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    start = len(sinks) * get_tensor_model_parallel_rank()
+    return start, start + len(sinks)
+
+
+def _sinks_kept(model: nn.Module, names: Mapping[str, str]) -> Boxes:
+    """By published name, of those sinks that this rank has anything of."""
     return {
-        name: value.dtype
+        names.get(parameter, parameter): [(_heads_kept(value),)]
         for parameter, value in model.named_parameters()
-        for name in sources(parameter, published, packed)
+        if parameter.endswith(_SINKS)
     }
+
+
+def _of_each(name: str, experts: Sequence[int], rows: Tensor) -> dict[str, Sum]:
+    return {engine_names.expert(name, index): checksum(row) for index, row in zip(experts, rows, strict=True)}
 
 
 def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
@@ -241,6 +427,7 @@ def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
         info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
         layerwise.restore_layer_on_meta(layer, info)
+        _stand_in(layer)
     given = slices.meta(shapes, torch.float32)
     try:
         with slices.Reads(given) as reads:
@@ -254,6 +441,16 @@ def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
     return dict(reads.boxes)
+
+
+def _stand_in(layer: nn.Module) -> None:
+    """What vLLM leaves where it is while it reloads (biases) has no bytes either, and what quantises once all came does not wait for it."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    for name, value in list(layer.named_parameters(recurse=False)):
+        stand_in: Any = value if value.is_meta else meta.to_meta_tensor(value)
+        stand_in.weight_loader = layerwise._get_original_loader(stand_in)
+        layer.register_parameter(name, stand_in)
 
 
 @contextlib.contextmanager
@@ -297,9 +494,61 @@ def _repack_embeddings(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def held(model: nn.Module) -> Sums:
-    """The checksum of every parameter, read back from where the forward pass reads it."""
-    found = {name: checksum(value) for name, value in model.named_parameters() if value.numel()}
+def _repack_experts(model: nn.Module) -> None:
+    """vLLM's CPU kernels want experts packed; they are when the engine starts, and reloading leaves them as they were published."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and _is_whole_on_cpu(getattr(module, "w13_weight", None)):
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _is_whole_on_cpu(weight: Tensor | None) -> bool:
+    """Experts that vLLM quantises it packs each time."""
+    return weight is not None and weight.device.type == "cpu" and not is_quantised(weight)
+
+
+def held(
+    model: nn.Module,
+    names: Mapping[str, str] | None = None,
+    before: Mapping[str, Sequence[Sum]] = MappingProxyType({}),
+) -> Sums:
+    """The checksum of every parameter by the name under which it is told, read back from where the forward pass reads it.
+
+    `before`: of layers that are quantised, what they were loaded with; nothing else is told of those.
+    """
+    sums = _held(model)
+    found: Sums = {}
+    layers = {name.rpartition(".")[0] for name, value in model.named_parameters() if is_quantised(value)}
+    whole = {name: value for name, value in model.named_parameters() if name.rpartition(".")[0] not in layers}
+    for name in (*whole, *before):
+        told = (names or {}).get(name, name)
+        if engine_names.INNER in name:
+            module = model.get_submodule(name.rpartition(".")[0])
+            rows = before[name] if name in before else [checksum(rows) for rows in whole[name]]
+            for index, row in zip(_experts_of(module, len(rows)), rows, strict=True):
+                found[engine_names.expert(told, index)] = _encoded(row)
+        elif name in before:
+            found[told] = _encoded(before[name][0])
+        elif name in sums:
+            found[told] = _encoded(sums[name])
+    return found
+
+
+def _experts_of(module: Any, count: int) -> Sequence[int]:
+    """Which of a layer's experts this rank has, in the order in which they lie."""
+    placed = getattr(module, "_expert_map", None)
+    if placed is None:
+        return range(count)
+    by_place = {int(place): index for index, place in enumerate(placed.tolist()) if place >= 0}
+    return [by_place[place] for place in range(count)]
+
+
+def _held(model: nn.Module) -> dict[str, Sum]:
+    found = {
+        name: checksum(value)
+        for name, value in model.named_parameters()
+        if value.numel() and not is_quantised(value)
+    }
     for name, module in model.named_modules():
         packed = getattr(module, "cpu_linear", None)
         if packed is None:
@@ -308,7 +557,7 @@ def held(model: nn.Module) -> Sums:
         if kept is not None and not kept.agrees(read):
             read = Sum(0, 0)  # the copy that computes is not the one that was loaded
         found[f"{name}.weight"] = read
-    return {name: _encoded(value) for name, value in found.items()}
+    return found
 
 
 def weight_nbytes(model: nn.Module) -> int:
@@ -329,7 +578,7 @@ def _size(module: Any, side: str) -> int:
 
 def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
     """vLLM's CPU kernels keep a weight in a layout of their own: its rows are what a linear layer answers to unit vectors, exactly."""
-    width = int(getattr(module, "input_size_per_partition", 0) or module.weight.shape[1])
+    width = module.weight.shape[1] if module.weight.dim() == 2 else _size(module, "input_size")
     whole = Sum(0, 0)
     for start in range(0, width, PROBE_ROWS):
         rows = min(PROBE_ROWS, width - start)

@@ -30,7 +30,7 @@ PAGE_ROWS = 2_000
 MANIFEST = "export.json"
 #: What a user said or a model answered; left out unless asked for.
 CONTENTS: dict[str, frozenset[str]] = {
-    "chunks": frozenset({"tokens", "logprobs", "raw_logprobs"}),
+    "chunks": frozenset({"tokens", "logprobs", "raw_logprobs", "routing"}),
     "groups": frozenset({"prompt", "meta"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
@@ -45,7 +45,9 @@ ORDER = (
     "leases",
     "sample_ends",
     "samples",
+    "turns",
     "groups",
+    "episodes",
     "steps",
     "checkpoints",
     "weight_versions",

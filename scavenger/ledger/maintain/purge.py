@@ -72,6 +72,7 @@ def survey(url: str, name: str) -> Contents:
             sa.func.length(chunks.c.tokens)
             + sa.func.length(chunks.c.logprobs)
             + sa.func.length(chunks.c.raw_logprobs)
+            + sa.func.coalesce(sa.func.length(chunks.c.routing), 0)
         )
         held = (sa.func.length(chunks.c.tokens) > 0).self_group()
         with engine.connect() as connection, connection.begin():
@@ -186,7 +187,7 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
     connection.execute(
         sa.update(chunks)
         .where(chunks.c.sample_id.in_(members), sa.func.length(chunks.c.tokens) > 0)
-        .values(tokens=b"", logprobs=b"", raw_logprobs=b"")
+        .values(tokens=b"", logprobs=b"", raw_logprobs=b"", routing=b"")
     )
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
     for said, theirs in (

@@ -23,8 +23,8 @@ from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.protocol.messages import unpack_logprobs, unpack_tokens
 from scavenger.weights import manifest as manifests
 
-Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
-Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs
+Piece = tuple[int, bytes, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs, routing
+Payload = tuple[bytes, bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs, routing
 
 #: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
 _MOST_NAMED = 500
@@ -33,7 +33,7 @@ _OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a ch
 _RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 #: `samples.contents` of a sample whose tokens are not there any more.
 GONE = frozenset({"dropped", "purged"})
-_GONE: Payload = (b"", b"", b"")
+_GONE: Payload = (b"", b"", b"", b"")
 
 
 class LeaseSpan(msgspec.Struct, frozen=True):
@@ -104,11 +104,11 @@ class QueryResult(msgspec.Struct, frozen=True):
 
 
 def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload:
-    """Chunks of one sample, in any order, as (tokens, logprobs, raw_logprobs) of `length` tokens.
+    """Chunks of one sample, in any order, as (tokens, logprobs, raw_logprobs, routing) of `length` tokens.
 
     Raises `LedgerError`, naming the sample, unless each chunk begins where the one before ended and the last ends at `length`.
     """
-    columns: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
+    columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
     at = 0
     for start, *payload in sorted(pieces, key=lambda piece: piece[0]):
         if start != at:
@@ -121,13 +121,17 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
             raise LedgerError(
                 f"sample {sample_id}: the chunk at {start} has not as many logprobs as tokens", _RESTORE
             )
+        if len(payload[3]) % max(1, len(payload[0]) // 4):
+            raise LedgerError(
+                f"sample {sample_id}: the chunk at {start} has not the same routing for each token", _RESTORE
+            )
         for column, data in zip(columns, payload, strict=True):
             column.append(data)
         at += len(payload[0]) // 4
     if at != length:
         raise LedgerError(f"sample {sample_id}: {at} tokens in its chunks, {length} accepted", _RESTORE)
-    tokens, logprobs, raw_logprobs = (b"".join(column) for column in columns)
-    return tokens, logprobs, raw_logprobs
+    tokens, logprobs, raw_logprobs, routing = (b"".join(column) for column in columns)
+    return tokens, logprobs, raw_logprobs, routing
 
 
 def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
@@ -213,6 +217,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             for row in _ask(connection, "snapshot_training_jobs")
         )
         quarantined = tuple(row["node"] for row in _ask(connection, "snapshot_quarantines"))
+        episodes = tuple(_struct(r.EpisodeState, row) for row in _ask(connection, "snapshot_episodes"))
+        turns = tuple(_struct(r.TurnBegun, row, at="begun_at") for row in _ask(connection, "snapshot_turns"))
         (ids,) = _ask(connection, "next_ids")
         return r.Snapshot(
             **ids,
@@ -224,6 +230,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             waits=waits,
             training_jobs=training,
             quarantined=quarantined,
+            episodes=episodes,
+            turns=turns,
         )
 
 
@@ -248,7 +256,7 @@ def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Pay
             ):
                 lengths[sample_id] = length
                 if piece[0] is not None:
-                    pieces[sample_id].append((piece[0], piece[1], piece[2], piece[3]))
+                    pieces[sample_id].append((*piece[:4], piece[4] or b""))
     return {
         sample_id: join_chunks(sample_id, pieces[sample_id], length) for sample_id, length in lengths.items()
     }
@@ -258,6 +266,20 @@ def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
     """The newest run of that name; None when there is none."""
     with reading(engine) as connection:
         return next((_struct(RunRow, row) for row in _ask(connection, "run_by_name", name=name)), None)
+
+
+def newest_run(engine: sa.Engine) -> RunRow | None:
+    """The run that was opened last; None in a ledger without any."""
+    with reading(engine) as connection:
+        return next((_struct(RunRow, row) for row in _ask(connection, "newest_run")), None)
+
+
+def newest_step(engine: sa.Engine, run_id: int, purpose: str = "train") -> int | None:
+    """The newest surviving step of a run, or evaluation; where none was committed the newest that was submitted, None without any."""
+    with reading(engine) as connection:
+        (row,) = _ask(connection, "newest_step", run_id=run_id, purpose=purpose)
+        step: int | None = row["step"]
+        return step
 
 
 def keys_in_force(engine: sa.Engine) -> dict[str, tuple[str, str]]:
@@ -391,7 +413,7 @@ def _payloads(
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for row in chunks:
         pieces[row["sample_id"]].append(
-            (row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"])
+            (row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"], row["routing"] or b"")
         )
     return {
         row["sample_id"]: _GONE

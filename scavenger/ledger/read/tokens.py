@@ -41,7 +41,7 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
             f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}{at}; what happened to it is still known",
             "next time, let `retention` in [ledger] keep or compact them, or export the run before it is purged",
         )
-    tokens, logprobs, raw_logprobs = join_chunks(sample_id, pieces, sample["accepted_len"])
+    tokens, logprobs, raw_logprobs, _ = join_chunks(sample_id, pieces, sample["accepted_len"])
     ids = unpack_tokens(tokens)
     if format == "ids":
         return " ".join(map(str, ids)) + "\n"
@@ -96,7 +96,8 @@ def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece]]:
         )
     chunks = [record for record in records if record["start_len"] is not None]  # null: it has none yet
     return records[0], [
-        (c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"])) for c in chunks
+        (c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"]), b"")
+        for c in chunks
     ]
 
 

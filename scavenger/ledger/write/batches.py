@@ -184,10 +184,11 @@ _CHUNK_COLUMNS: tuple[tuple[str, str], ...] = (
     ("tokens", "bytea"),
     ("logprobs", "bytea"),
     ("raw_logprobs", "bytea"),
+    ("routing", "bytea"),
 )
 _CHUNK_NAMES = ", ".join(name for name, _ in _CHUNK_COLUMNS)
 _COPY = f"COPY chunks ({_CHUNK_NAMES}) FROM STDIN (FORMAT BINARY)"
-#: Of one statement on SQLite, at most: ten parameters each, of 32,766. A power of two, as `parts` makes them.
+#: Of one statement on SQLite, at most: eleven parameters each, of 32,766. A power of two, as `parts` makes them.
 _SQLITE_CHUNKS = 2048
 #: PostgreSQL's binary COPY: a header, each row as its number of columns and each column as its length and bytes, a trailer.
 _COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
@@ -228,6 +229,7 @@ def chunk_row(c: ChunkAccepted) -> tuple[Any, ...]:
         c.tokens,
         c.logprobs,
         c.raw_logprobs,
+        c.routing,
     )
 
 
@@ -258,7 +260,7 @@ def copy_blocks(chunks: Sequence[ChunkAccepted]) -> Iterator[bytes]:
         n = len(c.tokens)
         pieces += (
             row(
-                10,
+                11,
                 8,
                 c.sample_id,
                 8,
@@ -280,8 +282,10 @@ def copy_blocks(chunks: Sequence[ChunkAccepted]) -> Iterator[bytes]:
             c.logprobs,
             length(len(c.raw_logprobs)),
             c.raw_logprobs,
+            length(len(c.routing)),
+            c.routing,
         )
-        nbytes += 3 * n
+        nbytes += 3 * n + len(c.routing)
         if nbytes > _COPY_BYTES:
             yield b"".join(pieces)
             pieces, nbytes = [], 0

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -35,7 +36,7 @@ def reduce_contents(connection: sa.Connection, records: Sequence[ContentsReduced
 
 def _reduce(connection: sa.Connection, record: ContentsReduced) -> None:
     lengths = _wanted(connection, record)
-    payload = (_c.tokens, _c.logprobs, _c.raw_logprobs)
+    payload = (_c.tokens, _c.logprobs, _c.raw_logprobs, _c.routing)
     columns = (*_PLACE, *payload) if record.to == "compacted" else _PLACE
     query = (
         sa.select(*columns).where(_c.sample_id.in_(list(lengths))).order_by(_c.sample_id, _c.start_len, _c.id)
@@ -47,9 +48,7 @@ def _reduce(connection: sa.Connection, record: ContentsReduced) -> None:
     done, stale, merged_rows = [], [], []
     for sample_id, length in lengths.items():
         rows = found.get(sample_id, [])
-        merged, problem = merge(
-            [ChunkRow(*row[2:], *((b"", b"", b"") if record.to == "dropped" else ())) for row in rows], length
-        )
+        merged, problem = merge([_chunk(row, dropped=record.to == "dropped") for row in rows], length)
         if problem:
             _report(connection, record, sample_id, problem)
             continue
@@ -64,6 +63,11 @@ def _reduce(connection: sa.Connection, record: ContentsReduced) -> None:
         connection.execute(sa.insert(chunks), merged_rows)
     if done:
         connection.execute(sa.update(samples).where(_s.sample_id.in_(done)).values(contents=record.to))
+
+
+def _chunk(row: Any, *, dropped: bool) -> ChunkRow:
+    values = [*row[2:], b"", b"", b"", b""] if dropped else [*row[2:-1], row.routing or b""]
+    return ChunkRow(*values)
 
 
 def _wanted(connection: sa.Connection, record: ContentsReduced) -> dict[int, int]:

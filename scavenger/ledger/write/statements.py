@@ -386,6 +386,17 @@ KINDS: dict[type[Record], Kind] = {
         uses="samples",
         sets="samples.state",
     ),
+    r.EpisodeBegun: _kind(
+        _insert(t.episodes, **_fields("episode_id run_id name"), state="open", reason="", begun_at=":at"),
+        creates="episodes",
+    ),
+    r.EpisodeEnded: _kind(
+        _update(t.episodes, "episode_id", **_fields("state reason"), ended_at=":at"), uses="episodes"
+    ),
+    r.TurnBegun: _kind(
+        _insert(t.turns, **_fields("group_id episode_id run_id number request content"), begun_at=":at"),
+        creates="turns",
+    ),
     r.WorkerJoined: _kind(
         _insert(
             t.workers,
@@ -550,7 +561,13 @@ def weigh(record: Record) -> int:
     no retry could ever write it.
     """
     if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
-        return _FLAT_BYTES + len(record.tokens) + len(record.logprobs) + len(record.raw_logprobs)
+        return (
+            _FLAT_BYTES
+            + len(record.tokens)
+            + len(record.logprobs)
+            + len(record.raw_logprobs)
+            + len(record.routing)
+        )
     if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
         return _FLAT_BYTES
     size = _FLAT_BYTES

@@ -7,9 +7,10 @@
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
+    gateway -> daemon   Call of OpenTurn, EndEpisode, GatewayPing; TurnTokens come back, as often as tokens become durable
 
 Owns the vocabulary, the packing of tokens and the bounds. Must not know a socket, a clock or a policy. `common` holds the parts and bounds,
-`worker` and `trainer` the two conversations, `codec` the frames; all code imports from here. Token ids travel as little-endian
+`worker`, `trainer` and `gateway` the conversations, `codec` the frames; all code imports from here. Token ids travel as little-endian
 int32 arrays and logprobs as little-endian float32 arrays, so that the core may treat both as opaque bytes: `nbytes = 4 * tokens`.
 """
 
@@ -33,6 +34,7 @@ from scavenger.protocol.messages.common import (
     MAX_GROUP_SAMPLES,
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_ROUTING,
     MAX_SLOTS,
     MAX_SPAN_SUMS,
     MAX_SPANS,
@@ -57,7 +59,17 @@ from scavenger.protocol.messages.common import (
     reserved_name,
     words,
 )
+from scavenger.protocol.messages.gateway import (
+    EPISODE_PATTERN,
+    MAX_TURN_SAMPLES,
+    EndEpisode,
+    GatewayPing,
+    OpenTurn,
+    TurnAccepted,
+    TurnTokens,
+)
 from scavenger.protocol.messages.trainer import (
+    GATEWAY_BODIES,
     Accepted,
     Attach,
     Call,
@@ -124,15 +136,19 @@ from scavenger.protocol.messages.worker import (
 )
 
 __all__ = [
+    "EPISODE_PATTERN",
+    "GATEWAY_BODIES",
     "MAX_CALL_SAMPLES",
     "MAX_CONFIG_CHARS",
     "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
     "MAX_MESSAGE_BYTES",
+    "MAX_ROUTING",
     "MAX_SLOTS",
     "MAX_SPANS",
     "MAX_SPAN_SUMS",
     "MAX_TEXT",
+    "MAX_TURN_SAMPLES",
     "PROTOCOL",
     "RUN_NAME_PATTERN",
     "Accepted",
@@ -153,9 +169,11 @@ __all__ = [
     "Denied",
     "DoneSample",
     "Drain",
+    "EndEpisode",
     "EndReserved",
     "EngineSpec",
     "Fleet",
+    "GatewayPing",
     "Goodbye",
     "GoodbyeAck",
     "GroupDone",
@@ -171,6 +189,7 @@ __all__ = [
     "Nbytes",
     "Ok",
     "OpenRun",
+    "OpenTurn",
     "Ping",
     "Pong",
     "Positive",
@@ -202,6 +221,8 @@ __all__ = [
     "ToTrainer",
     "ToWorker",
     "Trained",
+    "TurnAccepted",
+    "TurnTokens",
     "UseWeights",
     "Wake",
     "WeightSource",

@@ -13,6 +13,8 @@ from scavenger.protocol.engine_options import MAX_CHARS
 
 #: The one protocol: a peer of another number is refused, and told to run the daemon's release.
 PROTOCOL = 5
+#: Bytes of expert routing that a token may have (`protocol.routing`).
+MAX_ROUTING = 4096
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 #: Samples of one group, and of one SubmitGroups. The daemon makes them in one go, and serves no other process meanwhile.
 MAX_GROUP_SAMPLES = 4096
@@ -88,6 +90,8 @@ class EngineSpec(MessagePart, frozen=True):
     memory_share: Share = 0.9  # of a GPU's memory
     eager: bool = False  # no compilation and no CUDA graphs
     options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
+    #: Bytes of each token that say which experts it went to (`protocol.routing`); 0 = engines do not report it.
+    routing: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUTING)] = 0
     adapter_rank: Count = 0  # of adapters that it keeps beside their base; 0 = it merges them
 
 

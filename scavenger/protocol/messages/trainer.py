@@ -25,6 +25,7 @@ from scavenger.protocol.messages.common import (
     Slots,
     WeightSource,
 )
+from scavenger.protocol.messages.gateway import EndEpisode, GatewayPing, OpenTurn, TurnAccepted, TurnTokens
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
@@ -212,11 +213,16 @@ CallBody = (
     | RecordCheckpoint
     | CloseRun
     | Ping
+    | OpenTurn
+    | EndEpisode
+    | GatewayPing
 )
+#: A gateway's bodies, which need no attempt.
+GATEWAY_BODIES = (OpenTurn, EndEpisode, GatewayPing)
 
 
 class Call(Message, frozen=True):
-    """A trainer's request. `attempt` is 0 in OpenRun only; an older attempt than the newest is refused (`stale`)."""
+    """A trainer's request. `attempt` is 0 in OpenRun and in a gateway's calls; an older attempt than the newest is refused (`stale`)."""
 
     id: int
     run: RunName
@@ -248,7 +254,8 @@ class RunOpened(Message, frozen=True):
 
 
 class Denied(Message, frozen=True):
-    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead".
+    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead"; of a
+    gateway's also "conflict" (the request was another one before), "ended" (its episode is over), "full" (too much is open).
 
     "restored": the ledger was put back to an earlier state, in which this attempt does not exist. "ahead": the checkpoint of
     `resume_step` is later than the ledger, which ends at `last_step`.
@@ -280,7 +287,7 @@ class Suspects(Message, frozen=True):
     suspects: tuple[Suspect, ...]
 
 
-ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted | Suspects | TurnAccepted
 
 
 class Reply(Message, frozen=True):
@@ -294,6 +301,7 @@ class DoneSample(MessagePart, frozen=True):
     `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the
     present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
     `spans`: (worker id, tokens) of those who generated it, in the order of its tokens; empty where there were more than `MAX_SPANS`.
+    `routing`: as in `Chunk`.
     """
 
     sample_id: int
@@ -310,6 +318,7 @@ class DoneSample(MessagePart, frozen=True):
     by_harvested: int = 0
     regenerated: int = 0
     spans: Annotated[tuple[tuple[int, Positive], ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
+    routing: bytes = b""
 
 
 class GroupDone(Message, frozen=True):
@@ -354,4 +363,4 @@ class RunStopped(Message, frozen=True):
     remedy: str = ""
 
 
-ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain
+ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain | TurnTokens

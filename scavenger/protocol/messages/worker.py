@@ -55,6 +55,7 @@ class Chunk(MessagePart, frozen=True):
     """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
 
     `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
+    `routing`: which experts each token went to, `EngineSpec.routing` bytes a token; b"" where engines do not report it.
     """
 
     sample_id: int
@@ -65,6 +66,7 @@ class Chunk(MessagePart, frozen=True):
     logprobs: bytes
     raw_logprobs: bytes
     finish: str | None = None
+    routing: bytes = b""
 
 
 # ---------------------------------------------------------------- worker -> daemon

@@ -60,7 +60,7 @@ class Delta:
     `raw_logprobs[i]`  that under the raw model (temperature 1, no truncation).
 
     `finish` is "stop" (the last token is the sampled stop token), "length", or None while it goes on. `error` ends the
-    request without a finish: the tokens are refused and the sample is generated elsewhere.
+    request without a finish: the tokens are refused and the sample is generated elsewhere. `routing`: as in `Chunk`.
     """
 
     handle: int
@@ -69,6 +69,7 @@ class Delta:
     raw_logprobs: tuple[float, ...]
     finish: str | None = None
     error: str | None = None
+    routing: bytes = b""
 
 
 # ---------------------------------------------------------------- the session

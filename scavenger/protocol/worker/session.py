@@ -249,8 +249,11 @@ class Session:
 
     def _rejected(self, message: messages.Rejected, now: float) -> list[WorkerAction]:
         if message.retry:
+            # Said once: a worker that came before its run, or its allocation's record, is turned away until that is there.
+            news = self._turned_away is None or self._turned_away.reason != message.reason
             self._turned_away = message
-            return [LogNote("rejected", f"{message.reason}; trying again"), *self._reconnect(now)]
+            note = [LogNote("rejected", f"{message.reason}; trying again")] if news else []
+            return [*note, *self._reconnect(now)]
         return self._gone(EndWorker(EXIT_REFUSED, message.reason, message.remedy))
 
     def _received(self, event: Received, now: float) -> list[WorkerAction]:

@@ -43,6 +43,8 @@ from scavenger.protocol.worker.events import (
     WorkerAction,
 )
 
+#: Of a chunk: an id and two logprobs.
+TOKEN_NBYTES = 12
 #: A group's samples have one prompt, and come to an engine one after the other.
 _prompt_tokens = functools.lru_cache(maxsize=64)(unpack_tokens)
 
@@ -54,6 +56,7 @@ class TokenBuffer:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._raw: list[float] = []
+        self._routing = bytearray()  # as many bytes for each token
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -62,17 +65,25 @@ class TokenBuffer:
         self._tokens += delta.token_ids
         self._logprobs += delta.logprobs
         self._raw += delta.raw_logprobs
+        self._routing += delta.routing
 
     def forget(self, count: int) -> None:
         """The first `count` are durable."""
+        del self._routing[: count * self._width]
         del self._tokens[:count], self._logprobs[:count], self._raw[:count]
 
-    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes]:
-        """Tokens `first` up to `stop` as a chunk has them: ids, logprobs, raw logprobs."""
+    @property
+    def _width(self) -> int:
+        """Bytes of routing a token."""
+        return len(self._routing) // len(self._tokens) if self._tokens else 0
+
+    def packed(self, first: int, stop: int) -> tuple[bytes, bytes, bytes, bytes]:
+        """Tokens `first` up to `stop` as a chunk has them: ids, logprobs, raw logprobs, routing."""
         return (
             pack_tokens(self._tokens[first:stop]),
             pack_logprobs(self._logprobs[first:stop]),
             pack_logprobs(self._raw[first:stop]),
+            bytes(self._routing[first * self._width : stop * self._width]),
         )
 
 
@@ -165,7 +176,7 @@ class WorkerLease:
             return None
         first, stop = self.sent - self.durable, min(self.sent - self.durable + most, len(self._buffer))
         finish = self.finish if stop == len(self._buffer) else None
-        tokens, logprobs, raw_logprobs = self._buffer.packed(first, stop)
+        tokens, logprobs, raw_logprobs, routing = self._buffer.packed(first, stop)
         chunk = Chunk(
             sample_id=self.lease.sample_id,
             epoch=self.lease.epoch,
@@ -175,6 +186,7 @@ class WorkerLease:
             logprobs=logprobs,
             raw_logprobs=raw_logprobs,
             finish=finish,
+            routing=routing,
         )
         self.sent = self.durable + stop
         self.finish_sent = finish is not None
@@ -402,12 +414,16 @@ class Work:
         if not self.hears:
             return []
         actions: list[WorkerAction] = []
-        while chunks := self.leases.chunks(self._message_tokens):
+        while chunks := self.leases.chunks(self._tokens_a_message()):
             actions.append(SendMessage(messages.Chunks(tuple(chunks))))
         back = self.leases.take_yields()
         if back:
             actions.append(SendMessage(messages.Yielded(tuple(held.held() for held in back))))
         return actions
+
+    def _tokens_a_message(self) -> int:
+        routing = self._terms.engine.routing if self._terms is not None else 0
+        return max(1, self._message_tokens * TOKEN_NBYTES // (TOKEN_NBYTES + routing))
 
     def _send(self, message: messages.WorkerMessage) -> list[WorkerAction]:
         return [SendMessage(message)] if self.hears else []

@@ -6,7 +6,7 @@ Boundary: invariants recounted; it changes nothing.
 from __future__ import annotations
 
 from scavenger.policy.interface import Standard
-from scavenger.router.core import policy_driver, policy_view, samples, worker_counts
+from scavenger.router.core import policy_driver, policy_view, samples, turns, worker_counts
 from scavenger.router.core.state import ActiveRun, Sample, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import MEMORY_ALLOWED, SampleStatus, WorkerStatus
@@ -36,7 +36,7 @@ def _check_sample(core: Core, sample: Sample) -> None:
         assert core.workers[sample.worker_id].leases.get(sample.id) is sample, (
             f"sample {sample.id}: lease not held"
         )
-    queued = sample.id in sample.group.run.queue
+    queued = sample.id in sample.queue
     assert queued == (sample.status is SampleStatus.QUEUED), (
         f"sample {sample.id}: {sample.status}, in queue: {queued}"
     )
@@ -89,6 +89,7 @@ def _check_run(core: Core, run: ActiveRun) -> None:
     assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, (
         f"run {run.id}: the queue's order lacks samples"
     )
+    _check_turns(core, run)
     for worker_id in run.agreement.suspects.keys() & run.workers.keys():
         wrong = run.workers[worker_id]
         assert wrong.status is WorkerStatus.DRAINING, (
@@ -123,3 +124,22 @@ def _check_run(core: Core, run: ActiveRun) -> None:
             assert worker.weights.asked == wanted, (
                 f"worker {worker.id} was asked for {worker.weights.asked}, wanted is {wanted}"
             )
+
+
+def _check_turns(core: Core, run: ActiveRun) -> None:
+    kept = [group for episode in run.turns.episodes.values() for group in episode.turns.values()]
+    assert run.turns.groups == len(kept), (
+        f"run {run.id}: {run.turns.groups} turns counted, {len(kept)} are kept"
+    )
+    unsettled = {g.id for g in kept if not (g.done and g.durable)}
+    assert run.turns.open.keys() == unsettled, (
+        f"run {run.id}: turns {sorted(run.turns.open)} count as open, and {sorted(unsettled)} are"
+    )
+    waiting = {s.id for s in run.turns.queue.waiting()}
+    versions = {core.samples[i].group.version for i in waiting}
+    assert run.turns.queue.versions() == versions, f"run {run.id}: the versions that its turns wait for"
+    for group in kept:
+        assert group.turn is not None, f"group {group.id} is no turn"
+        assert core.groups.get(group.id) is group, f"turn {group.id} is forgotten"
+    if not run.ended:
+        assert not turns.placements(run), f"run {run.id}: samples of turns could be placed and were not"

@@ -14,7 +14,7 @@ import msgspec
 from scavenger.ledger.records import OpenGroup, Record, Snapshot
 from scavenger.policy.fleet_size import Demand
 from scavenger.policy.interface import Fact
-from scavenger.protocol.messages import Assign, Call, GroupDone, Message, WorkerHello
+from scavenger.protocol.messages import Assign, Call, GroupDone, Message, TurnTokens, WorkerHello
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +185,14 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fill(msgspec.Struct, frozen=True, gc=False):
-    """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample.
+    """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample;
+    a turn's with those from its offset on.
 
     All of them are durable: what is not in memory can be read from the ledger.
     """
 
     conn: int
-    message: Assign | GroupDone
+    message: Assign | GroupDone | TurnTokens
     lengths: tuple[int, ...]
 
 

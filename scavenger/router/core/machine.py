@@ -25,9 +25,12 @@ from scavenger.protocol.messages import (
     Asleep,
     Awake,
     Chunks,
+    EndEpisode,
+    GatewayPing,
     Goodbye,
     Heartbeat,
     Message,
+    OpenTurn,
     Ping,
     SampleFailed,
     Serving,
@@ -42,6 +45,7 @@ from scavenger.router.core import (
     restore,
     runs,
     samples,
+    turns,
     worker_commands,
     worker_counts,
     workers,
@@ -72,7 +76,9 @@ from scavenger.router.core.tables import Core
 #: The frequent events, whose few consequences mark the run themselves (`state.Due`). Any other event counts as if it had set `due.fleet` of
 #: every run.
 _QUIET = frozenset({Committed, CoreTick, Heard, TopologyRead, GarbageReceived})
-_QUIET_MESSAGES = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping})
+_QUIET_MESSAGES = frozenset(
+    {Chunks, Heartbeat, Yielded, WeightsLoaded, Awake, Ping, OpenTurn, EndEpisode, GatewayPing}
+)
 
 
 class Router:
@@ -181,6 +187,10 @@ class Router:
                 self._steer_idle(run, anyway=fleet)
                 if run.due.changed_workers:
                     run.cached.serving = None
+            if timed:
+                turns.watch(self.core, run)
+            if run.turns.queue:  # before any step's samples: a caller waits for them
+                turns.place(self.core, run)
             if fleet or run.due.samples or run.queue:
                 policy_driver.place_queued(self.core, run)
             self._ask_policy(run, fleet=fleet, timed=timed)

@@ -1,7 +1,7 @@
 """Token payloads beside the core: kept while the ledger cannot give them back, then as long as memory allows. Pure tables, no IO.
 
-The core holds lengths; what a sample's tokens are lies here, as opaque bytes (12 a token), from the lowest offset that is in memory up
-to the accepted length:
+The core holds lengths; what a sample's tokens are lies here, as opaque bytes (12 a token, and what says its experts), from the lowest
+offset that is in memory up to the accepted length:
 
     0 ......... start ................ durable ............ end = the core's accepted length
     ledger only | memory and ledger, may be evicted | memory only, never evicted (the writer's backlog bounds it)
@@ -18,9 +18,11 @@ from typing import Protocol
 
 import msgspec
 
-from scavenger.protocol.messages import Assign, Chunk, DoneSample, GroupDone, Lease
+from scavenger.protocol.messages import Assign, Chunk, DoneSample, GroupDone, Lease, TurnTokens
 
-Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs, packed; 4 bytes a token each
+Payload = tuple[
+    bytes, bytes, bytes, bytes
+]  # tokens, logprobs, raw_logprobs, packed, 4 bytes a token each; routing
 #: Bytes of a sample that is kept, besides its tokens: measured, see `benchmarks/router_memory.py`. Python lets its arrays grow by an
 #: eighth more than they hold, which is not counted.
 FLAT_BYTES = 704
@@ -66,15 +68,24 @@ class NoPayloads:
 class _Kept:
     """What is in memory of one sample: tokens `start` up to `start + len(tokens) / 4`."""
 
-    __slots__ = ("durable", "logprobs", "raw_logprobs", "start", "tokens")
+    __slots__ = ("durable", "logprobs", "raw_logprobs", "routing", "start", "tokens")
 
     def __init__(self, start: int, durable: int, payload: Payload) -> None:
         self.start, self.durable = start, durable
-        self.tokens, self.logprobs, self.raw_logprobs = map(bytearray, payload)
+        self.tokens, self.logprobs, self.raw_logprobs, self.routing = map(bytearray, payload)
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens) // 4
+
+    @property
+    def width(self) -> int:
+        """Bytes of routing a token."""
+        return 4 * len(self.routing) // len(self.tokens) if self.routing else 0
+
+    @property
+    def nbytes(self) -> int:
+        return 3 * len(self.tokens) + len(self.routing)
 
 
 class PayloadStore:
@@ -94,7 +105,7 @@ class PayloadStore:
     def append(self, sample_id: int, offset: int, chunk: Chunk) -> None:
         kept = self._kept.get(sample_id)
         if kept is None:
-            kept = self._kept[sample_id] = _Kept(offset, offset, (b"", b"", b""))
+            kept = self._kept[sample_id] = _Kept(offset, offset, (b"", b"", b"", b""))
             self.nbytes += FLAT_BYTES
         tokens = chunk.tokens
         if kept.start + len(kept.tokens) // 4 != offset:
@@ -104,7 +115,8 @@ class PayloadStore:
         kept.tokens += tokens
         kept.logprobs += chunk.logprobs
         kept.raw_logprobs += chunk.raw_logprobs
-        self.nbytes += 3 * len(tokens)
+        kept.routing += chunk.routing
+        self.nbytes += 3 * len(tokens) + len(chunk.routing)
 
     def same(self, sample_id: int, chunk: Chunk, known: int) -> bool:
         kept = self._kept.get(sample_id)
@@ -121,7 +133,9 @@ class PayloadStore:
             (kept.logprobs, chunk.logprobs),
             (kept.raw_logprobs, chunk.raw_logprobs),
         )
-        return all(mine[here] == theirs[there] for mine, theirs in pairs)
+        at, width = chunk.offset - kept.start, kept.width
+        routed = kept.routing[width * at : width * (at + known)] == chunk.routing[: width * known]
+        return routed and all(mine[here] == theirs[there] for mine, theirs in pairs)
 
     def durable(self, sample_id: int, length: int) -> None:
         kept = self._kept.get(sample_id)
@@ -139,7 +153,7 @@ class PayloadStore:
         kept = self._kept.pop(sample_id, None)
         if kept is not None:
             self._evictable.pop(sample_id, None)
-            self.nbytes -= FLAT_BYTES + 3 * len(kept.tokens)
+            self.nbytes -= FLAT_BYTES + kept.nbytes
 
     # ---- for the edge
 
@@ -174,7 +188,7 @@ class PayloadStore:
     def take(self, sample_id: int, length: int) -> Payload:
         """The first `length` tokens. Raises `ColdPayload` unless `has` says so."""
         if not length:
-            return b"", b"", b""
+            return b"", b"", b"", b""
         kept = self._kept.get(sample_id)
         if kept is None or kept.start or kept.end < length:
             raise ColdPayload(
@@ -184,6 +198,28 @@ class PayloadStore:
             bytes(kept.tokens[: 4 * length]),
             bytes(kept.logprobs[: 4 * length]),
             bytes(kept.raw_logprobs[: 4 * length]),
+            bytes(kept.routing[: kept.width * length]),
+        )
+
+    def has_from(self, sample_id: int, start: int, end: int) -> bool:
+        """Whether the tokens from `start` up to `end` are in memory."""
+        kept = self._kept.get(sample_id)
+        return kept is not None and kept.start <= start and kept.end >= end
+
+    def piece(self, sample_id: int, start: int, end: int) -> Payload:
+        """The tokens from `start` up to `end`. Raises `ColdPayload` unless `has_from` says so."""
+        kept = self._kept.get(sample_id)
+        if kept is None or kept.start > start or kept.end < end:
+            raise ColdPayload(
+                f"sample {sample_id}: its tokens {start} to {end} are to be sent, and are not in memory"
+            )
+        first, last = start - kept.start, end - kept.start
+        cut, routed = slice(4 * first, 4 * last), slice(kept.width * first, kept.width * last)
+        return (
+            bytes(kept.tokens[cut]),
+            bytes(kept.logprobs[cut]),
+            bytes(kept.raw_logprobs[cut]),
+            bytes(kept.routing[routed]),
         )
 
     def load(self, sample_id: int, payload: Payload, accepted: int) -> None:
@@ -197,14 +233,16 @@ class PayloadStore:
             if length != accepted:
                 return
             self._kept[sample_id] = _Kept(0, length, payload)
-            self.nbytes += FLAT_BYTES + 3 * len(payload[0])
+            self.nbytes += FLAT_BYTES + self._kept[sample_id].nbytes
         elif 0 < kept.start <= length:
-            cut = 4 * kept.start
+            cut, before = 4 * kept.start, kept.nbytes
+            routed = kept.start * len(payload[3]) // length
             kept.tokens = bytearray(payload[0][:cut]) + kept.tokens
             kept.logprobs = bytearray(payload[1][:cut]) + kept.logprobs
             kept.raw_logprobs = bytearray(payload[2][:cut]) + kept.raw_logprobs
+            kept.routing = bytearray(payload[3][:routed]) + kept.routing
             kept.start = 0
-            self.nbytes += 3 * cut
+            self.nbytes += kept.nbytes - before
         else:
             return
         self._evictable[sample_id] = None
@@ -227,15 +265,17 @@ class PayloadStore:
         if kept.durable >= kept.end:
             self.drop(sample_id)
             return
-        cut = 4 * (kept.durable - kept.start)
+        cut, before = 4 * (kept.durable - kept.start), kept.nbytes
+        routed = kept.width * (kept.durable - kept.start)
         # New arrays: a bytearray that is cut at its front keeps its memory.
-        kept.tokens, kept.logprobs, kept.raw_logprobs = (
+        kept.tokens, kept.logprobs, kept.raw_logprobs, kept.routing = (
             kept.tokens[cut:],
             kept.logprobs[cut:],
             kept.raw_logprobs[cut:],
+            kept.routing[routed:],
         )
         kept.start = kept.durable
-        self.nbytes -= 3 * cut
+        self.nbytes -= before - kept.nbytes
 
     def check(self, lengths: dict[int, tuple[int, int]]) -> None:
         """For tests: raise AssertionError unless what is here fits (accepted, durable) of every sample that the core has."""
@@ -251,7 +291,7 @@ class PayloadStore:
             assert len(kept.tokens) == len(kept.logprobs) == len(kept.raw_logprobs), (
                 f"sample {sample_id}: payload"
             )
-        total = sum(FLAT_BYTES + 3 * len(kept.tokens) for kept in self._kept.values())
+        total = sum(FLAT_BYTES + kept.nbytes for kept in self._kept.values())
         assert total == self.nbytes, f"{self.nbytes} bytes counted, {total} kept"
         assert all(self._kept[i].durable > self._kept[i].start for i in self._evictable)
 
@@ -259,11 +299,14 @@ class PayloadStore:
 # ---------------------------------------------------------------- filling messages
 
 
-Filled = Assign | GroupDone
+Filled = Assign | GroupDone | TurnTokens
 
 
 def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dict[int, int]:
     """Sample -> how many of its first tokens the message needs, where these are not in memory."""
+    if isinstance(message, TurnTokens):
+        here = store.has_from(message.sample_id, message.offset, lengths[0])
+        return {} if here else {message.sample_id: lengths[0]}
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
     if store.has_all(parts, lengths):
         return {}
@@ -274,6 +317,8 @@ def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dic
 
 def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
     """The same of all its samples that have tokens, wherever these are."""
+    if isinstance(message, TurnTokens):
+        return {message.sample_id: lengths[0]}
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
     return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if n}
 
@@ -295,6 +340,14 @@ def fill_group(message: GroupDone, lengths: Sequence[int], store: PayloadStore) 
     replace = msgspec.structs.replace
     samples = []
     for sample, length in zip(message.samples, lengths, strict=True):
-        tokens, logprobs, raw_logprobs = store.take(sample.sample_id, length)
-        samples.append(replace(sample, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs))
+        tokens, logprobs, raw_logprobs, routing = store.take(sample.sample_id, length)
+        samples.append(
+            replace(sample, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs, routing=routing)
+        )
     return replace(message, samples=tuple(samples))
+
+
+def fill_tokens(message: TurnTokens, length: int, store: PayloadStore) -> TurnTokens:
+    """The message with the sample's tokens from its offset up to `length`. Raises `ColdPayload` unless they are in memory."""
+    tokens, logprobs, raw_logprobs, _ = store.piece(message.sample_id, message.offset, length)
+    return msgspec.structs.replace(message, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs)

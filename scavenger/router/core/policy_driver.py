@@ -16,7 +16,7 @@ from scavenger.policy.fleet_size import Benefit
 from scavenger.policy.interface import Fact, SampleMove, SamplePlacement, Weighs
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import Held, Revoke, Yield
-from scavenger.router.core import decision_log, samples
+from scavenger.router.core import decision_log, samples, turns
 from scavenger.router.core.policy_view import LiveView
 from scavenger.router.core.state import ActiveRun, RouterLimits, SampleYield, Worker
 from scavenger.router.core.tables import Core
@@ -202,9 +202,13 @@ def _wanted(core: Core, run: ActiveRun, now: float, limits: RouterLimits) -> tup
     silent = now - run.trainer.seen_at
     if silent > limits.trainer_gone_s:
         return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
-    if silent > limits.trainer_silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
+    idle = not run.queue and not run.turns.open and not any(w.leases for w in run.workers.values())
+    if silent > limits.trainer_silent_s and idle:
         return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     engines, reason = run.policy.engines(LiveView(core, run), now)
+    for_turns, why = turns.engines(run, now)
+    if for_turns > engines:
+        engines, reason = for_turns, why
     return max(0, min(engines, run.settings.max_engines)), reason
 
 

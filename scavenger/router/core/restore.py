@@ -13,13 +13,14 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.policy.agreement import SpanWindow
 from scavenger.protocol.messages import EngineSpec, Reply, RunOpened, Sampling
-from scavenger.router.core import agreement, samples
+from scavenger.router.core import agreement, samples, turns
 from scavenger.router.core.state import (
     ActiveRun,
     Agreement,
     Group,
     RunSettings,
     Sample,
+    Turn,
     Version,
     Worker,
     WorkerProcess,
@@ -34,6 +35,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
     """Rebuild everything that a restarted daemon needs; open leases stay with their holders, who have not come back yet."""
     core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
     core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
+    core.next_episode_id = snapshot.next_episode_id
     by_id: dict[int, ActiveRun] = {}
     for state in snapshot.runs:
         run = _restore_run(core, state)
@@ -41,7 +43,14 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
     for worker_state in snapshot.workers:
         if worker_state.joined.run_id in by_id:
             _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
+    turns_of = turns.restore_episodes(core, by_id, snapshot)
     for state_of_group in _newest_retries(snapshot.groups):
+        if state_of_group.created.purpose == turns.PURPOSE:
+            if (turn := turns_of.get(state_of_group.created.group_id)) is not None:
+                turns.restore(
+                    core, turn, adopt_state(core, by_id[state_of_group.created.run_id], state_of_group, turn)
+                )
+            continue
         owner = by_id.get(state_of_group.created.run_id)
         if owner is None or not _unsettled(owner, state_of_group):
             continue
@@ -80,7 +89,11 @@ def _unsettled(run: ActiveRun, state: rec.OpenGroup) -> bool:
 
 def _newest_step(groups: tuple[rec.OpenGroup, ...], run_id: int) -> tuple[tuple[str, int], int]:
     """The run's newest step and its samples: what its fleet is sized for, or its engines would be given back until the next one."""
-    mine = [g for g in _newest_retries(groups) if g.created.run_id == run_id]
+    mine = [
+        g
+        for g in _newest_retries(groups)
+        if g.created.run_id == run_id and g.created.purpose != turns.PURPOSE
+    ]
     newest = max(mine, key=lambda g: g.created.group_id, default=None)
     if newest is None:
         return ("train", 0), 0
@@ -132,8 +145,10 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.OpenGr
     )
 
 
-def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup) -> Group:
-    """Rebuild a group from the ledger, orphaned. Open leases become *unconfirmed* under their old epoch."""
+def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup, turn: Turn | None = None) -> Group:
+    """Rebuild a group from the ledger: of a step orphaned, of an episode as its `turn`. Open leases become *unconfirmed* under their
+    old epoch.
+    """
     made = state.created
     root = run.weights.versions[state.version].root if state.version in run.weights.versions else b""
     sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
@@ -149,7 +164,8 @@ def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup) -> Group:
         made.prompt,
         made.meta,
         sampling,
-        orphaned=True,
+        orphaned=turn is None,
+        turn=turn,
     )
     for row in state.samples:
         sample = Sample(
@@ -170,7 +186,8 @@ def adopt_state(core: Core, run: ActiveRun, state: rec.OpenGroup) -> Group:
         group.add(sample)
         _restore_status(core, run, sample, row)
     core.groups[group.id] = group
-    run.by_key[group.key] = group
+    if turn is None:
+        run.by_key[group.key] = group
     return group
 
 
@@ -201,7 +218,7 @@ def _restore_status(core: Core, run: ActiveRun, sample: Sample, row: rec.SampleS
                 )
             )
         sample.transition(SampleStep.QUEUE)
-        run.queue.add(sample)
+        sample.queue.add(sample)
 
 
 def _restore_run(core: Core, state: rec.RunState) -> ActiveRun:

@@ -15,6 +15,7 @@ from scavenger.policy.agreement import SpanWindow
 from scavenger.policy.interface import WindowMoved
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import (
+    GATEWAY_BODIES,
     PROTOCOL,
     Attach,
     Call,
@@ -42,6 +43,7 @@ from scavenger.router.core import (
     registration,
     samples,
     steps,
+    turns,
     worker_commands,
     worker_counts,
     workers,
@@ -81,6 +83,9 @@ def called(core: Core, conn: int, identity: PeerIdentity, call: Call) -> None:
         _open(core, conn, identity, call, call.body, run)
         return
     assert run is not None
+    if isinstance(call.body, GATEWAY_BODIES):  # a gateway is no trainer, and no sign of one
+        core.send_durable(conn, Reply(call.id, turns.called(core, conn, run, call.body)))
+        return
     run.trainer.seen_at = core.now
     if isinstance(call.body, Attach):
         reply: ReplyBody = _attach(core, conn, run, call.body)
@@ -123,7 +128,7 @@ def _may_call(
         return Denied("unknown-run", f"run {call.run!r} was never opened on this ledger", "open it first")
     if run.owner_key != identity.public_key:
         return Denied("not-owner", f"run {call.run!r} belongs to another key", "use the key that opened it")
-    if call.attempt != run.attempt:
+    if call.attempt != run.attempt and not isinstance(call.body, GATEWAY_BODIES):
         return Denied(
             "stale",
             f"attempt {call.attempt} of run {call.run!r} was fenced: attempt {run.attempt} is the trainer now",
@@ -288,6 +293,9 @@ def _open_fault(run: ActiveRun, body: OpenRun) -> Denied | None:
     if run.seed != body.seed:
         why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
         return Denied("invalid", why, "choose another run.name")
+    if run.engine.routing != body.engine.routing:
+        why = f"run {run.name!r}: {body.engine.routing} bytes a token for its experts, its samples have {run.engine.routing}"
+        return Denied("invalid", why, "leave algorithm.router_replay as it was, or choose another run.name")
     if body.resume_step > run.progress.last_committed:
         why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.progress.last_committed}"
         remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"
@@ -361,6 +369,7 @@ def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
             run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now
         )
     )
+    turns.published(core, run, body.version)
     return Ok()
 
 
@@ -429,6 +438,7 @@ def _close(core: Core, run: ActiveRun, body: CloseRun) -> ReplyBody:
     if body.state not in ENDS:
         return Denied("invalid", "a run does not end so", f"give one of {', '.join(ENDS)}")
     run.ended = True
+    turns.end_all(core, run, f"the run {body.state}")
     for group in list(run.by_key.values()):
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:

@@ -22,6 +22,7 @@ from scavenger.protocol.messages import (
     Lease,
     Revoke,
     RunStopped,
+    TurnTokens,
 )
 from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
 from scavenger.router.core.tables import Core
@@ -95,7 +96,7 @@ def target_version(run: ActiveRun) -> int:
 
     With steps in advance, who has nothing left to do for one step begins with the next.
     """
-    for wanted in (run.queue.versions(), run.leased):
+    for wanted in (run.queue.versions() | run.turns.queue.versions(), run.leased):
         held = [version for version in wanted if run.weights.available(version)]
         if held:
             return min(held)
@@ -125,6 +126,9 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | 
     offset, nbytes, last = chunk.offset, len(chunk.tokens), chunk.finish
     if nbytes % 4 or offset < 0 or not nbytes == len(chunk.logprobs) == len(chunk.raw_logprobs):
         return Fault("malformed payload", engine=True)
+    width = sample.group.run.engine.routing
+    if len(chunk.routing) != nbytes // 4 * width:
+        return Fault(f"routing of {len(chunk.routing)} bytes, {width} a token are due", engine=True)
     if offset > sample.accepted:
         return Fault(f"gap: offset {offset}, accepted {sample.accepted}")
     finish_alone = last is not None and 0 < offset == sample.accepted  # all its tokens are here already
@@ -213,6 +217,7 @@ def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk |
         chunk.logprobs[new:],
         chunk.raw_logprobs[new:],
         chunk.finish,
+        chunk.routing[known * sample.group.run.engine.routing :],
     )
 
 
@@ -240,6 +245,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
             chunk.version,
             worker.id,
             core.now,
+            chunk.routing,
         )
     )
     core.length_accepted(sample)
@@ -292,6 +298,8 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
 
 
 def _notify_finished(core: Core, sample: Sample) -> None:
+    if sample.group.turn is not None:
+        return  # a policy forecasts the lengths of steps
     group, worker = sample.group, core.workers.get(sample.worker_id)
     kind, node = (worker.kind, worker.node) if worker is not None else ("", "")
     group.run.policy.observe(
@@ -360,11 +368,10 @@ def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, cr
     sample.transition(SampleStep.RELEASE)
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
-    run = sample.group.run
     if crashed and worker is not None and charge(core, sample, core.life_of(worker)[1]):
         poison(core, sample, reason)
         return
-    run.queue.add(sample)
+    sample.queue.add(sample)
 
 
 def charge(core: Core, sample: Sample, node: str) -> bool:
@@ -384,16 +391,24 @@ def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
     """A commit made these lengths durable: acknowledge them to the holders, deliver groups that are whole now."""
     acks: dict[int, dict[int, Held]] = {}
     groups: dict[int, Group] = {}
+    of_turns: dict[int, tuple[Sample, int]] = {}  # each with the length that was durable before
     for sample, length in lengths:
-        if length > sample.durable:
+        before = sample.durable
+        if length > before:
             sample.durable = length
             core.payloads.durable(sample.id, length)
-        groups[sample.group.id] = sample.group
+        if sample.group.turn is None:
+            groups[sample.group.id] = sample.group
+        else:
+            of_turns.setdefault(sample.id, (sample, before))
         worker = core.workers.get(sample.last_worker_id)
         if worker is not None and worker.conn is not None:
             acks.setdefault(worker.conn, {})[sample.id] = Held(sample.id, sample.epoch, sample.durable)
     for conn, held in acks.items():
         core.send(conn, Ack(tuple(held.values())))
+    for sample, before in of_turns.values():
+        stream(core, sample, before)
+        settle(sample.group)
     for group in groups.values():
         deliver_if_done(core, group)
 
@@ -402,7 +417,8 @@ def deliver_if_done(core: Core, group: Group) -> None:
     """Send a whole, durable group to the trainer (I2); once to each attempt and connection."""
     run = group.run
     if (
-        group.orphaned
+        group.turn is not None
+        or group.orphaned
         or group.delivered_to == run.attempt
         or run.trainer.conn is None
         or not (group.done and group.durable)
@@ -444,6 +460,39 @@ def deliver_if_done(core: Core, group: Group) -> None:
     core.send_filled(run.trainer.conn, done, tuple(s.accepted for s in group.samples))
 
 
+def stream(core: Core, sample: Sample, start: int, conn: int | None = None) -> None:
+    """Send what is durable of a turn's sample, from token `start` on, to those who follow it, or to `conn` alone."""
+    group = sample.group
+    if group.turn is None or core.groups.get(group.id) is not group:
+        return
+    whole = sample.status is SampleStatus.COMPLETE and sample.durable == sample.accepted
+    error = None if sample.error is None else sample.error[:ERROR_CHARS]
+    if sample.durable <= start and not whole and error is None:
+        return
+    message = TurnTokens(
+        group.turn.request,
+        sample.id,
+        sample.index,
+        start,
+        b"",
+        b"",
+        b"",
+        group.version,
+        sample.finish if whole else "",
+        error,
+    )
+    for one in group.turn.followers if conn is None else (conn,):
+        core.send_tokens(one, message, sample.durable)
+
+
+def settle(group: Group) -> None:
+    """A turn whose samples are done and durable needs no engine, and its prompt is in the ledger."""
+    if group.done and group.durable and group.run.turns.open.pop(group.id, None) is not None:
+        group.prompt = b""
+        for sample in group.samples:
+            sample.view_changed()
+
+
 # ---------------------------------------------------------------- given up
 
 
@@ -454,7 +503,10 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     abandon(core, sample, "poisoned", cause)
     sample.give_up(cause)
     core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
-    if run.settings.on_poison == "stop":
+    if sample.group.turn is not None:  # its caller is told, and the run goes on
+        stream(core, sample, sample.durable)
+        settle(sample.group)
+    elif run.settings.on_poison == "stop":
         if run.stopped:
             return  # its trainer was told of the first
         stop_run(sample, cause)
@@ -479,7 +531,7 @@ def abandon(core: Core, sample: Sample, end: str, reason: str) -> None:
             worker.conn, Revoke(((sample.id, sample.epoch),), reason)
         )  # behind the lease's own Assign
         _end_lease(core, sample, end, 0)
-    sample.group.run.queue.discard(sample)
+    sample.queue.discard(sample)
     core.record(
         rec.SampleEnded(
             sample_id=sample.id,
@@ -526,5 +578,6 @@ def forget(core: Core, group: Group) -> None:
         core.payloads.drop(sample.id)
     group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
     core.groups.pop(group.id, None)
+    group.run.turns.open.pop(group.id, None)
     if group.run.by_key.get(group.key) is group:
         del group.run.by_key[group.key]

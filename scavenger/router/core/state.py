@@ -2,6 +2,7 @@
 
     ActiveRun -> Group -> Sample      what a trainer asked for; `ActiveRun.queue` holds the samples that wait for a worker
     ActiveRun -> Worker -> Sample     who generates: `Worker.leases`
+    ActiveRun -> Episode -> Group     what a gateway asked for: each turn is a group, with a `Turn` beside it
 
 Owns the rows; `tables.Core` holds them, and `transitions` says what may become of them. Decides nothing.
 """
@@ -22,10 +23,13 @@ from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
 from scavenger.router.core.row_budget import Budget
 from scavenger.router.core.transitions import (
+    EPISODE_TRANSITIONS,
     MEMORY_TRANSITIONS,
     SAMPLE_TRANSITIONS,
     UNFINISHED,
     WORKER_TRANSITIONS,
+    EpisodeStatus,
+    EpisodeStep,
     GpuMemoryState,
     IllegalTransition,
     MemoryStep,
@@ -140,6 +144,39 @@ class Queue:
         return iter(self._samples.values())
 
 
+class TurnQueue:
+    """The samples of turns that wait for a worker: those with tokens first, then the oldest. No policy sees them (`turns.place`)."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Sample] = {}
+        self._versions: dict[int, int] = {}  # version -> how many wait for it
+
+    def add(self, sample: Sample) -> None:
+        self._samples[sample.id] = sample
+        self._versions[sample.group.version] = self._versions.get(sample.group.version, 0) + 1
+
+    def discard(self, sample: Sample) -> None:
+        """Take a sample out; does nothing when it does not wait. Its version must not change while it waits."""
+        if self._samples.pop(sample.id, None) is None:
+            return
+        version = sample.group.version
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
+
+    def versions(self) -> Set[int]:
+        return self._versions.keys()
+
+    def waiting(self) -> list[Sample]:
+        return sorted(self._samples.values(), key=lambda sample: (sample.accepted == 0, sample.id))
+
+    def __contains__(self, sample_id: object) -> bool:
+        return sample_id in self._samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
 @dataclass(slots=True)
 class Sample:
     id: int
@@ -201,7 +238,20 @@ class Sample:
 
     @property
     def key(self) -> SampleKey:
-        return SampleKey(self.group.purpose, self.group.step, self.group.prompt_index, self.index)
+        group = self.group
+        if (
+            group.turn is not None
+        ):  # by its request, so that it does not depend on the order in which episodes ask
+            request = group.turn.request
+            numbers = int.from_bytes(request[:7], "big"), int.from_bytes(request[7:14], "big")
+            return SampleKey(group.purpose, *numbers, self.index)
+        return SampleKey(group.purpose, group.step, group.prompt_index, self.index)
+
+    @property
+    def queue(self) -> Queue | TurnQueue:
+        """Where it waits for a worker."""
+        run = self.group.run
+        return run.queue if self.group.turn is None else run.turns.queue
 
     @property
     def done(self) -> bool:
@@ -233,6 +283,7 @@ class Group:
     delivered_to: int = 0
     orphaned: bool = False
     unfinished: int = 0
+    turn: Turn | None = None  # what it is of an episode; None: of a step
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
@@ -249,6 +300,57 @@ class Group:
     @property
     def durable(self) -> bool:
         return all(s.durable == s.accepted for s in self.samples)
+
+
+# ---------------------------------------------------------------- episodes
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a group is of an episode. `followers`: the connections that its tokens are sent to, the newest last."""
+
+    episode: Episode
+    number: int
+    request: bytes  # names the caller's request: asked for again, it is not generated again
+    content: bytes  # hash of what was asked for
+    prompt_sha256: bytes  # of the prompt's tokens, which leave memory when the turn is complete
+    prompt_tokens: int
+    unserved_since: float | None = None  # since when nobody has the weights that its tokens are of (Unix s)
+    followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+@dataclass(slots=True)
+class Episode:
+    """One agent on one task. `turns`: by request, in the order in which they were asked for; none once it has ended."""
+
+    id: int
+    name: str
+    status: EpisodeStatus = EpisodeStatus.NEW  # changed by `transition` only
+    turns: dict[bytes, Group] = field(default_factory=dict)
+    numbers: int = 0  # the number of its last turn
+
+    def transition(self, step: EpisodeStep) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = EPISODE_TRANSITIONS[self.status].get(step)
+        if target is None:
+            raise IllegalTransition(f"episode {self.id} is {self.status} and cannot {step}")
+        self.status = target
+
+
+@dataclass(slots=True)
+class RunTurns:
+    """The episodes of a run. `open`: groups of turns with samples that are not done. `peak`, `peak_at`: the most samples that were
+    open at once of late, and when (Unix s)."""
+
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    ended: OrderedDict[str, None] = field(
+        default_factory=OrderedDict
+    )  # names of those that ended, the newest last
+    groups: int = 0  # turns in memory
+    open: dict[int, Group] = field(default_factory=dict)
+    queue: TurnQueue = field(default_factory=TurnQueue)
+    peak: int = 0
+    peak_at: float = 0.0
 
 
 # ---------------------------------------------------------------- run
@@ -484,6 +586,7 @@ class ActiveRun:
     #: The same key -> the next retry's number, where a group was superseded.
     retries: dict[tuple[str, int, int], int] = field(default_factory=dict)
     queue: Queue = field(default_factory=Queue)
+    turns: RunTurns = field(default_factory=RunTurns)
     leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved: ReservedEngines = field(default_factory=ReservedEngines)

@@ -303,7 +303,7 @@ def trained(core: Core, run: ActiveRun, body: Trained) -> None:
 
 def retire_versions(run: ActiveRun, keep: int = 4) -> None:
     """Forget manifests that cannot be asked for again; roots of a replay come back with the history."""
-    used = {g.version for g in run.by_key.values()}
+    used = {g.version for g in (*run.by_key.values(), *run.turns.open.values())}
     bases = {
         run.weights.versions[v].base
         for v in (*used, *sorted(run.weights.versions)[-keep:])

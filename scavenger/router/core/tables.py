@@ -13,7 +13,7 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.policy.interface import NewPolicy, Standard
-from scavenger.protocol.messages import Assign, GroupDone, Message
+from scavenger.protocol.messages import Assign, GroupDone, Message, TurnTokens
 from scavenger.router.core.events import (
     CondemnedEngine,
     Fill,
@@ -72,6 +72,7 @@ class Core:
         self.ticked_at: float | None = None
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
+        self.next_episode_id = 1
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
         self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known
@@ -166,6 +167,11 @@ class Core:
         """As `send_durable`, with the first `lengths[i]` tokens of the i-th sample, which are durable by then."""
         if conn is not None:
             self._event_actions.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
+
+    def send_tokens(self, conn: int, message: TurnTokens, length: int) -> None:
+        """Send tokens of a turn that are durable already, up to the sample's first `length`. Its end goes with the event's commit."""
+        action = Fill(conn, message, (length,)) if length > message.offset else Send(conn, message)
+        (self._event_actions if message.finish or message.error is not None else self._sends).append(action)
 
     def read_history(self, run: ActiveRun) -> None:
         self._event_actions.append(ReadHistory(run.id, run.attempt, run.progress.resumed_after))

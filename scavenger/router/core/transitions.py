@@ -1,16 +1,17 @@
 """What may become of a sample, of a worker and of a worker's GPU memory: states, steps, and one table of legal transitions each.
 
-All three state machines of the router are here, and nothing else:
+All state machines of the router are here, and nothing else:
 
     sample   SampleStatus -> SampleStep -> SampleStatus    in SAMPLE_TRANSITIONS; beside it `Sample.give_up` marks one that ended without
                                                            a completion
     worker   WorkerStatus -> WorkerStep -> WorkerStatus    in WORKER_TRANSITIONS
     memory   Memory -> MemoryStep -> Memory                in MEMORY_TRANSITIONS, of reserved workers, beside their status
+    episode  EpisodeStatus -> EpisodeStep -> EpisodeStatus in EPISODE_TRANSITIONS
 
 A worker's status and its memory move together: MEMORY_ALLOWED says how, and `audit` checks it after every event of a test.
 
-`Sample.transition`, `Worker.transition` and `Worker.transition_memory` (`state`) look a step up and raise `IllegalTransition`, changing
-nothing, where the table has none. Pure.
+`Sample.transition`, `Worker.transition`, `Worker.transition_memory` and `Episode.transition` (`state`) look a step up and raise
+`IllegalTransition`, changing nothing, where the table has none. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SampleStatus(StrEnum):
     LEASED = "leased"  # a worker generates it
     UNCONFIRMED = "unconfirmed"  # leased before the daemon restarted; its worker has not come back yet
     COMPLETE = "complete"  # last token accepted
-    ENDED = "ended"  # consumed, filtered, masked, evaluated, superseded, poisoned or surplus
+    ENDED = "ended"  # consumed, filtered, masked, evaluated, served, superseded, poisoned or surplus
 
 
 class SampleStep(StrEnum):
@@ -42,7 +43,7 @@ class SampleStep(StrEnum):
     RELEASE = "release"  # its lease is over, it is not: it waits for another worker
     CONFIRM = "confirm"  # its worker came back with the lease
     FINISH = "finish"
-    END = "end"  # a complete sample was used up: consumed, filtered, masked, evaluated or surplus
+    END = "end"  # a complete sample was used up: consumed, filtered, masked, evaluated, served or surplus
     REOPEN = "reopen"  # a later attempt takes its group over: it is complete again
     ABANDON = "abandon"  # given up before its use: superseded or poisoned
     RESTORE_LEASED = "restore-leased"
@@ -192,4 +193,27 @@ MEMORY_FOUND: dict[GpuMemoryState, MemoryStep] = {
     GpuMemoryState.FALLING_ASLEEP: MemoryStep.FOUND_FALLING_ASLEEP,
     GpuMemoryState.ASLEEP: MemoryStep.FOUND_ASLEEP,
     GpuMemoryState.WAKING: MemoryStep.FOUND_WAKING,
+}
+
+
+class EpisodeStatus(StrEnum):
+    NEW = "new"  # made, or read from the ledger, within this event
+    OPEN = "open"  # it takes turns
+    ENDED = "ended"  # it takes no more, and what it had is not in memory
+
+
+class EpisodeStep(StrEnum):
+    """What happens to an episode."""
+
+    OPEN = "open"  # its first turn was asked for, or the ledger has it as open
+    END = "end"
+    RESTORE_ENDED = "restore-ended"
+
+
+#: What may happen to an episode: state -> step -> state. Anything else is a bug. One that has ended is not opened again: its requests
+#: would be generated a second time.
+EPISODE_TRANSITIONS: dict[EpisodeStatus, dict[EpisodeStep, EpisodeStatus]] = {
+    EpisodeStatus.NEW: {EpisodeStep.OPEN: EpisodeStatus.OPEN, EpisodeStep.RESTORE_ENDED: EpisodeStatus.ENDED},
+    EpisodeStatus.OPEN: {EpisodeStep.END: EpisodeStatus.ENDED},
+    EpisodeStatus.ENDED: {},
 }

@@ -270,7 +270,7 @@ def _order(core: Core, worker: Worker, version: Version, *, more: bool = False) 
     run, published = worker.run, worker.run.weights
     choice = published.directory.choose(version.version, worker.id, worker.node, version.sources)
     worker.weights.offered, worker.weights.offered_at = _revision(run, version), core.now
-    needed = {*run.queue.versions(), *run.leased} - {version.version}
+    needed = {*run.queue.versions(), *run.turns.queue.versions(), *run.leased} - {version.version}
     connected, versions = run.trainer.conn is not None, published.versions
     from_trainer = {v for v in needed if connected and v in versions and versions[v].sources}
     keep = tuple(sorted(v for v in needed - from_trainer if published.directory.last_holder(v) == worker.id))

@@ -36,6 +36,7 @@ from scavenger.protocol.messages import (
     Message,
     SubmitGroups,
     ToDaemon,
+    TurnTokens,
     WorkerHello,
     decode_to_daemon,
 )
@@ -48,7 +49,15 @@ from scavenger.router.core.events import (
     TrainerCalled,
     WorkerSent,
 )
-from scavenger.router.core.payloads import Payload, PayloadStore, fill_group, fill_leases, missing, needed
+from scavenger.router.core.payloads import (
+    Payload,
+    PayloadStore,
+    fill_group,
+    fill_leases,
+    fill_tokens,
+    missing,
+    needed,
+)
 from scavenger.router.core.samples import overlaps
 from scavenger.router.core.tables import Core
 
@@ -268,7 +277,7 @@ def lacking_message(core: Core, store: PayloadStore, action: Fill) -> dict[int, 
 def filled(store: PayloadStore, action: Fill) -> Message | None:
     """The message with its tokens, which are in memory, and without the leases of samples that were forgotten before.
 
-    None when nothing is left of it; of a group all is needed.
+    None when nothing is left of it; of a group all is needed, and of a turn's tokens those from its offset on.
     """
     message, lengths = action.message, action.lengths
     if isinstance(message, Assign):
@@ -276,6 +285,8 @@ def filled(store: PayloadStore, action: Fill) -> Message | None:
         return Assign(tuple(leases)) if leases else None
     if missing(message, lengths, store):
         return None
+    if isinstance(message, TurnTokens):
+        return fill_tokens(message, lengths[0], store)
     group = fill_group(message, lengths, store)
     store.cool(needed(message, lengths))  # it is not asked for again, unless its trainer is lost
     return group

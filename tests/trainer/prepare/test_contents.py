@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from scavenger.errors import ConfigError
 from scavenger.weights import files
 from tests.trainer.prepare.hand import NO_GPU, RAISES, ROOT, change, edit, refused
+from trainer.prepare import __main__ as program
 from trainer.prepare import check
 from trainer.prepare.check import RequestedGpus
 
@@ -162,6 +164,36 @@ def test_a_reward_function_that_cannot_work_is_refused(
 ) -> None:
     use_reward(run, source, tmp_path, monkeypatch)
     assert cause in refused(run)["reward"]
+
+
+def test_a_reward_beside_run_toml_is_found_by_the_check_too_and_rows_need_no_answers(
+    run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (run.parent / "beside.py").write_text(
+        "def f(prompt, completion, meta):\n    return float(len(completion))\n"
+    )
+    change(run, '"trainer.verifiers:math"', '"beside:f"')
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps({"question": row["question"]}) + "\n" for row in rows))
+    text = run.read_text()
+    run.write_text(
+        "\n".join(line for line in text.splitlines() if not line.startswith("answer_field")) + "\n"
+    )
+    found = {finding.what: finding for finding in check.check(run, NO_GPU)}
+    assert found["reward"].problem == ""
+    assert found["reward"].note == "rows have no answers; empty and wrong completions get 0 to 2"
+
+
+def test_what_is_laid_over_the_file_is_checked_as_it_will_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["check", str(run.parent), "--set", "algorithm.name=gspo", "--set=run.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "ok       algorithm: gspo" in said
+    assert ", 7 steps of" in said
+    assert program.main(["check", str(run.parent), "--set", "algorithm.nam=gspo"]) == ConfigError.exit_code
+    assert "--set: unknown key 'algorithm.nam': did you mean algorithm.name?" in capsys.readouterr().out
 
 
 def use_reward(run: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,26 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
         rows.read_facts(path, "z", "a")
 
 
+def test_a_run_on_rows_without_answers_is_drafted_once_its_reward_is_named(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}>"}}\n' for n in range(10)))
+    assert rows.read_facts(path).answer_field == ""
+    assert draft(tmp_path / "refused", own_model, path) == 2
+    told = capsys.readouterr().err
+    assert "no column looks like answers" in told
+    assert "there is 'prompt'" in told
+    assert "--reward MODULE:FUNCTION" in told
+    assert draft(tmp_path / "judged", own_model, path, "--reward", "trainer.judge:reward") == 0
+    out = capsys.readouterr().out
+    assert "prompts in 'prompt', no answers" in out
+    assert "rows have no answers" in out
+    text = (tmp_path / "judged" / "run.toml").read_text()
+    assert "answer_field" not in read_run(tmp_path / "judged" / "run.toml").data.model_fields_set
+    assert "what the reward verifies against" not in text
+
+
 def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -1,4 +1,4 @@
-"""Who waited while we held GPUs, the training jobs' own GPUs, which nodes failed, and times that a person reads.
+"""Who waited while we held GPUs, training jobs' own GPUs, nodes that failed, experts of tokens, agents' episodes, times for people.
 
 Every view gets, for each of its times in Unix seconds, a column of the same name and `_utc` ('2026-09-21 14:13:29', cut to the
 second). They come last, so that PostgreSQL puts each view in its place and the grants stay; SQLite has no grants.
@@ -17,7 +17,7 @@ branch_labels = None
 depends_on = None
 
 INT = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-_TYPES: dict[str, Any] = {"int": INT, "text": sa.Text(), "time": sa.Double()}
+_TYPES: dict[str, Any] = {"int": INT, "text": sa.Text(), "time": sa.Double(), "bytes": sa.LargeBinary()}
 
 # As in 0001: each line is "type name name ..."; "?" after a type allows null. Each table's `id` is counted by the database.
 TABLES: dict[str, tuple[str, ...]] = {
@@ -49,12 +49,19 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "node_quarantines": ("text node reason", "time at until_at", "time? released_at"),
 }
+# The keys of these are the core's: no counted id.
+KEYED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "episodes": ("episode_id", ("int run_id", "text name state reason", "time begun_at", "time? ended_at")),
+    "turns": ("group_id", ("int episode_id run_id number", "bytes request content", "time begun_at")),
+}
 INDEXES: dict[str, tuple[str, str]] = {
     "ix_other_users_waits_job": ("other_users_waits", "job_id"),
     "ix_other_users_waits_ended": ("other_users_waits", "ended_at"),
     "ix_training_jobs_run": ("training_jobs", "run_id job_id"),
     "ix_engine_deaths_node": ("engine_deaths", "node"),
     "ix_node_quarantines_node": ("node_quarantines", "node"),
+    "ix_episodes_run": ("episodes", "run_id state"),
+    "ix_turns_episode": ("turns", "episode_id"),
 }
 
 # Views of 0001 as they are: (columns, table, times). A revision never reads another one's text.
@@ -172,6 +179,12 @@ VIEWS: dict[str, tuple[str, str, str]] = {
         "node_quarantines",
         "at until_at released_at",
     ),
+    "v_episodes": (
+        "episode_id, run_id, name, state, reason, begun_at, ended_at",
+        "episodes",
+        "begun_at ended_at",
+    ),
+    "v_turns": ("group_id, episode_id, run_id, number, begun_at", "turns", "begun_at"),
 }
 
 # Both cut to the second: one database would round, the other cut. Beyond year 9999 neither has a spelling.
@@ -200,8 +213,12 @@ def upgrade() -> None:
     for table, lines in TABLES.items():
         counted = sa.Column("id", INT, primary_key=True, autoincrement=True)
         op.create_table(table, counted, *(column for line in lines for column in _columns(line)))
+    for table, (key, lines) in KEYED.items():
+        named = sa.Column(key, INT, primary_key=True, autoincrement=False)
+        op.create_table(table, named, *(column for line in lines for column in _columns(line)))
     for index, (table, names) in INDEXES.items():
         op.create_index(index, table, names.split())
+    op.add_column("chunks", sa.Column("routing", sa.LargeBinary(), nullable=True))
     for view, (columns, table, times) in VIEWS.items():
         if dialect == "sqlite":
             op.execute(f"DROP VIEW IF EXISTS {view}")

@@ -1,0 +1,467 @@
+"""The ASGI app: routes, keys, bounds, and the server that runs it.
+
+    POST /inference/v1/generate    vLLM's token-in/token-out endpoint          an episode's key
+    POST /v1/chat/completions      OpenAI's chat, with token ids               an episode's key
+    GET  /v1/models                the run's model and its context             an episode's key
+    POST /episodes                 begin one: answers with its key             the gateway's admin key
+    DELETE /episodes/NAME          it is over                                  the admin key, or its own
+    GET  /health                   200 once the daemon has answered            none
+
+An episode's key reaches this episode and nothing else. Bodies are bounded, and so are the calls of one episode that run at once: an
+agent that floods is refused alone (429). A caller that hangs up leaves its turn running, and finds it when it asks again.
+
+Boundary: starlette and uvicorn are imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import secrets
+import socket as sockets
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from scavenger.config import RunConfig
+from scavenger.errors import AuthError, ConfigError
+from scavenger.gateway import dialects, identity
+from scavenger.gateway.dialects import BadRequest, ChatRequest, ChatStream, Piece, TurnRequest
+from scavenger.gateway.link import Link, TurnStream
+from scavenger.gateway.prompts import Conversations, ModelFolder
+from scavenger.protocol import keys, messages
+
+log = structlog.get_logger()
+
+#: Of a request's body: a million tokens as JSON numbers, or as many words.
+MAX_BODY_BYTES = 16 * 1024 * 1024
+#: Calls of one episode that may run at once.
+MAX_EPISODE_CALLS = 64
+#: How long a caller waits for the daemon to take its turn (s): a daemon may be restarted meanwhile.
+ACCEPT_S = 600.0
+MAX_NAME_CHARS = 256
+#: Headers in which a caller may name its request.
+NAME_HEADERS = ("idempotency-key", "x-request-id")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """`logprobs`: which of the two recorded logprobs callers see, by vLLM's names: "raw_logprobs" (vLLM's default) or
+    "processed_logprobs" (under the sampling distribution).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    logprobs: str = "raw_logprobs"
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What the routes share."""
+
+    link: Link
+    model: ModelFolder
+    name: str  # of the model, for /v1/models
+    context_length: int
+    secret: bytes
+    raw: bool = True
+    conversations: Conversations = field(init=False)
+    calls: dict[str, int] = field(default_factory=dict)  # by episode
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.model)
+
+    # ---------------------------------------------------------------- who calls, and with what
+
+    def episode(self, request: Request) -> str:
+        """The episode that the request's key opens. Raises `BadRequest`."""
+        episode = identity.episode_of(self.secret, _bearer(request))
+        if not episode:
+            raise BadRequest(
+                "no key of an episode: ask for one by POST /episodes", 401, "authentication_error"
+            )
+        return episode
+
+    @contextlib.contextmanager
+    def counted(self, episode: str) -> Any:
+        """One call of the episode runs. Raises `BadRequest` where too many do."""
+        now = self.calls.get(episode, 0)
+        if now >= MAX_EPISODE_CALLS:
+            raise BadRequest(
+                f"{MAX_EPISODE_CALLS} calls of this episode run already", 429, "rate_limit_error"
+            )
+        self.calls[episode] = now + 1
+        try:
+            yield
+        finally:
+            left = self.calls[episode] - 1
+            if left:
+                self.calls[episode] = left
+            else:
+                del self.calls[episode]
+
+    # ---------------------------------------------------------------- turns
+
+    async def generate(self, request: Request) -> Response:
+        episode = self.episode(request)
+        body = await _body(request)
+        turn, prompt = dialects.parse_generate(body, self.model.vocabulary, _name(request))
+        return await self._answer("generate", episode, body, turn, list(prompt), None)
+
+    async def chat(self, request: Request) -> Response:
+        episode = self.episode(request)
+        body = await _body(request)
+        chat = dialects.parse_chat(body, self.model.vocabulary, _name(request))
+        prompt = self.conversations.prompt(episode, chat)
+        return await self._answer("chat", episode, body, chat.turn, prompt, chat)
+
+    async def _answer(
+        self,
+        dialect: str,
+        episode: str,
+        body: dict[str, Any],
+        turn: TurnRequest,
+        prompt: list[int],
+        chat: ChatRequest | None,
+    ) -> Response:
+        content = identity.content_of(dialect, body)
+        opening = messages.OpenTurn(
+            episode,
+            identity.request_of(episode, turn.name, content),
+            content,
+            messages.pack_tokens(prompt),
+            turn.n,
+            turn.sampling(len(prompt), self.context_length, self.model.ends),
+        )
+        leaving = contextlib.AsyncExitStack()
+        try:
+            leaving.enter_context(self.counted(episode))
+            stream = await leaving.enter_async_context(self.link.open(opening))
+            try:
+                async with asyncio.timeout(ACCEPT_S):
+                    accepted = await stream.wait_accepted()
+            except TimeoutError:
+                raise BadRequest("the daemon does not answer: try again", 503, "server_error") from None
+            answer = _Answer(self, opening, accepted, turn, prompt, chat)
+            if turn.stream:
+                parts = answer.events(stream, leaving.pop_all())
+                return StreamingResponse(parts, media_type="text/event-stream")
+            return JSONResponse(await answer.whole(stream))
+        finally:
+            await leaving.aclose()
+
+    # ---------------------------------------------------------------- the rest
+
+    async def models(self, request: Request) -> Response:
+        self.episode(request)
+        card = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "scavenger",
+            "root": self.name,
+            "parent": None,
+            "max_model_len": self.context_length,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def begin(self, request: Request) -> Response:
+        if not identity.is_admin(self.secret, _bearer(request)):
+            raise BadRequest("not the gateway's admin key", 401, "authentication_error")
+        name = (await _body(request)).get("episode") or secrets.token_hex(12)
+        if not isinstance(name, str) or not identity.is_episode(name):
+            raise BadRequest(f"episode: a name of the form {messages.EPISODE_PATTERN}")
+        return JSONResponse({"episode": name, "api_key": identity.episode_key(self.secret, name)})
+
+    async def end(self, request: Request) -> Response:
+        name, key = request.path_params["name"], _bearer(request)
+        if not (identity.is_admin(self.secret, key) or identity.episode_of(self.secret, key) == name):
+            raise BadRequest("a key of another episode", 401, "authentication_error")
+        if not identity.is_episode(name):
+            raise BadRequest("no name of an episode")
+        await self.link.end_episode(name)
+        return JSONResponse({"episode": name, "state": "ended"})
+
+    async def health(self, request: Request) -> Response:
+        there = self.link.connected
+        return JSONResponse({"daemon": "connected" if there else "away"}, 200 if there else 503)
+
+
+class _Answer:
+    """How one accepted turn is shown in its dialect."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        opening: messages.OpenTurn,
+        accepted: messages.TurnAccepted,
+        turn: TurnRequest,
+        prompt: list[int],
+        chat: ChatRequest | None,
+    ) -> None:
+        self._gateway, self._opening, self._turn, self._chat = gateway, opening, turn, chat
+        # A gateway that began anew may have rendered the conversation to other tokens than the turn was generated from.
+        same = accepted.prompt_sha256 == sha256(opening.prompt).digest()
+        self._prompt: list[int] | None = prompt if same else None
+        self._prompt_tokens = accepted.prompt_tokens
+        self._id = f"{'chatcmpl' if chat else 'generate-tokens'}-{opening.request.hex()[:32]}"
+        if not chat and turn.name:
+            self._id = turn.name
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._gateway.model.text(tokens, skip_special_tokens=self._turn.skip_special_tokens)
+
+    async def whole(self, stream: TurnStream) -> dict[str, Any]:
+        """The answer in one piece. Raises `BadRequest`."""
+        async for _ in stream.pieces(raw=self._gateway.raw):
+            pass
+        pieces = [
+            Piece(
+                index,
+                sample.tokens,
+                sample.raw_logprobs if self._gateway.raw else sample.logprobs,
+                0,
+                sample.version,
+                sample.finish,
+            )
+            for index, sample in enumerate(stream.samples)
+        ]
+        created = int(time.time())
+        if self._chat is None:
+            return dialects.generate_reply(
+                self._id, self._turn, pieces, self._prompt, self._prompt_tokens, created
+            )
+        texts = [dialects.shown(self._text(piece.tokens), self._turn.stop, whole=True) for piece in pieces]
+        self._remember(pieces, texts)
+        return dialects.chat_reply(
+            self._id,
+            self._chat,
+            pieces,
+            texts,
+            self._prompt,
+            self._prompt_tokens,
+            created,
+            self._gateway.model.token,
+        )
+
+    async def events(self, stream: TurnStream, leaving: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        async with leaving:
+            try:
+                parts = self._chat_events(stream) if self._chat is not None else self._generate_events(stream)
+                async for part in parts:
+                    yield part
+                yield dialects.DONE
+            except BadRequest as error:
+                yield dialects.event(dialects.error_body(error.message, error.kind, error.status))
+
+    async def _generate_events(self, stream: TurnStream) -> AsyncIterator[bytes]:
+        first, tokens = True, 0
+        async for piece in stream.pieces(raw=self._gateway.raw):
+            yield dialects.generate_event(self._id, self._turn, piece, self._prompt, first=first)
+            first, tokens = False, tokens + len(piece.tokens)
+        if self._turn.include_usage:
+            counted = dialects.usage(self._prompt_tokens, tokens)
+            yield dialects.event(
+                {"request_id": self._id, "output_mode": "tokens", "choices": [], "usage": counted}
+            )
+
+    async def _chat_events(self, stream: TurnStream) -> AsyncIterator[bytes]:
+        assert self._chat is not None
+        shown = ChatStream(
+            self._id, self._chat, self._prompt, int(time.time()), self._text, self._gateway.model.token
+        )
+        async for piece in stream.pieces(raw=self._gateway.raw):
+            for part in shown.events(piece):
+                yield part
+        whole = [
+            Piece(index, sample.tokens, (), 0, sample.version, sample.finish)
+            for index, sample in enumerate(stream.samples)
+        ]
+        self._remember(whole, shown.texts())
+        if self._turn.include_usage:
+            yield shown.usage(self._prompt_tokens)
+
+    def _remember(self, pieces: Sequence[Piece], texts: Sequence[str]) -> None:
+        """The conversation goes on from these tokens."""
+        if self._chat is None or self._prompt is None:
+            return
+        for piece, text in zip(pieces, texts, strict=True):
+            said, calls = dialects.split_tool_calls(text) if self._chat.tools else (text, [])
+            self._gateway.conversations.answered(
+                self._opening.episode, self._chat, self._prompt, said, calls, array("i", piece.tokens)
+            )
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _name(request: Request) -> str:
+    name = next((request.headers[h] for h in NAME_HEADERS if h in request.headers), "")
+    if len(name) > MAX_NAME_CHARS:
+        raise BadRequest(f"a request's name has at most {MAX_NAME_CHARS} characters")
+    return name
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises `BadRequest`."""
+    parts, nbytes = [], 0
+    async for part in request.stream():
+        nbytes += len(part)
+        if nbytes > MAX_BODY_BYTES:
+            raise BadRequest(f"a body of over {MAX_BODY_BYTES:,} bytes", 413)
+        parts.append(part)
+    try:
+        found = msgspec.json.decode(b"".join(parts) or b"{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadRequest("the body is no JSON object")
+    return found
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _refusing(handler: Handler) -> Handler:
+    """The handler, whose refusals are answered in OpenAI's shape."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            headers = {"connection": "close"} if error.status == 413 else {}
+            headers |= {"retry-after": "1"} if error.status in (429, 503) else {}
+            body = dialects.error_body(error.message, error.kind, error.status)
+            return JSONResponse(body, error.status, headers)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return answered
+
+
+def make_app(gateway: Gateway) -> Starlette:
+    """The ASGI app; the link to the daemon runs as long as it does."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(gateway.link.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    routes: list[tuple[str, str, Handler]] = [
+        ("/inference/v1/generate", "POST", gateway.generate),
+        ("/v1/chat/completions", "POST", gateway.chat),
+        ("/v1/models", "GET", gateway.models),
+        ("/episodes", "POST", gateway.begin),
+        ("/episodes/{name}", "DELETE", gateway.end),
+        ("/health", "GET", gateway.health),
+    ]
+    return Starlette(
+        routes=[Route(path, _refusing(handler), methods=[method]) for path, method, handler in routes],
+        lifespan=lifespan,
+    )
+
+
+# ---------------------------------------------------------------- the process
+
+
+def secret_of(out_dir: Path) -> bytes:
+    """The secret that the keys of this run's episodes are made with: of all its gateways, made by the first."""
+    path = out_dir / "gateway.secret"
+    if not path.exists():
+        with contextlib.suppress(FileExistsError):
+            fresh = path.with_name(f".gateway.{secrets.token_hex(8)}")
+            keys.write_private(fresh, secrets.token_bytes(identity.SECRET_BYTES))
+            try:
+                path.hardlink_to(fresh)  # of two that begin at once one wins
+            finally:
+                fresh.unlink()
+    if path.stat().st_mode & 0o077:
+        raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
+    secret = path.read_bytes()
+    if len(secret) != identity.SECRET_BYTES:
+        raise AuthError(f"{path} holds no secret of a gateway", "remove it: every episode's key is void then")
+    return secret
+
+
+def serve(config: RunConfig, options: GatewayOptions) -> None:
+    """Serve the run's gateway until SIGTERM or SIGINT. Raises `ConfigError`, `AuthError`.
+
+    `out_dir/gateway.json` (mode 0600) tells the processes of the job where it listens, and the admin key.
+    """
+    loopback = options.host == "localhost" or _is_loopback(options.host)
+    if not loopback and options.tls_certificate is None:
+        raise ConfigError(
+            f"--host {options.host}: prompts and keys would go over the network in the clear",
+            "give --tls-cert and --tls-key, or serve on 127.0.0.1 on each host that runs agents",
+        )
+    run = config.run
+    secret = secret_of(run.out_dir)
+    model = ModelFolder(config.model.path, config.sampling.stop_token_ids)
+    key = keys.read_keypair(run.key or keys.key_path_for(run.state_dir))
+    gateway = Gateway(
+        Link(run.state_dir, key, run.name),
+        model,
+        run.name,
+        config.model.context_length,
+        secret,
+        raw=options.logprobs == "raw_logprobs",
+    )
+    family = sockets.AF_INET6 if ":" in options.host else sockets.AF_INET
+    with sockets.socket(family, sockets.SOCK_STREAM) as listening:
+        listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listening.bind((options.host, options.port))
+        listening.listen(1024)  # before it is announced: who comes early waits
+        port = listening.getsockname()[1]
+        scheme = "http" if options.tls_certificate is None else "https"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        endpoint = f"{scheme}://{host}:{port}"
+        announced = {"endpoint": endpoint, "admin_key": identity.admin_key(secret)}
+        keys.write_private(run.out_dir / "gateway.json", json.dumps(announced).encode())
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(gateway),
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=5,
+                ssl_certfile=options.tls_certificate,
+                ssl_keyfile=options.tls_key,
+            )
+        )
+        log.info("gateway", run=run.name, endpoint=endpoint)
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises again what ended it
+            asyncio.run(server.serve(sockets=[listening]))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,74 @@
+"""Who may call, and what makes two requests the same: an episode's key, a request's name, hashes. Pure.
+
+An episode's key holds its name and a MAC under the gateway's secret, so that any gateway of the run knows it without a table:
+
+    ep.NAME.MAC      NAME as the daemon has it, MAC = HMAC-SHA256(secret, "episode" NAME), base64url
+    admin.MAC        begins and ends episodes
+
+Boundary: keys and digests, apart from HTTP so that each rule is tested alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import re
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from scavenger.protocol.messages import EPISODE_PATTERN
+
+#: Bytes of the gateway's secret.
+SECRET_BYTES = 32
+MAX_KEY_CHARS = 512
+_NAME = re.compile(EPISODE_PATTERN)
+
+
+def _mac(secret: bytes, purpose: bytes, name: str) -> str:
+    digest = hmac.new(secret, purpose + b"\0" + name.encode(), sha256).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def is_episode(name: str) -> bool:
+    return _NAME.match(name) is not None
+
+
+def episode_key(secret: bytes, episode: str) -> str:
+    """The key that opens exactly this episode."""
+    return f"ep.{episode}.{_mac(secret, b'episode', episode)}"
+
+
+def admin_key(secret: bytes) -> str:
+    """The key that begins and ends episodes, and calls for none."""
+    return f"admin.{_mac(secret, b'admin', '')}"
+
+
+def episode_of(secret: bytes, key: str) -> str:
+    """The episode that a key opens; "" for anything else. Takes as long for a wrong key as for a right one."""
+    kind, _, rest = key[:MAX_KEY_CHARS].partition(".")
+    name, _, mac = rest.rpartition(".")
+    right = hmac.compare_digest(mac.encode(), _mac(secret, b"episode", name).encode())
+    return name if kind == "ep" and right and is_episode(name) else ""
+
+
+def is_admin(secret: bytes, key: str) -> bool:
+    return hmac.compare_digest(key[:MAX_KEY_CHARS].encode(), admin_key(secret).encode())
+
+
+#: What of a body says how it is answered, and nothing of what is generated.
+PRESENTATION = frozenset({"stream", "stream_options", "request_id", "user", "metadata", "return_token_ids"})
+
+
+def content_of(dialect: str, body: dict[str, Any]) -> bytes:
+    """Hash of what a request asks for: equal for one that is repeated, streamed or not."""
+    asked = {key: value for key, value in body.items() if key not in PRESENTATION and value is not None}
+    encoded = msgspec.json.encode(asked, order="deterministic")
+    return sha256(dialect.encode() + b"\0" + encoded).digest()
+
+
+def request_of(episode: str, name: str, content: bytes) -> bytes:
+    """What the daemon knows a request of an episode by: the caller's name for it, or its content where it gives none."""
+    named = b"name\0" + name.encode() if name else b"content\0" + content
+    return sha256(episode.encode() + b"\0" + named).digest()

@@ -1,0 +1,225 @@
+"""Conversations to token ids and back: the model folder's chat template and tokenizer, and the token ids that each conversation had.
+
+What a prompt rendered to, and what was generated from it, is kept by token ids: a conversation that goes on from an answer begins with
+exactly the tokens of that answer, and only what is new is tokenised. Text that was tokenised again may come out as other tokens, which
+the model never said. Where the agent wrote its history anew (or this gateway began anew) no kept tokens fit, and the whole is rendered.
+
+The template is code of the run's own model, rendered in jinja's sandbox as transformers does. Knows no HTTP and no daemon.
+
+Boundary: the model's folder is read here.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import msgspec
+from tokenizers import Tokenizer
+
+from scavenger.errors import ConfigError
+from scavenger.gateway.dialects import BadRequest, ChatRequest, ToolCall
+
+#: Of kept conversations, 4 bytes a token.
+MOST_KEPT_BYTES = 256 * 1024 * 1024
+
+
+class ModelFolder:
+    """What a gateway needs of the run's model: tokenizer, chat template, size of the vocabulary, tokens that end a completion."""
+
+    def __init__(self, folder: Path, stop_token_ids: tuple[int, ...]) -> None:
+        """`stop_token_ids`: of the run's configuration; empty: the model's own. Raises `ConfigError`."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"model.path: {folder} holds no tokenizer.json", "save the model's fast tokenizer there"
+            )
+        self.tokenizer = Tokenizer.from_file(str(path))
+        settings = _json(folder / "tokenizer_config.json")
+        model = _json(folder / "config.json")
+        text_model = model.get("text_config") if isinstance(model.get("text_config"), dict) else model
+        vocabulary = text_model.get("vocab_size") if isinstance(text_model, dict) else None
+        self.vocabulary = vocabulary if isinstance(vocabulary, int) else self.tokenizer.get_vocab_size()
+        self.ends = stop_token_ids or _ends(folder)
+        self._special = {
+            name: token.get("content", "") if isinstance(token, dict) else token
+            for name, token in settings.items()
+            if name.endswith("_token") and isinstance(token, (str, dict))
+        }
+        self._template = _compiled(_template(folder, settings))
+
+    def render(self, chat: ChatRequest) -> str:
+        """The prompt's text. Raises `BadRequest`."""
+        if self._template is None:
+            raise BadRequest("the model has no chat template: call /inference/v1/generate with token ids")
+        try:
+            return self._template.render(
+                messages=list(chat.messages),
+                tools=list(chat.tools) or None,
+                documents=None,
+                add_generation_prompt=True,
+                **{**self._special, **chat.template_options},
+            )
+        except Exception as error:  # a template is code that came with the model
+            raise BadRequest(f"the model's chat template raised {type(error).__name__}: {error}") from error
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token: int) -> str:
+        """One token's text; of a special one its name."""
+        return self.text((token,), skip_special_tokens=False)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", "copy it from the model again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        named = _json(folder / name).get("eos_token_id")
+        tokens = named if isinstance(named, list) else [] if named is None else [named]
+        if tokens and all(type(token) is int and token >= 0 for token in tokens):
+            return tuple(tokens)
+    raise ConfigError(f"{folder} names no eos_token_id", "set sampling.stop_token_ids")
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str:
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        return alone.read_text(encoding="utf-8")
+    found = settings.get("chat_template") or ""
+    if isinstance(found, list):  # several, by name
+        found = next((one.get("template", "") for one in found if one.get("name") == "default"), "")
+    return str(found)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant said: here it is only shown."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compiled(source: str) -> jinja2.Template | None:
+    """As `transformers` compiles it (utils/chat_template_utils.py)."""
+    if not source:
+        return None
+
+    def to_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return made.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the model's chat template: {error}", "copy it from the model again") from error
+
+
+# ---------------------------------------------------------------- conversations by their tokens
+
+
+class Conversations:
+    """The tokens of conversations that ended with an answer, by episode and messages; the longest unused go first."""
+
+    def __init__(self, model: ModelFolder, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._model = model
+        self._most = most_bytes
+        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
+        self.nbytes = 0
+        self.continued = self.rendered = 0  # prompts that began with kept tokens, and all others
+
+    def prompt(self, episode: str, chat: ChatRequest) -> list[int]:
+        """The token ids of a conversation's prompt. Raises `BadRequest`."""
+        text = self._model.render(chat)
+        for end in range(len(chat.messages) - 1, 0, -1):
+            if chat.messages[end - 1].get("role") != "assistant":
+                continue
+            key = _key(episode, chat, chat.messages[:end])
+            known = self._kept.get(key)
+            if known is None:
+                continue
+            self._kept.move_to_end(key)
+            said = self._model.text(known, skip_special_tokens=False)
+            if text.startswith(said):
+                self.continued += 1
+                return [*known, *self._model.tokens(text[len(said) :])]
+        self.rendered += 1
+        return self._model.tokens(text)
+
+    def answered(
+        self,
+        episode: str,
+        chat: ChatRequest,
+        prompt: Sequence[int],
+        content: str,
+        calls: Sequence[ToolCall],
+        tokens: Sequence[int],
+    ) -> None:
+        """The prompt was answered by these tokens, which the agent saw as `content` and `calls`."""
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": _loaded(call.arguments)}} for call in calls
+            ]
+        key = _key(episode, chat, (*chat.messages, message))
+        before = self._kept.pop(key, None)
+        self.nbytes -= 4 * len(before) if before is not None else 0
+        kept = self._kept[key] = array("i", [*prompt, *tokens])
+        self.nbytes += 4 * len(kept)
+        while self.nbytes > self._most:
+            _, oldest = self._kept.popitem(last=False)
+            self.nbytes -= 4 * len(oldest)
+
+
+def _loaded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _key(episode: str, chat: ChatRequest, messages: Sequence[dict[str, Any]]) -> bytes:
+    """By what a template sees: an agent may drop or add ids, names and empty fields of a message."""
+    seen = [
+        (
+            message["role"],
+            message["content"],
+            [
+                (call["function"]["name"], call["function"]["arguments"])
+                for call in message.get("tool_calls", ())
+            ],
+        )
+        for message in messages
+    ]
+    whole = (episode, seen, chat.tools, chat.template_options)
+    return sha256(msgspec.json.encode(whole, order="deterministic")).digest()

@@ -1,0 +1,374 @@
+"""Episodes and their turns: what a gateway asks for outside of any step. Pure; every call may be repeated.
+
+    OpenTurn -> Episode (made by its first turn) -> Group with a `Turn` -> Samples -> place -> leases, chunks, commits as of any sample
+                                                                                  `samples.stream` -> TurnTokens, durable ones only
+
+A turn is a group of samples: leased singly, fenced by epochs, durable before it is shown, and moved with all its tokens when an engine
+is lost. What differs from a step's group: no trainer owns it, so attempts do not touch it; it waits in a queue of its own, which goes
+before the samples of steps, and no policy plans it; and it is known by its request, so that the same one is generated once, for as long
+as its episode is open.
+
+Boundary: a gateway's calls, beside a trainer's and a worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.policy import placement
+from scavenger.policy.placement import QueuedSamples, Slots
+from scavenger.protocol.messages import (
+    Denied,
+    EndEpisode,
+    GatewayPing,
+    Ok,
+    OpenTurn,
+    Pong,
+    ReplyBody,
+    TurnAccepted,
+)
+from scavenger.router.core import samples
+from scavenger.router.core.state import ActiveRun, Episode, Group, Sample, Turn, Worker
+from scavenger.router.core.tables import Core
+from scavenger.router.core.transitions import EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
+
+#: `groups.purpose` of a turn.
+PURPOSE = "turn"
+#: Of a run: each is a row and lies in memory.
+MAX_OPEN_EPISODES = 65_536
+MAX_TURNS = 200_000
+MAX_EPISODE_TURNS = 4096
+#: Names of ended episodes that are kept: their requests are refused, not generated again.
+MAX_ENDED_EPISODES = 65_536
+#: Connections that follow one turn: a gateway that connected again, or another one that was asked the same.
+MAX_FOLLOWERS = 4
+#: A turn whose weights no engine has and nobody can give out is given up after this time (s): a trainer that restarts announces again.
+UNSERVED_S = 120.0
+#: Engines stay requested for the most samples that were open at once within this time (s): agents wait for their tools between turns.
+DEMAND_HOLD_S = 120.0
+
+
+def called(core: Core, conn: int, run: ActiveRun, body: OpenTurn | EndEpisode | GatewayPing) -> ReplyBody:
+    """Answer a gateway's call."""
+    if isinstance(body, GatewayPing):
+        return Pong(core.generation)
+    if isinstance(body, EndEpisode):
+        episode = run.turns.episodes.get(body.episode)
+        if episode is not None:
+            _end(core, run, episode, "ended", "its gateway ended it")
+        return Ok()  # one that is not known has ended, or never began
+    return _open_turn(core, conn, run, body)
+
+
+# ---------------------------------------------------------------- asked for
+
+
+def _open_turn(core: Core, conn: int, run: ActiveRun, body: OpenTurn) -> ReplyBody:
+    episode = run.turns.episodes.get(body.episode)
+    group = episode.turns.get(body.request) if episode is not None else None
+    if group is None:
+        refusal = _fault(run, episode, body)
+        if refusal is not None:
+            core.count("turns_refused")
+            return refusal
+        episode = episode or _begin(core, run, body.episode)
+        group = _make(core, run, episode, body)
+        known = False
+    else:
+        known = True
+    turn = group.turn
+    assert turn is not None
+    if turn.content != body.content:
+        why = f"turn {turn.number} of episode {body.episode!r} had this request's name and asked for something else"
+        return Denied("conflict", why, "give each request a name of its own, or repeat it unchanged")
+    turn.followers.pop(conn, None)
+    turn.followers[conn] = None
+    if len(turn.followers) > MAX_FOLLOWERS:
+        turn.followers.popitem(last=False)
+    if known:
+        core.count("turns_repeated")
+        for sample in group.samples:
+            have = body.have[sample.index] if sample.index < len(body.have) else 0
+            samples.stream(core, sample, min(have, sample.durable), conn)
+    return TurnAccepted(group.id, turn.number, known, turn.prompt_sha256, turn.prompt_tokens)
+
+
+def _fault(run: ActiveRun, episode: Episode | None, body: OpenTurn) -> Denied | None:
+    """Why a new turn is not made."""
+    if run.ended or run.stopped:
+        why = f"the run is over: {run.stopped}" if run.stopped else "the run has ended"
+        return Denied("invalid", why, run.stop_remedy or "open the run again")
+    if body.episode in run.turns.ended:
+        return Denied("ended", f"episode {body.episode!r} has ended", "begin another episode")
+    if not run.weights.versions:
+        return Denied("full", "no weights are published yet", "try again when the run's trainer has begun")
+    length = len(body.prompt) // 4
+    if len(body.prompt) % 4 or not length:
+        return Denied("invalid", "a prompt without tokens", "send at least one token")
+    if length + body.sampling.max_tokens > run.engine.context_length:
+        why = (
+            f"a prompt of {length} tokens that may grow by {body.sampling.max_tokens}, "
+            f"over the engine's context of {run.engine.context_length}"
+        )
+        return Denied("invalid", why, "lower max_tokens, or shorten the prompt")
+    if episode is None and len(run.turns.episodes) >= MAX_OPEN_EPISODES:
+        return Denied("full", f"over {MAX_OPEN_EPISODES:,} episodes are open", "end those that are over")
+    if episode is not None and len(episode.turns) >= MAX_EPISODE_TURNS:
+        return Denied(
+            "full", f"episode {body.episode!r} has {MAX_EPISODE_TURNS:,} turns", "begin another one"
+        )
+    if run.turns.groups >= MAX_TURNS:
+        return Denied("full", f"over {MAX_TURNS:,} turns are kept", "end the episodes that are over")
+    return None
+
+
+def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
+    episode = run.turns.episodes[name] = Episode(core.next_episode_id, name)
+    core.next_episode_id += 1
+    episode.transition(EpisodeStep.OPEN)
+    core.record(rec.EpisodeBegun(episode.id, run.id, name, core.now))
+    return episode
+
+
+def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group:
+    version = max(run.weights.versions)
+    episode.numbers += 1
+    turn = Turn(
+        episode,
+        episode.numbers,
+        body.request,
+        body.content,
+        sha256(body.prompt).digest(),
+        len(body.prompt) // 4,
+    )
+    group = Group(
+        core.next_group_id,
+        run,
+        PURPOSE,
+        run.progress.newest[1],
+        core.next_group_id,
+        0,
+        version,
+        run.weights.versions[version].root,
+        body.prompt,
+        "{}",
+        body.sampling,
+        turn=turn,
+    )
+    core.next_group_id += 1
+    first = core.next_sample_id
+    core.next_sample_id += body.n
+    for index in range(body.n):
+        sample = Sample(first + index, group, index)
+        group.add(sample)
+        sample.transition(SampleStep.QUEUE)
+        core.samples[sample.id] = sample
+        run.turns.queue.add(sample)
+    core.groups[group.id] = episode.turns[body.request] = run.turns.open[group.id] = group
+    run.turns.groups += 1
+    core.record(
+        rec.GroupCreated(
+            group.id,
+            run.id,
+            PURPOSE,
+            group.step,
+            group.prompt_index,
+            0,
+            version,
+            body.prompt,
+            body.n,
+            first,
+            msgspec.json.encode(body.sampling).decode(),
+            group.meta,
+            core.now,
+        ),
+        rec.TurnBegun(group.id, episode.id, run.id, turn.number, body.request, body.content, core.now),
+    )
+    return group
+
+
+# ---------------------------------------------------------------- placed
+
+
+def placements(run: ActiveRun) -> list[tuple[Sample, Worker, int]]:
+    """Samples of turns, the worker that takes each now, and the version that it serves.
+
+    A turn that has no token yet takes the newest version that a worker with a free slot serves; one that has keeps its own (I4).
+    """
+    waiting = run.turns.queue.waiting() if run.turns.queue and not run.stopped and not run.ended else []
+    if not waiting:
+        return []
+    serving: dict[int, list[Worker]] = {}
+    for worker in run.workers.values():
+        if samples.servable(worker, worker.weights.loaded):
+            serving.setdefault(worker.weights.loaded, []).append(worker)
+    free = {v: sum(len(w.leases) < run.engine.max_batch for w in ws) for v, ws in serving.items()}
+    wanted: dict[int, list[Sample]] = {}
+    chosen: dict[int, int] = {}  # group -> version
+    for sample in waiting:
+        group = sample.group
+        version = chosen.get(group.id)
+        if version is None:
+            version = group.version
+            if version not in serving and _unbegun(group):
+                version = max((v for v, n in free.items() if n), default=version)
+            chosen[group.id] = version
+        if free.get(version):
+            wanted.setdefault(version, []).append(sample)
+    found = []
+    for version, some in sorted(wanted.items()):
+        slots = [Slots(w.id, len(w.leases), run.engine.max_batch, w.node) for w in serving[version]]
+        by_id = {s.id: s for s in some}
+        for sample_id, worker_id in placement.place(
+            (QueuedSamples(s.id, s.failed_nodes) for s in some), slots
+        ):
+            found.append((by_id[sample_id], run.workers[worker_id], version))
+    return found
+
+
+def _unbegun(group: Group) -> bool:
+    return all(s.status is SampleStatus.QUEUED and not s.accepted for s in group.samples)
+
+
+def place(core: Core, run: ActiveRun) -> None:
+    """Lease what can be leased now. A lease is sent once it is durable."""
+    batches: dict[int, list[Sample]] = {}
+    for sample, worker, version in placements(run):
+        if sample.group.version != version:
+            _pin(core, run, sample.group, version)
+        run.turns.queue.discard(sample)
+        batches.setdefault(worker.id, []).append(sample)
+    for worker_id, batch in batches.items():
+        samples.lease(core, core.workers[worker_id], batch)
+
+
+def _pin(core: Core, run: ActiveRun, group: Group, version: int) -> None:
+    """A turn that has no token yet is generated with another version."""
+    waiting = [sample for sample in group.samples if sample.id in run.turns.queue]
+    for sample in waiting:
+        run.turns.queue.discard(sample)
+    group.version, group.root = version, run.weights.versions[version].root
+    for sample in waiting:
+        run.turns.queue.add(sample)
+    core.record(rec.GroupAdopted(group.id, version, core.now))
+
+
+def published(core: Core, run: ActiveRun, version: int) -> None:
+    """New weights: turns that wait and have no token are generated with them."""
+    for group in list(run.turns.open.values()):
+        if group.version < version and _unbegun(group):
+            _pin(core, run, group, version)
+
+
+def watch(core: Core, run: ActiveRun) -> None:
+    """Give up turns that wait with tokens of weights that are gone: another version may not go on with them (I4). Asked for again, such a
+    request is another turn."""
+    if not run.turns.queue:
+        return
+    waiting = {sample.group.id: sample.group for sample in run.turns.queue.waiting() if sample.accepted}
+    held = {worker.weights.loaded for worker in run.workers.values()}
+    for group in waiting.values():
+        turn = group.turn
+        assert turn is not None
+        if group.version in held or run.weights.available(group.version):
+            turn.unserved_since = None
+        elif turn.unserved_since is None:
+            turn.unserved_since = core.now
+        elif core.now - turn.unserved_since > UNSERVED_S:
+            why = f"weights of version {group.version}, which began it, are gone: ask again"
+            core.event("turn_given_up", run.id, f"turn {group.id}", why)
+            _give_up(core, group, why)
+            samples.forget(core, group)
+            del turn.episode.turns[turn.request]
+            run.turns.groups -= 1
+
+
+def engines(run: ActiveRun, now: float) -> tuple[int, str]:
+    """How many engines the turns can use, by the most samples that were open at once of late, and why."""
+    held, now_open = run.turns, sum(group.unfinished for group in run.turns.open.values())
+    if now_open >= held.peak or now - held.peak_at > DEMAND_HOLD_S:
+        held.peak, held.peak_at = now_open, now
+    wanted = -(-held.peak // max(1, run.engine.max_batch))
+    return wanted, f"{held.peak} samples of turns were open within {DEMAND_HOLD_S:g} s"
+
+
+# ---------------------------------------------------------------- over
+
+
+def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) -> None:
+    """Give up what is open of the episode, and forget what the ledger has of it."""
+    episode.transition(EpisodeStep.END)
+    for group in episode.turns.values():
+        _give_up(core, group, reason)
+        samples.forget(core, group)
+    run.turns.groups -= len(episode.turns)
+    episode.turns.clear()
+    del run.turns.episodes[episode.name]
+    _note_ended(run, episode.name)
+    core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
+
+
+def _give_up(core: Core, group: Group, reason: str) -> None:
+    """End the turn's samples, whole or not; its followers are told of those that have no end."""
+    for sample in group.samples:
+        if sample.status is SampleStatus.COMPLETE:
+            sample.transition(SampleStep.END)
+            core.record(rec.SampleEnded(sample.id, "served", reason, 0, 0, None, None, core.now))
+        elif sample.status is not SampleStatus.ENDED:
+            samples.abandon(core, sample, "surplus", reason)
+            sample.give_up(reason)
+            samples.stream(core, sample, sample.durable)
+
+
+def _note_ended(run: ActiveRun, name: str) -> None:
+    run.turns.ended[name] = None
+    if len(run.turns.ended) > MAX_ENDED_EPISODES:
+        run.turns.ended.popitem(last=False)
+
+
+def end_all(core: Core, run: ActiveRun, reason: str) -> None:
+    """The run is over, and its episodes with it."""
+    for episode in list(run.turns.episodes.values()):
+        _end(core, run, episode, "stopped", reason)
+
+
+# ---------------------------------------------------------------- restored
+
+
+def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Snapshot) -> dict[int, Turn]:
+    """The episodes that the ledger has, and by group id the turns of those that are open."""
+    by_id: dict[int, Episode] = {}
+    for state in snapshot.episodes:
+        run = runs.get(state.run_id)
+        if run is None or run.ended:
+            continue
+        episode = Episode(state.episode_id, state.name)
+        if state.state == "open":
+            episode.transition(EpisodeStep.OPEN)
+            run.turns.episodes[state.name] = by_id[state.episode_id] = episode
+        else:
+            episode.transition(EpisodeStep.RESTORE_ENDED)
+            _note_ended(run, state.name)
+    for begun in snapshot.turns:
+        if begun.episode_id in by_id:
+            by_id[begun.episode_id].numbers = max(by_id[begun.episode_id].numbers, begun.number)
+    return {
+        begun.group_id: Turn(by_id[begun.episode_id], begun.number, begun.request, begun.content, b"", 0)
+        for begun in snapshot.turns
+        if begun.episode_id in by_id
+    }
+
+
+def restore(core: Core, turn: Turn, group: Group) -> None:
+    """The turn's group is in the tables again."""
+    run = group.run
+    assert turn.episode.status is EpisodeStatus.OPEN
+    turn.prompt_sha256, turn.prompt_tokens = sha256(group.prompt).digest(), len(group.prompt) // 4
+    turn.episode.turns[turn.request] = group
+    run.turns.groups += 1
+    run.turns.open[group.id] = group
+    samples.settle(group)

@@ -1,0 +1,313 @@
+"""The endpoint before a real daemon: who gets in, what is answered twice, what a flood and a restart of the daemon do."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from scavenger.gateway import identity
+from tests.gateway.conftest import SECRET, LiveGateway, served, worker, write_model
+from tests.router.harness import token
+from tests.router.test_edge import eventually
+
+ADMIN = {"Authorization": f"Bearer {identity.admin_key(SECRET)}"}
+BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8, "logprobs": 1}}
+
+
+def events(live: LiveGateway, path: str, body: dict[str, Any], episode: str = "e") -> list[dict[str, Any]]:
+    """The events of a streamed answer; the last is [DONE]."""
+    with live.http.stream("POST", path, json=body | {"stream": True}, headers=live.key(episode)) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+# ---------------------------------------------------------------- vLLM's endpoint
+
+
+def test_generate_answers_in_vllm_s_shape(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        answer = live.generate(n=2, request_id="mine")
+    samples = [
+        int(str(row[0])) for row in live.daemon.query("SELECT sample_id FROM samples ORDER BY sample_id")
+    ]
+    for choice, sample_id in zip(answer["choices"], samples, strict=True):
+        assert choice["token_ids"] == [token(sample_id, i) for i in range(8)]
+        assert choice["finish_reason"] == "length"
+        assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 8}]
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+        assert logprobs == [-0.25 - t for t in choice["token_ids"]], "the raw model's, as vLLM's are"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
+    assert answer["request_id"] == "mine"
+    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    read = protocol.GenerateTokensResponse.model_validate(answer)
+    assert read.choices[0].logprobs.content[0].token_id == answer["choices"][0]["token_ids"][0]
+
+
+def test_a_streamed_answer_adds_up_to_the_whole_one_and_is_the_same_turn(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        parts = events(live, "/inference/v1/generate", BODY | {"return_token_ids": True})
+        whole = live.generate()
+    tokens = [t for part in parts for choice in part["choices"] for t in choice["token_ids"]]
+    assert tokens == whole["choices"][0]["token_ids"]
+    assert [p["prompt_token_ids"] for p in parts][:1] == [[5, 6, 7]]
+    assert [c["finish_reason"] for p in parts for c in p["choices"]][-1] == "length"
+    assert (live.count("turns"), live.count("samples")) == (1, 1)
+
+
+def test_openai_s_own_client_works_by_base_url(live: LiveGateway) -> None:
+    openai = pytest.importorskip("openai")
+    key = identity.episode_key(SECRET, "e")
+    with (
+        worker(live.daemon),
+        openai.OpenAI(base_url=f"{str(live.http.base_url).rstrip(chr(47))}/v1", api_key=key) as client,
+    ):
+        said = [{"role": "user", "content": "hi"}]
+        whole = client.chat.completions.create(model="r", messages=said, max_tokens=6, n=2, logprobs=True)
+        parts = list(
+            client.chat.completions.create(
+                model="r", messages=said, max_tokens=6, n=2, logprobs=True, stream=True
+            )
+        )
+    streamed = {0: "", 1: ""}
+    for part in parts:
+        for choice in part.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == {c.index: c.message.content for c in whole.choices}
+    assert len(whole.choices[0].logprobs.content) == 6
+    assert live.count("turns") == 1
+
+
+# ---------------------------------------------------------------- once
+
+
+def test_a_request_that_is_asked_many_times_at_once_is_generated_once(live: LiveGateway) -> None:
+    answers: list[dict[str, Any]] = []
+    asking = [threading.Thread(target=lambda: answers.append(live.generate())) for _ in range(8)]
+    for one in asking:
+        one.start()
+    eventually(lambda: live.count("turns"))
+    with worker(live.daemon):
+        for one in asking:
+            one.join(60)
+    assert len(answers) == 8
+    assert len({json.dumps(a["choices"]) for a in answers}) == 1
+    assert (live.count("turns"), live.count("samples")) == (1, 1)
+
+
+def test_names_tell_equal_requests_apart_and_a_name_that_is_used_twice_is_refused(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        live.generate(request_id="a")
+        live.generate(request_id="b")
+        again = live.post("/inference/v1/generate", BODY, **{"X-Request-Id": "a"})
+        other = live.post("/inference/v1/generate", BODY | {"token_ids": [1]}, **{"Idempotency-Key": "a"})
+        live.generate(seed=1)
+    assert again.status_code == 200
+    assert other.status_code == 409
+    assert live.count("turns") == 3
+
+
+def test_a_caller_that_hangs_up_finds_its_turn_again(live: LiveGateway) -> None:
+    with worker(live.daemon, pace=0.05):
+        with live.http.stream(
+            "POST", "/inference/v1/generate", json=BODY | {"stream": True}, headers=live.key("e")
+        ) as answer:
+            next(answer.iter_lines())
+        eventually(lambda: not live.gateway.calls)
+        assert not live.gateway.link.open_turns
+        assert len(live.generate()["choices"][0]["token_ids"]) == 8
+    assert live.count("turns") == 1
+
+
+def test_a_daemon_that_is_killed_in_the_middle_only_takes_time(live: LiveGateway) -> None:
+    with worker(live.daemon, pace=0.2):
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(events(live, "/inference/v1/generate", BODY)))
+        asking.start()
+        eventually(lambda: live.count("chunks"))
+        live.daemon.kill()
+        live.daemon.start()
+        asking.join(60)
+    [parts] = found
+    tokens = [t for part in parts for choice in part["choices"] for t in choice["token_ids"]]
+    assert tokens == [token(1, i) for i in range(8)]
+    assert live.count("turns") == 1
+
+
+def test_a_gateway_that_begins_anew_answers_from_the_ledger(live: LiveGateway, tmp_path: Path) -> None:
+    with worker(live.daemon):
+        before = live.generate()
+    with served(live.daemon, live.run, write_model(tmp_path / "model")) as second:
+        assert second.generate()["choices"] == before["choices"]
+    assert live.count("turns") == 1
+
+
+def test_the_end_of_an_answer_waits_for_the_disk(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        live.generate(request_id="warm")
+        answered = threading.Event()
+        held = live.daemon.server.committed
+        waiting: list[int] = []
+        live.daemon.server.committed = waiting.append  # type: ignore[method-assign, assignment]
+        asking = threading.Thread(target=lambda: (live.generate(), answered.set()))
+        asking.start()
+        assert not answered.wait(1.0), "answered before its commit was known"
+        live.daemon.server.committed = held  # type: ignore[method-assign]
+        live.daemon.loop.call_soon_threadsafe(lambda: held(max(waiting)))
+        asking.join(60)
+        assert answered.is_set()
+
+
+# ---------------------------------------------------------------- keys and bounds
+
+
+def test_an_episode_s_key_reaches_its_episode_only(live: LiveGateway) -> None:
+    made = live.http.post("/episodes", json={"episode": "mine"}, headers=ADMIN)
+    assert made.json() == {"episode": "mine", "api_key": identity.episode_key(SECRET, "mine")}
+    forged = [
+        "-",
+        identity.admin_key(SECRET),
+        identity.episode_key(b"t" * 32, "e"),
+        identity.episode_key(SECRET, "e").replace("ep.e.", "ep.f."),
+        "ep..",
+        "ep.e.",
+        "é" * 9000,
+    ]
+    for key in forged:
+        headers = {b"Authorization": f"Bearer {key}".encode()}
+        for path in ("/inference/v1/generate", "/v1/chat/completions"):
+            assert live.http.post(path, json=BODY, headers=headers).status_code == 401, key[:80]
+        assert live.http.get("/v1/models", headers=headers).status_code == 401
+    for path in ("/episodes", "/episodes/e"):
+        method = "POST" if path == "/episodes" else "DELETE"
+        for key in ("-", identity.episode_key(SECRET, "other")):
+            answer = live.http.request(method, path, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 401
+    assert live.count("turns") == 0
+
+
+def test_one_episode_s_answers_are_not_another_s(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        mine, theirs = live.generate("mine", request_id="a"), live.generate("theirs", request_id="a")
+    assert mine["choices"] != theirs["choices"]
+    assert live.count("episodes") == 2
+
+
+def test_an_ended_episode_takes_no_request(live: LiveGateway) -> None:
+    with worker(live.daemon):
+        live.generate()
+        assert live.http.delete("/episodes/e", headers=live.key("e")).status_code == 200
+        assert live.post("/inference/v1/generate", BODY).status_code == 410
+    assert live.daemon.query("SELECT state FROM episodes") == [("ended",)]
+
+
+def test_a_flood_is_refused_alone(live: LiveGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.MAX_EPISODE_CALLS", 2)
+    asking = [
+        threading.Thread(target=lambda i=i: live.generate("flood", request_id=str(i))) for i in range(2)
+    ]
+    for one in asking:
+        one.start()
+    eventually(lambda: live.gateway.calls.get("flood") == 2)
+    refused = live.post("/inference/v1/generate", BODY, "flood")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    with worker(live.daemon):
+        live.generate("calm")
+        for one in asking:
+            one.join(60)
+    eventually(lambda: not live.gateway.calls)
+
+
+def test_a_body_beyond_the_bound_is_not_read(live: LiveGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.gateway.app.MAX_BODY_BYTES", 1000)
+    answer = live.post("/inference/v1/generate", {"token_ids": [1] * 1000})
+    assert answer.status_code == 413
+    for data in (b"", b"[]", b"{", b"\xff", b"[" * 900):
+        answer = live.http.post("/inference/v1/generate", content=data, headers=live.key("e"))
+        assert answer.status_code == 400, data
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_fills_the_context_is_refused(live: LiveGateway) -> None:
+    body: dict[str, Any] = {"token_ids": [1] * 64, "sampling_params": {}}
+    assert live.post("/inference/v1/generate", body).status_code == 400
+    body = {"token_ids": [1] * 60, "sampling_params": {"max_tokens": 5}}
+    assert live.post("/inference/v1/generate", body).status_code == 400
+
+
+def test_health_and_models(live: LiveGateway) -> None:
+    eventually(lambda: live.http.get("/health").status_code == 200)
+    [card] = live.http.get("/v1/models", headers=live.key("e")).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("r", 64)
+
+
+def test_a_refusal_by_the_daemon_has_its_status(live: LiveGateway) -> None:
+    live.run.close_run("finished")
+    answer = live.post("/inference/v1/generate", BODY)
+    assert answer.status_code == 400
+    assert "the run has ended" in answer.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_a_conversation_goes_on_from_the_tokens_of_its_answers(live: LiveGateway) -> None:
+    ask = {"max_tokens": 5, "return_token_ids": True}
+    said: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    with worker(live.daemon):
+        first = live.post("/v1/chat/completions", ask | {"messages": said}).json()
+        [choice] = first["choices"]
+        said += [choice["message"], {"role": "user", "content": "b"}]
+        second = live.post("/v1/chat/completions", ask | {"messages": said}).json()
+        known = first["prompt_token_ids"] + choice["token_ids"]
+        rewritten = [said[0], {"role": "assistant", "content": "?"}, said[2]]
+        branch = live.post("/v1/chat/completions", ask | {"messages": rewritten}).json()
+    assert second["prompt_token_ids"][: len(known)] == known
+    assert branch["prompt_token_ids"][: len(known)] != known
+    conversations = live.gateway.conversations
+    assert (conversations.continued, conversations.rendered) == (1, 2)
+
+
+def test_an_idle_caller_costs_the_daemon_no_slot(live: LiveGateway) -> None:
+    """Between its turns an episode holds no lease."""
+    with worker(live.daemon) as one:
+        live.generate(request_id="a")
+        eventually(lambda: not one.leases)
+        core = live.daemon.server.router.core
+        assert not core.runs["r"].turns.open
+        assert not core.runs["r"].leased
+
+
+def test_two_gateways_follow_one_turn(live: LiveGateway, tmp_path: Path) -> None:
+    with served(live.daemon, live.run, write_model(tmp_path / "model")) as second:
+        answers: list[Any] = []
+        asking = [threading.Thread(target=lambda g=g: answers.append(g.generate())) for g in (live, second)]
+        for one in asking:
+            one.start()
+        time.sleep(0.3)  # both have asked
+        with worker(live.daemon):
+            for one in asking:
+                one.join(60)
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert live.count("turns") == 1
+
+
+def test_a_request_before_the_daemon_is_there_waits_for_it(live: LiveGateway) -> None:
+    with worker(live.daemon) as one:
+        eventually(lambda: one.loaded == 1)
+        live.daemon.kill()
+        found: list[httpx2.Response] = []
+        asking = threading.Thread(target=lambda: found.append(live.post("/inference/v1/generate", BODY)))
+        asking.start()
+        time.sleep(0.3)
+        live.daemon.start()
+        asking.join(60)
+    assert found[0].status_code == 200
