@@ -1,4 +1,4 @@
-"""Loading a model's shards against every rank loading all of it: host memory of a node and time, in pairs in one run.
+"""Loading a model's shards against every rank loading all of it, and publishing them against gathering: host memory and time, in pairs.
 
     python benchmarks/load.py [--ranks 4] [--hidden 1024] [--layers 4] [--vocabulary 32000] [--repeats 3] [--json FILE]
 
@@ -6,6 +6,9 @@ Makes a Llama in bfloat16 and loads it into float32 masters over gloo ranks of t
 keeps its shard (`trainer.model.learner.load_model`, then FSDP2). After: `trainer.model.sharded_load`. Memory is the sum over ranks of the
 peak that /proc says beyond what each had before, over the sum of what they keep; pages of the weight files count while they are mapped.
 The files are in the page cache in both.
+
+Then they make a version in bfloat16 of what they train. Before: tensors are gathered, one after another, to rank 0, which has the version.
+After: each rank copies and hashes its own share (`trainer.loop.publish`). Memory is the most that one rank takes over a rank's share.
 """
 
 from __future__ import annotations
@@ -55,15 +58,16 @@ def make(folder: Path, hidden: int, layers: int, vocabulary: int) -> int:
     return sum(value.numel() for value in weights.values())
 
 
-def ran(folder: Path, small: Path, kind: str, ranks: int) -> dict[str, float]:
+def ran(folder: Path, small: Path, kind: str, ranks: int, what: str = "memory") -> dict[str, float]:
     """One start of the ranks: bytes at the peak and kept, the slowest rank's seconds. A small model comes first: it imports the rest."""
     with tempfile.TemporaryDirectory() as out:
-        jobs = [f"memory-{kind}-small={small}", f"memory-{kind}={folder}"]
+        jobs = [f"{what}-{kind}-small={small}", f"{what}-{kind}={folder}"]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
         subprocess.run([sys.executable, str(PROGRAM), str(ranks), out, *jobs], env=environ, check=True)
-        each = [json.loads((Path(out) / f"memory-{kind}-{rank}.json").read_text()) for rank in range(ranks)]
+        each = [json.loads((Path(out) / f"{what}-{kind}-{rank}.json").read_text()) for rank in range(ranks)]
     return {
         "peak": sum(one["peak"] for one in each),
+        "most": max(one["peak"] for one in each),
         "kept": sum(one["kept"] for one in each),
         "seconds": max(one["seconds"] for one in each),
     }
@@ -90,6 +94,10 @@ def main() -> None:
             {kind: ran(folder, small, kind, options.ranks) for kind in ("whole", "sharded")}
             for _ in range(options.repeats)
         ]
+        made = [
+            {kind: ran(folder, small, kind, options.ranks, "publish") for kind in ("gathered", "sharded")}
+            for _ in range(options.repeats)
+        ]
     kept = runs[0]["sharded"]["kept"]
     print(
         f"{parameters / 1e6:.0f} M parameters, {options.ranks} ranks on one host, which keep {kept / 1e6:.0f} MB"
@@ -104,8 +112,18 @@ def main() -> None:
     print(f"before / after: memory {spread(less)}, seconds {spread(faster)}")
     reached = statistics.median(run["sharded"]["peak"] / run["sharded"]["kept"] for run in runs)
     print(f"goal {GOAL}: {'met' if reached <= GOAL else 'MISSED'}")
+    share = made[0]["sharded"]["kept"] / options.ranks
+    for name, kind in (("before", "gathered"), ("after", "sharded")):
+        memory = [run[kind]["most"] / share for run in made]
+        seconds = spread([run[kind]["seconds"] for run in made])
+        print(
+            f"publishing {name:7} the most that a rank takes over its share {spread(memory)}; seconds {seconds}"
+        )
+    less = [run["gathered"]["most"] / run["sharded"]["most"] for run in made]
+    faster = [run["gathered"]["seconds"] / run["sharded"]["seconds"] for run in made]
+    print(f"publishing before / after: memory {spread(less)}, seconds {spread(faster)}")
     if options.json:
-        options.json.write_text(json.dumps(runs, indent=1))
+        options.json.write_text(json.dumps({"loading": runs, "publishing": made}, indent=1))
 
 
 if __name__ == "__main__":

@@ -534,9 +534,10 @@ async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:
 
 def _views(pulled: _Pulled) -> list[Weight]:
     """All weights of the version: its own, or its base's with its adapters merged as they are read. Raises `EngineError`."""
-    own = manifests.views(pulled.manifest, pulled.blob.view)
+    own = manifests.views_in(pulled.manifest, pulled.blob)
     if pulled.base is None:
         return [*own]
     from rollout.engines import merging  # needs torch, which the engine has loaded by now
 
-    return merging.views(pulled.manifest, own, pulled.base[0], pulled.base[1].view)
+    base, blob = pulled.base
+    return merging.views(pulled.manifest, own, base, blob.view, blob)

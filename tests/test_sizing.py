@@ -155,7 +155,7 @@ def test_a_rank_of_the_trainer_and_an_engine_never_count_at_once() -> None:
 
 def test_a_node_s_host_holds_states_versions_and_reserved_engines() -> None:
     """Qwen3-32B on 16 GPUs of two nodes, two GPUs an engine. By hand: 8 ranks of 32.8 GB of states that leave, 3.25 versions of 65.5 GB
-    over 16 ranks, a checkpoint of 12 bytes a parameter over 16, 4 GB a process, and 4 engines of 3.25 versions and 7.7 GiB."""
+    over 16 ranks, a checkpoint of 12 bytes a parameter over 16, 4 GB a process, and 4 engines, asleep, of 3.25 versions and 7.7 GiB."""
     large = MODELS["32B"]
     wanted = job(large, ranks=16, per_node=8, engine_gpus=2, reserved_gpus=2)
     version = 2 * large.parameters / GB

@@ -22,7 +22,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -67,6 +67,7 @@ from trainer.loop.watchdog import Here, RankWatch, meet
 from trainer.model.learner import Learner, model_config_text
 from trainer.model.memory import RankGpu
 from trainer.model.replay import routing_nbytes
+from trainer.serving import adapters_beside_base
 
 STALE_EXIT = 3
 
@@ -91,11 +92,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def engine_spec(config: RunConfig) -> messages.EngineSpec:
+def engine_spec(config: RunConfig, say: Callable[[str], None] = print) -> messages.EngineSpec:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    text = model_config_text(config.model.path)
+    unmerged, reason = adapters_beside_base(config, text, "cuda" if torch.cuda.is_available() else "cpu")
+    if reason:
+        say(f"lora.serve: {reason}")
     return messages.EngineSpec(
         config.engine.name,
-        model_config_text(config.model.path),
+        text,
         "float64" if config.run.deterministic else dtype,
         config.engine.max_batch,
         config.model.context_length,
@@ -104,6 +109,7 @@ def engine_spec(config: RunConfig) -> messages.EngineSpec:
         config.engine.eager,
         engine_options.encode(config.engine.vllm),
         routing_nbytes(config) if config.algorithm.router_replay else 0,
+        config.lora.rank if unmerged else 0,
     )
 
 
@@ -257,7 +263,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
         source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
         publisher = Publisher(source, spool_of(config), stop_tokenizer(config, comm))
-        ranks = Ranks(comm, learner, publisher, here)
+        ranks = Ranks(comm, learner, publisher, here, states_merged=not spec.adapter_rank)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume, prompts.digest)

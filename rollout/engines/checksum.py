@@ -9,6 +9,7 @@ of their own rows is together that of the whole. Knows torch; knows no engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,6 @@ class Sum:
 
 
 NOTHING = Sum(0, 0)
-#: A bias on what ranks add up: one rank has it, the others have zeros in its place.
-_ADDED_ONCE = ".experts.down_proj_bias"
 
 
 def total(parts: Iterable[Sum]) -> Sum:
@@ -94,35 +93,29 @@ def faults(
     ranks: Sequence[Mapping[str, Sum]],
     packed: Mapping[str, Sequence[str]],
     tied: Mapping[str, str],
-    kv_heads: int,
+    copies: Mapping[str, int],
 ) -> list[str]:
     """What does not hold of an engine's parameters, in words; empty when each holds exactly what was published for it.
 
-    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each rank holds. A rank holds its slice, or
-    the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too; a layer or an expert that is
-    another rank's it does not hold at all.
+    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each rank holds: slices, the whole (norms),
+    a head that others hold too, or, of another stage's layers and another rank's experts, nothing. `copies`: on how many ranks each element
+    of a tensor lies, if on more than one; those of an expert lie on one each, also of a bias on what ranks add up: the others have zeros in
+    its place.
     """
     findings: list[str] = []
-    used: set[str] = set()
-    for parameter in dict.fromkeys(name for rank in ranks for name in rank):
-        holders = [rank[parameter] for rank in ranks if parameter in rank]
-        names = sources(tied.get(parameter, parameter), published, packed)
+    parameters = dict.fromkeys(parameter for rank in ranks for parameter in rank)
+    made_of = {name: sources(tied.get(name, name), published, packed) for name in parameters}
+    holders = Counter(name for rank in ranks for name in {name for one in rank for name in made_of[one]})
+    for parameter, names in made_of.items():
         if not names:
             findings.append(f"{parameter} is not made of published tensors")
             continue
-        used.update(names)
-        whole = total(published[name] for name in names)
-        if _ADDED_ONCE in parameter:
-            expected = whole
-        elif len(holders) > 1 and holders[0].numel == whole.numel:
-            expected = whole.times(len(holders))
-        else:
-            expected = total(published[name].times(_copies(name, len(holders), kv_heads)) for name in names)
-        if not total(holders).agrees(expected):
+        held = [rank[parameter] for rank in ranks if parameter in rank]
+        # Tied embeddings lie on the first stage and on the last one, where they are two parameters.
+        expected = total(
+            published[name].times(copies.get(name, 1) * len(held) // holders[name]) for name in names
+        )
+        if not total(held).agrees(expected):
             findings.append(f"{parameter} does not hold {' + '.join(names)}")
+    used = holders.keys()
     return findings + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
-
-
-def _copies(name: str, ranks: int, kv_heads: int) -> int:
-    """On how many ranks each element of a sliced tensor lies."""
-    return max(1, ranks // kv_heads) if ".k_proj." in name or ".v_proj." in name else 1

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engines import checksum, lora
+from rollout.engines import checksum, lora, slices
 from rollout.engines.base import Weight
 from rollout.engines.published import STORED
+from rollout.engines.slices import Box
 from scavenger.errors import ONE_RELEASE, EngineError, WeightsDiffer
 from scavenger.weights import files
 from scavenger.weights import manifest as manifests
-from scavenger.weights.manifest import Manifest, TensorView
+from scavenger.weights.manifest import Manifest, SharedMemory, TensorView
 
-#: Where a tensor lies in a memory file: dtype, shape, offset, nbytes.
-FileRow = tuple[str, Sequence[int], int, int]
+#: Where a tensor lies: dtype, shape, which memory file, offset, nbytes.
+FileRow = tuple[str, Sequence[int], int, int, int]
 #: What a weight that lies there becomes: dtype, scale, and the rows of A and B if it has an adapter.
 FileMerge = tuple[str, float, Sequence[FileRow]]
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -69,8 +70,9 @@ class Merged:
 
     @property
     def is_made_elsewhere(self) -> bool:
-        """Whether its parts are no larger than itself, so that who has the GPU is handed them and not the result."""
-        return STORED[self.base.dtype].itemsize <= STORED[self.dtype].itemsize
+        """Whether who has the GPU is handed its parts and not the result: the base is no larger, or lies where it can be shown."""
+        smaller = STORED[self.base.dtype].itemsize <= STORED[self.dtype].itemsize
+        return smaller or self.base.memory is not None
 
     def on(self, device: torch.device | str) -> Tensor:
         """Its value, made on that device: a GPU and a CPU give the same bits (`lora`)."""
@@ -95,28 +97,61 @@ def on(weight: Weight, device: torch.device | str) -> Tensor:
     return weight.on(device) if isinstance(weight, Merged) else tensor(weight).to(device)
 
 
-def from_file(memory: mmap, row: FileRow, merge: FileMerge | None, device: torch.device | str) -> Tensor:
-    """A weight whose parts lie in a memory file, on a device, merged there where `merge` says so."""
-    if merge is None:
-        return _at(memory, row).to(device)
-    dtype, scale, adapter = merge
-    return _made([_at(memory, part).to(device) for part in (row, *adapter)], scale, dtype)
+def from_files(
+    files: Sequence[mmap],
+    row: FileRow,
+    merge: FileMerge | None,
+    boxes: Sequence[Box],
+    device: torch.device | str,
+) -> Tensor:
+    """A weight whose parts lie in memory files, on a device, merged there where `merge` says so. Outside of `boxes` nothing is read, and
+    what stands there means nothing."""
+    stored = _at(files, row)
+    if merge is None and torch.device(device).type == "cpu":
+        return stored  # pages that nobody looks at are not read
+    dtype, scale, adapter = merge or (row[0], 0.0, ())
+    made = torch.empty(stored.shape, dtype=STORED[dtype], device=device)
+    for box in boxes:
+        parts = [slices.cut(stored, box)]
+        if (
+            adapter
+        ):  # rows and columns that are merged alone have the bits that they have in the whole (`lora`)
+            down, up = (_at(files, part) for part in adapter)
+            parts += [down[:, slice(*box[1])], up[slice(*box[0])]]
+        slices.cut(made, box).copy_(_made([part.to(device) for part in parts], scale, dtype))
+    return made
 
 
-def _at(memory: mmap, row: FileRow) -> Tensor:
-    dtype, shape, offset, nbytes = row
+def read_nbytes(row: FileRow, merge: FileMerge | None, box: Box) -> int:
+    """Bytes of the memory files that `from_files` reads of one box."""
+    found = slices.numel(box) * STORED[row[0]].itemsize
+    if merge is not None and merge[2]:
+        (top, bottom), (left, right) = box
+        for (dtype, shape, *_), crossed in zip(merge[2], (right - left, bottom - top), strict=True):
+            found += min(shape) * crossed * STORED[dtype].itemsize
+    return found
+
+
+def _at(files: Sequence[mmap], row: FileRow) -> Tensor:
+    dtype, shape, file, offset, nbytes = row
     kind = STORED[dtype]
     if not nbytes:
         return torch.empty(tuple(shape), dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset).reshape(
+    return torch.frombuffer(files[file], dtype=kind, count=nbytes // kind.itemsize, offset=offset).reshape(
         tuple(shape)
     )
 
 
 def views(
-    manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, blob: memoryview
+    manifest: Manifest,
+    adapters: Sequence[TensorView],
+    base: Manifest,
+    blob: memoryview,
+    memory: SharedMemory | None = None,
 ) -> list[Weight]:
     """All weights of a version that holds adapters, each made when it is read, and the file beside them as it is in the base.
+
+    `memory`: the base's, as `manifest.views` has it.
 
     Raises `EngineError` where the base is not its own.
     """
@@ -134,13 +169,40 @@ def views(
     given = {view.name: view for view in adapters}
     found = [
         weight if files.is_file(weight.name) else _one(weight, given, of.scale, of.dtype)
-        for weight in manifests.views(base, blob)
+        for weight in manifests.views(base, blob, memory)
     ]
     if given:
         raise EngineError(
             f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY
         )
     return found
+
+
+def apart(weights: Sequence[Weight]) -> tuple[list[Weight], list[Merged]]:
+    """The base alone, rounded as the whole would be, and those that have an adapter."""
+    base: list[Weight] = []
+    for weight in weights:
+        if isinstance(weight, Merged) and weight.adapter is not None:
+            weight = weight.base if weight.base.dtype == weight.dtype else Merged(weight.base, weight.dtype)
+        base.append(weight)
+    return base, [one for one in weights if isinstance(one, Merged) and one.adapter is not None]
+
+
+def same_memory(one: Sequence[Weight], other: Sequence[Weight]) -> bool:
+    """Whether these are the same tensors in the same place, and so the same weights: what was pulled is not written again."""
+
+    def place(weight: Weight) -> tuple[str, str, int | None, int]:
+        view = weight.base if isinstance(weight, Merged) else weight
+        memory = view.memory if isinstance(view, TensorView) else None
+        return (
+            weight.name,
+            weight.dtype,
+            None if memory is None else id(memory),
+            view.offset if isinstance(view, TensorView) else 0,
+        )
+
+    places = [place(weight) for weight in one]
+    return None not in [at for _, _, at, _ in places] and places == [place(weight) for weight in other]
 
 
 def digest(weights: Iterable[Weight], names: Mapping[str, str]) -> bytes:

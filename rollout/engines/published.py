@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,11 @@ def checked(of: PublishedLayout, views: Sequence[Weight]) -> list[Weight]:
                 f"weight {given[1].name!r} is tied to another one and differs from it", "publish it once"
             )
         same = given[0].name == names[0]  # what is made when it is read is not read here
-        chosen.append(
-            given[0] if same else TensorView(names[0], given[0].dtype, given[0].shape, given[0].data)
-        )
+        chosen.append(given[0] if same else _renamed(given[0], names[0]))
     return sorted(chosen, key=lambda view: view.name)
+
+
+def _renamed(weight: Weight, name: str) -> TensorView:
+    if isinstance(weight, TensorView):
+        return replace(weight, name=name)  # where it lies
+    return TensorView(name, weight.dtype, weight.shape, weight.data)

@@ -378,6 +378,9 @@ class LoraSection(Section):
         "down_proj",
     )
     """Layers that get an adapter. The output head and the embeddings are refused."""
+    serve: Literal["auto", "merged", "unmerged"] = "auto"
+    """Whether vLLM merges each version's adapters into its weights, or keeps them beside their base and loads A and B alone. `auto`: what
+    is predicted to cost fewer seconds a version ([weights.md](weights.md#adapters)). The reference engine merges."""
 
 
 class OptimizerSection(Section):

@@ -67,11 +67,11 @@ class PublishedSize:
 def engine_host_mb(version: PublishedSize, engine: str, gpus: int) -> int:
     """Host memory of a harvested engine's job, in mebibytes.
 
-    All weights: three versions, of which the engine serves one, pulls or keeps the pages of another, and has the third in the file that its
-    processes load from; and the deltas that it gives on, a quarter. Adapters: their base in place of the two. And the processes; `gpus` 0:
-    without what GPUs add, which is a guess.
+    All weights: two versions, of which the engine serves one and pulls or keeps the pages of another, which its processes load from where
+    they lie; and the deltas that it gives on, a quarter. Adapters: their base in place of the two, and the quarter for two versions of
+    them. And the processes; `gpus` 0: without what GPUs add, which is a guess.
     """
-    held = version.base + 1.25 * version.nbytes if version.base else 3.25 * version.nbytes
+    held = version.base + 0.25 * version.nbytes if version.base else 2.25 * version.nbytes
     return int(held / (1 << 20)) + 1 + PROCESS_MB.get(engine, 0) + gpus * GPU_MB.get(engine, 0)
 
 

@@ -121,11 +121,12 @@ def _engine_device(job: TrainJob) -> int:
 
 
 def _engine_host(shape: ModelShape, job: TrainJob, phase: str) -> int:
-    """A rank's share of the reserved engines of its node. Asleep, an engine's weights wait in host memory, and no file of a version that
-    is being loaded is there: as much in all."""
+    """A rank's share of the reserved engines of its node. Asleep, an engine's weights wait in host memory besides."""
     if not job.reserved or phase == "load":
         return 0
-    each = engines.engine_host_mb(published(shape, job), "vllm", job.reserved_gpus) << 20
+    version = published(shape, job)
+    asleep = version.nbytes if phase != "generate" else 0
+    each = (engines.engine_host_mb(version, "vllm", job.reserved_gpus) << 20) + asleep
     return each * reserved_on_node(job) // job.node_ranks
 
 

@@ -1,4 +1,4 @@
-"""Whole chunks, deltas or nothing yet: which of them has a version here first, by predicted seconds. Pure.
+"""Whole chunks, deltas or nothing yet: which of them has a version here first, by predicted seconds; and adapters merged or not. Pure.
 
 Owns the rates that predictions rest on, each a stated default until it was measured, and the two decisions: the receiver's (`choose`) and
 the publisher's, whether to make deltas at all (`encoding_pays`). No clock, socket or thread: seconds come in as arguments.
@@ -206,6 +206,53 @@ def encoding_pays(
 
 def _said(rate: float, default: float) -> MeasuredRate:
     return MeasuredRate(rate if rate > 0 else default)
+
+
+#: Weights a second that a GPU, and a core, merges, casts and sums (docs/weights.md, *Merged weights are verified*; the GPU's is counted).
+MERGING_PER_S = {"cuda": 12e9, "cpu": 1 / 34e-9}
+#: Bytes a second that decoding reads weights with: of a GPU, and of a core.
+READING_NBYTES_PER_S = {"cuda": 2e12, "cpu": 5e9}
+#: What keeping adapters beside their base adds to a decode iteration: of its time, and for each layer with an adapter. Assumed.
+UNMERGED_SHARE = 0.05
+UNMERGED_LAYER_S = {"cuda": 10e-6, "cpu": 40e-6}
+#: Merging is verified by a digest, and what is kept beside its base is not: as much as this it must gain.
+LEAST_GAINED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSetting:
+    """What decides whether a run's adapters are merged. `weights`: of the model. `layers`: with an adapter. `tokens`: of a completion that
+    a step waits for. `gpus`: of an engine."""
+
+    weights: int
+    nbytes: int
+    layers: int
+    tokens: float
+    device: str
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServingChoice:
+    """`merged_s`, `unmerged_s`: that a version costs before or while it is generated with."""
+
+    unmerged: bool
+    merged_s: float
+    unmerged_s: float
+    reason: str
+
+
+def serving(of: AdapterSetting) -> ServingChoice:
+    """Whether engines keep adapters beside their base: each version then loads at once, and each token takes longer."""
+    gpus = max(1, of.gpus)
+    merged_s = of.weights / gpus / MERGING_PER_S[of.device] + of.nbytes / gpus / LOADING_NBYTES_PER_S
+    token_s = of.nbytes / gpus / READING_NBYTES_PER_S[of.device]
+    unmerged_s = of.tokens * (token_s * UNMERGED_SHARE + of.layers * UNMERGED_LAYER_S[of.device])
+    unmerged = merged_s - unmerged_s >= LEAST_GAINED_S
+    facts = f"merging and loading {merged_s:.3g} s a version, beside the base {unmerged_s:.3g} s over {of.tokens:,.0f} tokens"
+    return ServingChoice(
+        unmerged, merged_s, unmerged_s, f"{'beside the base' if unmerged else 'merged'}: {facts}"
+    )
 
 
 @dataclass(slots=True)

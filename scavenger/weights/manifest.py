@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import blake3
 import msgspec
@@ -42,14 +43,28 @@ ITEMSIZE = {
 }
 
 
+class SharedMemory(Protocol):
+    """A version's bytes in a file without a name: `memory.Buffer`."""
+
+    fd: int
+
+    @property
+    def view(self) -> memoryview: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One verified tensor: C-contiguous bytes in the native layout of `dtype` (torch's name without the prefix)."""
+    """One verified tensor: C-contiguous bytes in the native layout of `dtype` (torch's name without the prefix).
+
+    `memory`: that `data` is a part of, from `offset` on, if another process of this user may be shown it there.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    memory: SharedMemory | None = None
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -290,9 +305,17 @@ def _check_shards(manifest: Manifest) -> None:
         raise WeightsError(f"the manifest's shards end at byte {end} of {manifest.total_nbytes}")
 
 
-def views(manifest: Manifest, blob: bytes | bytearray | memoryview) -> list[TensorView]:
-    """Cut a complete, verified blob into tensors, without a copy."""
+def views(
+    manifest: Manifest, blob: bytes | bytearray | memoryview, memory: SharedMemory | None = None
+) -> list[TensorView]:
+    """Cut a complete, verified blob into tensors, without a copy. `memory`: that it is the view of."""
     view = memoryview(blob)
     return [
-        TensorView(t.name, t.dtype, t.shape, view[t.offset : t.offset + t.nbytes]) for t in manifest.tensors
+        TensorView(t.name, t.dtype, t.shape, view[t.offset : t.offset + t.nbytes], memory, t.offset)
+        for t in manifest.tensors
     ]
+
+
+def views_in(manifest: Manifest, memory: SharedMemory) -> list[TensorView]:
+    """`views` of a version that lies in a file, which other processes may read there."""
+    return views(manifest, memory.view, memory)

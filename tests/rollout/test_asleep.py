@@ -6,7 +6,6 @@ On a CPU vLLM does not sleep, so its end of the port is played here: the calls t
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,12 @@ from scavenger.protocol.worker.events import Request
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import account, merging, published  # noqa: E402  needs torch, as all that follows
+from rollout.engines import account, merging, published, slices  # noqa: E402  needs torch, as all that follows
 from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.registry import builder  # noqa: E402
 from rollout.engines.vllm.engine import VllmEngine  # noqa: E402
-from rollout.engines.vllm.worker import Extension, _encoded  # noqa: E402
+from rollout.engines.vllm.worker import Extension, _encoded, mapped  # noqa: E402
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 
 
@@ -52,14 +51,16 @@ class Llm:
         self.calls.append(name)
         if name == "scavenger_held":
             return [self.held]
+        if name == "scavenger_probe":
+            return [{weight: [slices.whole(shape)] for weight, shape in args[0].items()}]
         if name != "scavenger_load":
             return [None]
-        path, table, merges = args
-        with open(path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        paths, table, merges = args
+        files = [mapped(path) for path in paths]
         sums = {}
         for weight, *row in table:
-            value = merging.from_file(memory, tuple(row), merges.get(weight), "cpu").clone()
+            whole = [slices.whole(row[1])]
+            value = merging.from_files(files, tuple(row), merges.get(weight), whole, "cpu").clone()
             if self.damage and weight.endswith("q_proj.weight"):
                 value[0, 0] += 1
             sums[weight] = _encoded(checksum(value))
@@ -88,7 +89,7 @@ class Answering(Llm):
 def engine_of(llm: Llm, host: EngineHost = EngineHost("run")) -> VllmEngine:  # noqa: B008  frozen
     kind = kinds.Reference()
     config = published.parse_config(kind.text())
-    return VllmEngine(kind.spec(), host, llm, published.layout(config), config, None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
+    return VllmEngine(kind.spec(), host, llm, published.layout(config), None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
 
 
 @pytest.mark.parametrize("damage", [False, True])

@@ -73,7 +73,7 @@ def fused(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_fused_padded_packed_and_tied_weights_are_recognised() -> None:
-    assert checksum.faults(sums(weights()), [sums(fused(weights()))], PACKED, TIED, kv_heads=2) == []
+    assert checksum.faults(sums(weights()), [sums(fused(weights()))], PACKED, TIED, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_one_altered_element_is_found(parameter: str, words: str) -> None:
     held = fused(weights())
     changed = held[parameter].contiguous().clone()
     changed.view(torch.int16).reshape(-1)[3] ^= 1
-    wrong = checksum.faults(sums(weights()), [sums(held | {parameter: changed})], PACKED, TIED, kv_heads=2)
+    wrong = checksum.faults(sums(weights()), [sums(held | {parameter: changed})], PACKED, TIED, {})
     assert len(wrong) == 1
     assert parameter in wrong[0]
     assert words in wrong[0]
@@ -97,12 +97,12 @@ def test_one_altered_element_is_found(parameter: str, words: str) -> None:
 def test_a_tensor_that_nothing_holds_and_one_of_nobody_are_found() -> None:
     held = fused(weights())
     del held["l.norm.weight"]
-    assert checksum.faults(sums(weights()), [sums(held)], PACKED, TIED, 2) == [
+    assert checksum.faults(sums(weights()), [sums(held)], PACKED, TIED, {}) == [
         "l.norm.weight is held by no parameter"
     ]
     held["bias"] = torch.ones(3)
     assert "bias is not made of published tensors" in checksum.faults(
-        sums(weights()), [sums(held)], PACKED, TIED, 2
+        sums(weights()), [sums(held)], PACKED, TIED, {}
     )
 
 
@@ -121,16 +121,34 @@ def test_slices_of_all_ranks_make_the_whole_and_key_value_heads_may_lie_on_sever
         mine = given["embed.weight"][2 * rank : 2 * rank + 2]
         rows[: len(mine)] = mine
         ranks.append(sums(own | {"l.norm.weight": given["l.norm.weight"], "embed.weight": rows}))
-    assert checksum.faults(sums(given), ranks, PACKED, TIED, kv_heads=2) == []
+    copies = {"l.k_proj.weight": 2, "l.v_proj.weight": 2, "l.norm.weight": 4}
+    assert checksum.faults(sums(given), ranks, PACKED, TIED, copies) == []
     ranks[3], ranks[0] = ranks[0], ranks[0]
-    assert len(checksum.faults(sums(given), ranks, PACKED, TIED, kv_heads=2)) == 2
+    assert len(checksum.faults(sums(given), ranks, PACKED, TIED, copies)) == 2
+
+
+def test_stages_hold_their_own_layers_and_tied_embeddings_lie_on_the_first_and_the_last() -> None:
+    given = weights()
+    held = fused(given)
+    stages = [
+        sums({name: held[name] for name in ("embed.weight", "l.qkv_proj.weight")}),
+        sums({name: held[name] for name in ("embed.weight", "lm_head.weight", "l.norm.weight")}),
+    ]
+    copies = {"embed.weight": 2}
+    assert checksum.faults(sums(given), stages, PACKED, TIED, copies) == []
+    assert checksum.faults(
+        sums(given), [stages[0], stages[1] | {"lm_head.weight": checksum.NOTHING}], PACKED, TIED, copies
+    ) == ["lm_head.weight does not hold embed.weight"]
+    assert checksum.faults(sums(given), stages[:1], PACKED, TIED, {}) == [
+        "l.norm.weight is held by no parameter"
+    ]
 
 
 def test_what_is_not_a_number_agrees_only_with_what_is_not() -> None:
     sick = weights()
     sick["l.k_proj.weight"][0, 0] = torch.nan
-    assert checksum.faults(sums(sick), [sums(fused(sick))], PACKED, TIED, 2) == []
-    assert checksum.faults(sums(weights()), [sums(fused(sick))], PACKED, TIED, 2) != []
+    assert checksum.faults(sums(sick), [sums(fused(sick))], PACKED, TIED, {}) == []
+    assert checksum.faults(sums(weights()), [sums(fused(sick))], PACKED, TIED, {}) != []
 
 
 def test_a_packed_copy_that_was_not_renewed_is_found() -> None:

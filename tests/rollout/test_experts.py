@@ -109,10 +109,13 @@ def test_experts_are_told_apart_and_each_rank_may_have_some() -> None:
     rows = torch.randn(4, 3, 2)
     told = {names.expert("e", i): checksum.checksum(row) for i, row in enumerate(rows)}
     ranks = [{name: told[name] for name in chosen} for chosen in (["e[0]", "e[2]"], ["e[1]", "e[3]"])]
-    assert checksum.faults(told, ranks, {}, {}, 2) == []
+    assert checksum.faults(told, ranks, {}, {}, {}) == []
     swapped = [ranks[0] | {"e[2]": told["e[0]"], "e[0]": told["e[2]"]}, ranks[1]]
-    assert checksum.faults(told, swapped, {}, {}, 2) == ["e[0] does not hold e[0]", "e[2] does not hold e[2]"]
-    assert checksum.faults(told, [ranks[0], {"e[1]": told["e[1]"]}], {}, {}, 2) == [
+    assert checksum.faults(told, swapped, {}, {}, {}) == [
+        "e[0] does not hold e[0]",
+        "e[2] does not hold e[2]",
+    ]
+    assert checksum.faults(told, [ranks[0], {"e[1]": told["e[1]"]}], {}, {}, {}) == [
         "e[3] is held by no parameter"
     ]
 
@@ -122,8 +125,8 @@ def test_a_bias_that_ranks_add_up_lies_on_one_of_them() -> None:
     bias = torch.randn(6)
     told = {name: checksum.checksum(bias)}
     one, other = {name: told[name]}, {name: checksum.checksum(torch.zeros(6))}
-    assert checksum.faults(told, [one, other], {}, {}, 2) == []
-    assert checksum.faults(told, [one, one], {}, {}, 2) == [f"{name} does not hold {name}"]
+    assert checksum.faults(told, [one, other], {}, {}, {}) == []
+    assert checksum.faults(told, [one, one], {}, {}, {}) == [f"{name} does not hold {name}"]
 
 
 # ---------------------------------------------------------------- vLLM itself

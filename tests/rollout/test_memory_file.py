@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from rollout.engines.vllm.setup import MemoryFile
+from rollout.engines.vllm.setup import MemoryFiles
 from scavenger.weights.manifest import TensorView
 
 
@@ -16,18 +16,21 @@ def test_tensors_are_where_the_table_says_and_cannot_be_written() -> None:
         TensorView("a", "int8", (3,), memoryview(b"abc")),
         TensorView("b", "int16", (2,), memoryview(b"wxyz").cast("h")),
     ]
-    with MemoryFile(views) as memory:
-        with open(memory.path, "rb") as file:
+    with MemoryFiles(views) as memory:
+        (path,) = memory.paths
+        with open(path, "rb") as file:
             # as the engine's worker maps it: its own writes stay its own
             private = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         found = {
-            name: bytes(private[offset : offset + nbytes]) for name, _, _, offset, nbytes in memory.table
+            name: bytes(private[offset : offset + nbytes])
+            for name, _, _, file, offset, nbytes in memory.table
+            if file == 0
         }
         assert found == {"a": b"abc", "b": b"wxyz"}
         private[0] = 0
-        again = os.open(memory.path, os.O_RDWR)
+        again = os.open(path, os.O_RDWR)
         try:
             for change in (
                 lambda: os.pwrite(again, b"x", 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import msgspec
@@ -18,6 +17,9 @@ merging = pytest.importorskip("rollout.engines.merging")
 lora = pytest.importorskip("rollout.engines.lora")
 checksum = pytest.importorskip("rollout.engines.checksum")
 setup = pytest.importorskip("rollout.engines.vllm.setup")
+from rollout.engines import slices  # noqa: E402  needs torch, as all that follows
+from rollout.engines.vllm.worker import mapped  # noqa: E402
+from scavenger.weights.memory import Buffer  # noqa: E402
 
 Made = tuple[Manifest, memoryview]
 
@@ -220,10 +222,12 @@ def test_who_has_the_gpu_is_handed_base_and_adapters_and_makes_the_same_bits(sto
     under = base(getattr(torch, stored))
     of = adapters(under, dtype=dtype)
     found = merging.views(of[0], manifests.views(*of), *under)
-    with setup.MemoryFile(found) as file, open(file.path, "rb") as opened:
-        memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
+    with setup.MemoryFiles(found) as file:
+        memory = [mapped(path) for path in file.paths]
         made = {
-            name: merging.from_file(memory, tuple(row), file.merges.get(name), "cpu").clone()
+            name: merging.from_files(
+                memory, tuple(row), file.merges.get(name), [slices.whole(row[1])], "cpu"
+            ).clone()
             for name, *row in file.table
         }
     merged_here = stored == "float32" and dtype == "bfloat16"
@@ -235,6 +239,59 @@ def test_who_has_the_gpu_is_handed_base_and_adapters_and_makes_the_same_bits(sto
         assert torch.equal(made[name], value)
     for view in found:
         assert torch.equal(merging.on(view, "cpu"), direct[view.name])
+
+
+def placed(of: Made) -> tuple[Manifest, Any]:
+    """As a pull leaves it."""
+    buffer = Buffer(of[0].total_nbytes)
+    buffer.view[:] = of[1]
+    return of[0], buffer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_what_was_pulled_is_handed_over_where_it_lies_and_a_rank_merges_its_part_to_the_same_bits(
+    stored: str, dtype: str
+) -> None:
+    under = base(getattr(torch, stored))
+    of = adapters(under, dtype=dtype)
+    direct = loaded(of, under)
+    manifest, lies = placed(under)
+    found = merging.views(of[0], manifests.views_in(*placed(of)), manifest, lies.view, lies)
+    with setup.MemoryFiles(found) as memory:
+        assert memory.copied_nbytes == 0
+        files = [mapped(path) for path in memory.paths]
+        assert len(files) == 3, "its own, which is empty, the adapters' and the base's"
+        rows = {name: tuple(row) for name, *row in memory.table}
+        assert set(memory.merges) == (set(rows) if stored != dtype else {"a.q.weight"})
+        for boxes in (
+            [((0, 3), (0, 10))],
+            [((0, 6), (5, 10))],
+            [((2, 4), (1, 8)), ((5, 6), (0, 1))],
+            [((0, 6), (0, 10))],
+        ):
+            merge = memory.merges["a.q.weight"]
+            made = merging.from_files(files, rows["a.q.weight"], merge, boxes, "cpu")
+            assert made.dtype == direct["a.q.weight"].dtype
+            for box in boxes:
+                assert torch.equal(slices.cut(made, box), slices.cut(direct["a.q.weight"], box))
+        size = {"float32": 4, "bfloat16": 2}[stored]
+        assert merging.read_nbytes(rows["a.q.weight"], merge, ((0, 3), (0, 10))) == 3 * 10 * size + 4 * (3 * 10 + 3 * 3)  # fmt: skip
+        assert merging.read_nbytes(rows["a.q.weight"], merge, ((0, 6), (5, 10))) == 6 * 5 * size + 4 * (3 * 5 + 6 * 3)  # fmt: skip
+        norm = merging.from_files(files, rows["norm.weight"], memory.merges.get("norm.weight"), [((2, 4),)], "cpu")  # fmt: skip
+        assert torch.equal(norm[2:4], direct["norm.weight"][2:4])
+
+
+def test_memory_that_a_load_reads_is_not_used_again_meanwhile() -> None:
+    of = placed(base())
+    views = manifests.views_in(*of)
+    memory = setup.MemoryFiles(views)
+    del views
+    assert not of[1].idle()
+    with memory:
+        pass
+    del memory
+    assert of[1].idle()
 
 
 @pytest.mark.gpu

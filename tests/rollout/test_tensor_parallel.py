@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from rollout.engines.base import EngineHost
@@ -91,6 +92,11 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
                 made.append({handle: delta.token_ids for handle, delta in found.items()})
             assert [len(told) for told in said] == [gpus] * 3, "each rank was asked what it holds"
             if gpus == 2:
+                whole = sum(view.nbytes for view in kind.views)
+                base, adapters = [[one.read_nbytes / whole for one in told] for told in (said[0], said[1])]
+                assert max(base) < 0.55
+                assert sum(base) == pytest.approx(1.0, abs=0.03), "both have the norms"
+                assert max(adapters) < 0.6, "of base and adapters, each merges what it keeps"
                 fused = "model.layers.0.self_attn.qkv_proj.weight"
                 assert said[0][0].held[fused] != said[0][1].held[fused], "the ranks hold different slices"
                 swapped = [said[0][0], said[0][1]._replace(held=said[0][0].held)]
@@ -111,3 +117,44 @@ def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: 
     one, two = asyncio.run(answers(1)), asyncio.run(answers(2))
     assert one == two
     assert one[0] != one[1] != one[2]
+
+
+class OneHead(Wide):
+    """One key-value head, which both ranks hold."""
+
+    def text(self, model_type: str = "qwen3", **changes: Any) -> str:
+        found: str = super().text(model_type, **{"num_key_value_heads": 1} | changes)
+        return found
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", ["", '{"pipeline_parallel_size": 2}'], ids=["head", "stages"])
+def test_a_head_that_both_ranks_hold_and_stages_are_loaded_and_verified(options: str) -> None:
+    """vLLM generates nothing over stages on a CPU: there only loads are compared."""
+    from rollout.engines.vllm import engine as vllm
+
+    kind: Any = OneHead()
+    trained = Trained(kind)
+    spec = msgspec.structs.replace(kind.spec(), options=options)
+
+    async def answers(gpus: int) -> list[Any]:
+        engine = await vllm.build(spec if gpus > 1 else kind.spec(), EngineHost("run", gpus))
+        made = []
+        try:
+            for version in (1, 2):
+                if version == 2:
+                    trained.step(1)
+                views = trained.merged_by_engine() if version == 2 else kind.views
+                digest = await engine.load(version, views, summed=True)
+                assert version == 1 or digest == trained.digest()
+                if not options:
+                    found = await finish(engine, *(request(i, GREEDY) for i in range(4)))
+                    made.append({handle: delta.token_ids for handle, delta in found.items()})
+        finally:
+            await engine.close()
+        return made
+
+    assert (asyncio.run(answers(1)) if not options else []) == asyncio.run(answers(2))

@@ -3,7 +3,8 @@ which take longer than all else.
 
 Each folder is loaded ("lora" in the kind: with adapters; "wide": in float64), what lies in the shards is gathered, and rank 0 leaves it in
 OUT/KIND.safetensors. `memory-sharded=FOLDER` and `memory-whole=FOLDER`: loads alone, by ranges or (as 0.2 did) every rank
-the whole model, and leaves the host memory that it took at its peak, and what it keeps, in OUT/KIND-RANK.json.
+the whole model, and leaves the host memory that it took at its peak, and what it keeps, in OUT/KIND-RANK.json. `publish-sharded=FOLDER` and
+`publish-gathered=FOLDER`: likewise of one version in bfloat16, each rank's own share or (as before 0.2) all of it gathered to rank 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
+from scavenger.weights import manifest as manifests
 from trainer.algorithms.rows import resolve
+from trainer.loop.publish import Publisher
 from trainer.model import adapters, sharded_load
 from trainer.model.learner import Learner, load_model
 from trainer.model.sharding import reshard, shard
@@ -89,14 +92,46 @@ def measured(folder: Path, mesh: DeviceMesh, kind: str) -> dict[str, float]:
     }
 
 
+def published(folder: Path, mesh: DeviceMesh, kind: str) -> dict[str, float]:
+    """The same of a version's making; what a rank keeps is its share of the bytes."""
+    learner = learner_of(folder, mesh, kind)
+    nobody: Any = None  # nothing is offered
+    publisher, total = Publisher(nobody), 2 * sum(value.numel() for value in learner.model.parameters())
+    gc.collect()
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    started = time.perf_counter()
+    if "gathered" in kind:
+        shapes = {name: ("bfloat16", tuple(value.shape)) for name, value in learner.model.named_parameters()}
+        places = {tensor.name: tensor for tensor in manifests.layout(shapes)}
+        blob = memoryview(bytearray(total if mesh.get_rank() == 0 else 0))
+        for name, value in learner.model.named_parameters():
+            found = adapters.whole(value).to(torch.bfloat16)
+            if blob:
+                raw: Any = found.contiguous().view(-1).view(torch.uint8)
+                blob[places[name].offset : places[name].offset + places[name].nbytes] = memoryview(
+                    raw.numpy()
+                )
+            del found
+        manifests.hashes_of(blob, manifests.CHUNK_NBYTES)
+    else:
+        publisher.make(learner, "bfloat16")
+    seconds = time.perf_counter() - started
+    peak = memory("VmHWM") - before
+    dist.barrier()
+    return {"peak": peak, "seconds": seconds, "kept": total / mesh.size()}
+
+
 def rank(number: int, size: int, out: Path, jobs: list[str]) -> None:
     store = dist.FileStore(str(out / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=number, world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
     for job in jobs:
         kind, _, folder = job.partition("=")
-        if kind.startswith("memory"):
-            found = measured(Path(folder), mesh, kind)
+        if kind.startswith(("memory", "publish")):
+            measure = measured if kind.startswith("memory") else published
+            found = measure(Path(folder), mesh, kind)
             (out / f"{kind}-{number}.json").write_text(json.dumps(found))
             continue
         model = load(Path(folder), mesh, kind)

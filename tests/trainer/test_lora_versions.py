@@ -327,3 +327,18 @@ def test_a_base_is_published_as_it_is_stored(stored: str, found: str, tmp_path: 
         {"a": torch.zeros(2, dtype=one), "b": torch.zeros(2, dtype=two)}, tmp_path / "model.safetensors"
     )
     assert adapters.stored_dtype(tmp_path) == found
+
+
+def test_versions_that_nobody_merges_state_no_digest_and_are_the_same_weights(
+    model_folder: Path, mesh: DeviceMesh
+) -> None:
+    with WeightServer() as source:
+        trainer = Trainer(model_folder, mesh, source, "float32")
+        base = trainer.publish_base(1)
+        stated = trainer.ranks.build_version(2, "float32")
+        quiet = Ranks(Solo(), trainer.learner, Publisher(source), states_merged=False)
+        quiet.build_base(1)
+        unstated = quiet.build_version(2, "float32")
+        assert base.root == stated.adapter.base == unstated.adapter.base  # type: ignore[union-attr]
+        assert (len(stated.merged), unstated.merged) == (manifests.DIGEST_NBYTES, b"")
+        assert stated.root == unstated.root, "how engines compute with it is no part of what it is"

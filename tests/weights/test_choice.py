@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from scavenger.protocol import keys
 from scavenger.weights import choice, delta
 from scavenger.weights.choice import (
+    LEAST_GAINED_S,
+    AdapterSetting,
     DeltaOffer,
     Form,
     MeasuredRate,
@@ -24,6 +26,7 @@ from scavenger.weights.choice import (
     choose,
     encoding_pays,
     predicted_s,
+    serving,
 )
 from scavenger.weights.delta_store import Chains, Encoder
 from scavenger.weights.pull import PROBED_CHUNKS, Pull
@@ -358,3 +361,44 @@ def test_what_is_measured_decides_the_next_pull() -> None:
     assert work.choice.form is Form.DELTA
     assert work.deltas == len(second.chunk_hashes)
     assert took < 10.0
+
+
+# ---------------------------------------------------------------- adapters, merged or not
+
+
+def _setting(
+    weights: float, device: str, *, tokens: float = 4096, gpus: int = 1, layers: int = 252
+) -> AdapterSetting:
+    value_nbytes = 2 if device == "cuda" else 4
+    return AdapterSetting(int(weights), int(weights * value_nbytes), layers, tokens, device, gpus)
+
+
+def test_large_weights_on_cores_are_not_merged_and_small_ones_are() -> None:
+    large, small = (
+        serving(_setting(8e9, "cpu", tokens=100)),
+        serving(_setting(1e6, "cpu", tokens=100, layers=14)),
+    )
+    assert (large.unmerged, small.unmerged) == (True, False)
+    assert large.merged_s == pytest.approx(8e9 * 34e-9 + 32e9 / 2e9)
+    assert "beside the base: merging and loading 288 s a version" in large.reason
+    assert small.reason.startswith("merged: ")
+
+
+def test_on_a_gpu_the_length_of_completions_decides() -> None:
+    short, long = serving(_setting(8e9, "cuda", tokens=512)), serving(_setting(8e9, "cuda", tokens=16_384))
+    assert short.unmerged
+    assert not long.unmerged
+    assert short.merged_s == long.merged_s == pytest.approx(8e9 / 12e9 + 16e9 / 2e9)
+    assert long.unmerged_s == pytest.approx(32 * short.unmerged_s)
+
+
+def test_less_than_a_second_is_not_worth_the_digest() -> None:
+    found = serving(_setting(8e8, "cuda", tokens=64, layers=100))
+    assert 0 < found.merged_s - found.unmerged_s < LEAST_GAINED_S
+    assert not found.unmerged
+
+
+def test_more_gpus_load_and_merge_sooner() -> None:
+    one, eight = serving(_setting(32e9, "cuda")), serving(_setting(32e9, "cuda", gpus=8))
+    assert eight.merged_s == pytest.approx(one.merged_s / 8)
+    assert eight.unmerged_s > one.unmerged_s / 8, "a layer's own time stays"

@@ -29,9 +29,9 @@ def test_the_rule_for_an_engine_s_memory_is_the_one_that_is_checked() -> None:
     assert {name: mb / 1024 for name, mb in PROCESS_MB.items()} == {"vllm": 1.5, "reference": 0.5}
     assert {name: mb / 1024 for name, mb in GPU_MB.items()} == {"vllm": 3.0, "reference": 2.0}
     assert "vLLM 1.5 GiB + 3 GiB a GPU; reference engine 0.5 GiB + 2 GiB a GPU" in SET
-    assert ("3.25 V + processes" in SET, "B + 1.25 V + processes" in SET) == (True, True)
+    assert ("2.25 V + processes" in SET, "B + 0.25 V + processes" in SET) == (True, True)
     whole, nothing = 2 * 8_000_000_000, engine_host_mb(PublishedSize(0, 0), "vllm", 1)
     assert nothing == 1 + PROCESS_MB["vllm"] + GPU_MB["vllm"]
-    assert abs(engine_host_mb(PublishedSize(whole, 0), "vllm", 1) - nothing - 3.25 * whole / 2**20) <= 1
+    assert abs(engine_host_mb(PublishedSize(whole, 0), "vllm", 1) - nothing - 2.25 * whole / 2**20) <= 1
     figures = [engine_host_mb(PublishedSize(whole, base), "vllm", 1) for base in (0, whole)]
     assert "{:,} MiB, as adapters {:,} MiB".format(*figures) in SET

@@ -190,12 +190,22 @@ def serve(
 class Ranks:
     """Rank 0's end: each method runs one command on all ranks, its own included."""
 
-    def __init__(self, comm: Comm, learner: Learner, publisher: Publisher, here: Here | None = None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        learner: Learner,
+        publisher: Publisher,
+        here: Here | None = None,
+        *,
+        states_merged: bool = True,
+    ) -> None:
+        """`states_merged`: versions of adapters say what they are merged to; engines that merge nothing compare nothing."""
         self._comm = comm
         self._here = here or Here()
         self._learner = learner
         self._saver = Saver()
         self._publisher = publisher
+        self._states_merged = states_merged
         self._base = b""  # root of the base that was built
         self._division = learner.mesh.division
 
@@ -275,8 +285,10 @@ class Ranks:
             )
         own = str(self._learner.dtype).removeprefix("torch.")
         adapter = manifests.Adapter(self._base, self._learner.adapter_scale, dtype)
-        shares = [_sums.decode(frame) for frame in self._published(MergeAdapters(dtype))]
-        return self._publisher.seal(version, self._published(CopyShare(own)), adapter, merged.digest(shares))
+        digest = b""
+        if self._states_merged:
+            digest = merged.digest([_sums.decode(frame) for frame in self._published(MergeAdapters(dtype))])
+        return self._publisher.seal(version, self._published(CopyShare(own)), adapter, digest)
 
     def offer(self, manifest: Manifest) -> tuple[messages.WeightSource, ...]:
         """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""

@@ -19,6 +19,7 @@ from scavenger.sizing.engine import PublishedSize
 from scavenger.weights import files, manifest, rdma
 from scavenger.weights.source import is_loopback
 from trainer.prepare.model import ModelFacts
+from trainer.serving import adapters_beside_base
 
 MB = 1 << 20
 #: `weights.spool_dir` has the two newest versions, and one that is being written.
@@ -32,10 +33,10 @@ def check_adapters(config: RunConfig) -> str:
     from trainer.model import adapters  # seconds of imports: only where there are some
     from trainer.prepare import engines
 
-    layers = adapters.check_targets(
-        engines.empty_model((config.model.path / "config.json").read_text()), config.lora
-    )
-    return f"rank {config.lora.rank} beside {layers} layers"
+    text = (config.model.path / "config.json").read_text()
+    layers = adapters.check_targets(engines.empty_model(text), config.lora)
+    _, why = adapters_beside_base(config, text, "cuda")
+    return f"rank {config.lora.rank} beside {layers} layers; served by engines on GPUs {why}"
 
 
 def version_of(config: RunConfig, facts: ModelFacts) -> PublishedSize:

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from rollout.engines import account, checksum, merging, published
+from rollout.engines import account, checksum, merging, published, slices
 from rollout.engines.base import EngineHost, EngineInfo, Weight, refuse_impossible
-from rollout.engines.checksum import Sum
+from rollout.engines.checksum import NOTHING, Sum
+from rollout.engines.merging import Merged
 from rollout.engines.vllm import setup
-from rollout.engines.vllm.setup import MemoryFile
+from rollout.engines.vllm.setup import MemoryFiles
 from rollout.engines.vllm.worker import Routed
 from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, describe
 from scavenger.protocol.messages import EngineSpec, SampleKey
@@ -63,9 +64,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
     """Start vLLM with random weights; it serves after the first `load`. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="vllm")
     try:
-        llm, layout, config, folder = await asyncio.get_running_loop().run_in_executor(
-            executor, _start, spec, host
-        )
+        llm, layout, folder = await asyncio.get_running_loop().run_in_executor(executor, _start, spec, host)
     except EngineError:
         executor.shutdown(wait=False)
         raise
@@ -76,7 +75,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
             "its own words are in the worker's log; docs/engines.md has the usual causes",
             quoted=str(error),
         ) from error
-    engine = VllmEngine(spec, host, llm, layout, config, folder, executor)
+    engine = VllmEngine(spec, host, llm, layout, folder, executor)
     try:
         await engine.prepare()
     except BaseException:
@@ -85,7 +84,7 @@ async def build(spec: EngineSpec, host: EngineHost) -> VllmEngine:
     return engine
 
 
-def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Any, Path]:
+def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.PublishedLayout, Path]:
     gpu = torch.cuda.is_available()
     values, layout, config = setup.checked_config(spec)
     folder = setup.prepare_environment(gpu)
@@ -98,14 +97,15 @@ def _start(spec: EngineSpec, host: EngineHost) -> tuple[Any, published.Published
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return llm, layout, config, folder
+    return llm, layout, folder
 
 
 class LoadReply(NamedTuple):
     """What one rank says of a load, as `worker.Extension.scavenger_load` returns it. Checksums by parameter, as numbers.
 
-    `cast`: of what was published, in the engine's types; `held`: of what the rank holds now; `packed`: fused module -> its parts;
-    `published`: of what was published, as it was. `kept`: of what the rank holds, as it can be asked for again.
+    `cast`: of its share of what was published, in the engine's types, of experts by expert; `held`: of what the rank holds now; `packed`:
+    fused module -> its parts; `published`: of its share as it was published; `kept`: of what the rank holds, as it can be asked for again;
+    `read_nbytes`: what it read of the memory that all ranks share.
     """
 
     cast: Any
@@ -113,6 +113,7 @@ class LoadReply(NamedTuple):
     packed: Mapping[str, Sequence[str]]
     published: Any
     kept: Any
+    read_nbytes: int = 0
 
 
 class PendingWeights(NamedTuple):
@@ -133,7 +134,6 @@ class VllmEngine:
         host: EngineHost,
         llm: Any,
         layout: published.PublishedLayout,
-        config: Any,
         folder: Path,
         executor: ThreadPoolExecutor,
     ) -> None:
@@ -141,7 +141,6 @@ class VllmEngine:
         self._host = host
         self._llm = llm
         self._layout = layout
-        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._folder = folder
         self._executor = executor
         self._cores: dict[int, int] = {}  # a core process's pidfd -> its pid
@@ -153,8 +152,16 @@ class VllmEngine:
         self._serial = 0
         self._made = 0
         self._version = -1
+        self._copies: dict[str, int] = {}  # of a published tensor, on how many ranks each element lies
+        self._lacking: list[str] = []  # published tensors for which no rank has a parameter
         self._held: list[Any] = []  # what each rank held of it when it was verified
         self._weights_lock = asyncio.Lock()
+        self._stages = int(setup.options_of(spec).get("pipeline_parallel_size", 1))
+        self._base: list[Weight] | None = None  # that is in place, if adapters are kept beside it
+        self._base_digest = b""
+        self._adapters: Sequence[Merged] = ()
+        self._loras = 0  # adapters that were put in place so far
+        self._lora: int | None = None  # the number of those that requests are computed with
         self._wipes = 0
         self._usable = False
         self._asleep = False
@@ -176,9 +183,21 @@ class VllmEngine:
         await self._call(
             self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace, self._spec.routing))
         )
+        await self._divide()
         if self._gpu.counts:
             (self._taken, *_) = await self._call(self._llm.collective_rpc("scavenger_bytes_taken", CALL_S))
             self._hold(self._taken)
+
+    async def _divide(self) -> None:
+        """Ask each rank which parts of the published tensors it keeps; what it keeps is all that it reads, and what it answers for."""
+        shapes = {names[0]: self._layout.shapes[names[0]] for names in self._layout.tied}
+        kept = await self._call(self._llm.collective_rpc("scavenger_probe", CALL_S, (shapes,)))
+        self._lacking = sorted(name for name in shapes if not any(name in one for one in kept))
+        places = {name: [one.get(name, []) for one in kept] for name in shapes}
+        self._copies = {name: slices.copies(shape, places[name]) for name, shape in shapes.items()}
+        of = {name: slices.shares(shape, places[name]) for name, shape in shapes.items()}
+        shares = [{name: each[rank] for name, each in of.items()} for rank in range(len(kept))]
+        await self._call(self._llm.collective_rpc("scavenger_share", CALL_S, (shares,)))
 
     def info(self) -> EngineInfo:
         spec, cache = self._spec, self._llm.vllm_config.cache_config
@@ -206,22 +225,62 @@ class VllmEngine:
             self._pending = PendingWeights(version, views, names, found)
         else:
             async with self._weights_lock:
-                found = await self._load_memory(version, views, names)
+                found = await self._put_in(version, views, names)
                 await self._resume_with_clean_cache()
         self._usable = True
         return found if summed else b""
 
+    async def _put_in(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
+        """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`.
+
+        Adapters that are kept beside their base are put beside it, and the base is replaced where another one is there.
+        """
+        if not self._spec.adapter_rank:
+            return await self._load_memory(version, views, names)
+        base, adapters = merging.apart(views)
+        if self._base is None or not merging.same_memory(self._base, base):
+            self._base = None  # until it is there whole
+            self._base_digest = await self._load_memory(version, base, names)
+            self._base = base
+        await self._call(self._llm.pause_generation(mode="abort"))
+        await self._adapt(version, adapters)
+        return b"" if adapters else self._base_digest
+
+    async def _adapt(self, version: int, adapters: Sequence[Merged]) -> None:
+        self._version, self._adapters = version, adapters
+        self._lora = None
+        if not adapters:
+            return
+        self._loras += 1  # never that of a version before: requests name it
+        parts = [part for one in adapters for part in one.parts[1:]]
+        with await self._in_thread(MemoryFiles, parts) as memory:
+            rows = [tuple(row) for _, *row in memory.table]
+            layers = [one.name.removesuffix(".weight") for one in adapters]
+            given = list(zip(layers, rows[::2], rows[1::2], strict=True))
+            call = self._llm.collective_rpc(
+                "scavenger_adapt", CALL_S, (memory.paths, given, adapters[0].scale, self._loras)
+            )
+            taken = sum(await self._call(call))
+        ranks = self._host.gpus // self._stages
+        if taken != len(layers) * ranks:
+            cause = f"version {version} has adapters for {len(layers)} layers, and vLLM has a place for {taken / ranks:g} of them"
+            raise EngineError(cause, 'set lora.serve = "merged"')
+        self._lora = self._loras
+
     async def _load_memory(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
-        """Pause, replace, verify; returns the digest of the new. What is cached is of the old: next is `_resume_with_clean_cache`."""
+        """Pause, replace, verify."""
+        if self._lacking:
+            cause = f"vLLM's model has no parameter for {len(self._lacking)} weights, the first is {self._lacking[0]!r}"
+            raise EngineError(cause, "docs/engines.md says which models it takes")
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
-        with await self._in_thread(MemoryFile, views) as memory:
-            given = (memory.path, memory.table, memory.merges)
+        with await self._in_thread(MemoryFiles, views) as memory:
+            given = (memory.paths, memory.table, memory.merges)
             said = await self._call(llm.collective_rpc("scavenger_load", CALL_S, given))
         replies = [LoadReply(*reply) for reply in said]
         self._verify(version, replies)
         self._version, self._held = version, [reply.kept for reply in replies]
-        sums = _sums(replies[0].published)
+        sums = _added(reply.published for reply in replies)
         return checksum.digest({names[name]: value for name, value in sums.items()})
 
     async def _resume_with_clean_cache(self) -> None:
@@ -242,11 +301,10 @@ class VllmEngine:
 
     def _verify(self, version: int, replies: Sequence[LoadReply]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
-        packed = replies[0].packed
-        cast = {name: value for reply in replies for name, value in _sums(reply.cast).items()}
+        cast, packed = _added(reply.cast for reply in replies), replies[0].packed
         tied = {name: names[0] for names in self._layout.tied for name in names}
         held = [_sums(reply.held) for reply in replies]
-        wrong = checksum.faults(cast, held, packed, tied, self._kv_heads)
+        wrong = checksum.faults(cast, held, packed, tied, self._copies)
         if wrong:
             cause = (
                 f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)"
@@ -259,6 +317,7 @@ class VllmEngine:
             checksum=f"{whole.value:016x}",
             elements=whole.numel,
             parameters=len(replies[0].held),
+            read_nbytes=[reply.read_nbytes for reply in replies],
         )
 
     # ------------------------------------------------------------ requests
@@ -303,9 +362,15 @@ class VllmEngine:
             prompt_token_ids=[*request.prompt, *request.accepted],
             cache_salt=f"{self._host.run}/{self._version}",
         )
+        with_adapters: Any = None
+        if self._lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            with_adapters = LoRARequest(f"version-{self._version}", self._lora, "memory")
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # A sample that was moved goes first, and of several the one that has the most to lose.
-        async for output in self._llm.generate(prompt, params, name, priority=-position):
+        made = self._llm.generate(prompt, params, name, lora_request=with_adapters, priority=-position)
+        async for output in made:
             delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
                 continue
@@ -377,11 +442,13 @@ class VllmEngine:
         if pending is None:
             await self._call(self._llm.wake_up())
             await self._find_again()
+            if self._lora is not None:
+                await self._adapt(self._version, self._adapters)  # from host memory: they were elsewhere too
         else:
             # First the weights alone: the cache's memory is not needed while they are replaced.
             await self._call(self._llm.wake_up(["weights"]))
             version, views, names, due = pending
-            if await self._load_memory(version, views, names) != due and due:
+            if await self._put_in(version, views, names) != due and due:
                 raise EngineError(
                     f"version {version} was merged once more, and came out otherwise",
                     "suspect the node's memory",
@@ -475,6 +542,15 @@ def _died(error: BaseException) -> EngineError:
 
 def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
     return {name: Sum(int(value, 16), numel, finite) for name, (value, numel, finite) in answer.items()}
+
+
+def _added(answers: Iterable[dict[str, Any]]) -> dict[str, Sum]:
+    """Of ranks that summed a share each."""
+    found: dict[str, Sum] = {}
+    for answer in answers:
+        for name, of in _sums(answer).items():
+            found[name] = found.get(name, NOTHING) + of
+    return found
 
 
 def _params(request: Request, vocab_size: int) -> Any:

@@ -1,7 +1,7 @@
 """What a vLLM engine needs before it starts: arguments from the run's engine spec, environment, private folder, and weights in memory.
 
 Owns which of vLLM's settings we set, and why. Starts nothing: `engine` does, and imports vLLM after `prepare_environment`. The arguments
-are pure. `MemoryFile` hands weights to vLLM's processes.
+are pure. `MemoryFiles` hands weights to vLLM's processes.
 
 Boundary: vLLM's settings; pure but for its private folder.
 """
@@ -27,11 +27,13 @@ from rollout.engines.vllm.worker import FOLDER, PARENT
 from scavenger.errors import EngineError
 from scavenger.protocol import engine_options
 from scavenger.protocol.messages import EngineSpec
+from scavenger.weights.manifest import TensorView
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 START_S = 300  # compiling a large model for the first time takes minutes
 CPU_BLOCK = 32  # tokens; the smallest that vLLM's CPU kernels take
 CPU_CACHE_NBYTES = 1 << 30
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which it has room to give
 EXTENSION = "rollout.engines.vllm.worker.Extension"
 MAX_SOCKET_PATH = 60  # vLLM appends a name to it, and a Unix socket's whole path has 107 characters
 
@@ -112,7 +114,7 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
 
     Raises `EngineError` for options of the run that an engine must not take.
     """
-    options = _options(spec)
+    options = options_of(spec)
     _refuse_unseen_experts(spec, options, gpu)
     stages = int(options.get("pipeline_parallel_size", 1))
     if stages < 1 or host.gpus % stages:
@@ -139,6 +141,14 @@ def arguments(spec: EngineSpec, host: EngineHost, folder: Path, config: Any, gpu
         "disable_log_stats": True,
         "enable_sleep_mode": host.sleeps and gpu,
     }
+    if spec.adapter_rank:
+        rank = next((rank for rank in ADAPTER_RANKS if rank >= spec.adapter_rank), 0)
+        if not rank:
+            raise EngineError(
+                f"vLLM keeps no adapters of rank {spec.adapter_rank} beside their base",
+                'set lora.serve = "merged"',
+            )
+        chosen |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     if gpu:
         return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager} | options
     chosen["distributed_executor_backend"] = (
@@ -162,7 +172,7 @@ def _refuse_unseen_experts(spec: EngineSpec, options: dict[str, Any], gpu: bool)
         )
 
 
-def _options(spec: EngineSpec) -> dict[str, Any]:
+def options_of(spec: EngineSpec) -> dict[str, Any]:
     try:
         options = engine_options.decode(spec.options)
     except ValueError as error:
@@ -177,35 +187,35 @@ ALIGN = 64
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class MemoryFile:
-    """A sealed copy of tensors in an anonymous memory file, which is on no disk and gone with its last user.
+class MemoryFiles:
+    """Where vLLM's processes find tensors: in the memory to which they were pulled, the rest in a sealed copy. On no disk.
 
-    `path` opens it in any process of the same user while this object lives. `table`: name, dtype, shape, offset, nbytes of each tensor.
-    `merges`: by name, what is made of a tensor that is a base; its adapter lies in the file too, and who has the GPU merges it.
+    `paths` open the files in any process of the same user while this object lives. `table`: name, dtype, shape, file, offset, nbytes of
+    each tensor. `merges`: by name, what is made of a tensor that is a base; its adapter lies there too, and who has the GPU merges it.
+    The copy is gone with its last user. A pull's memory is sealed against all writers but the process that pulled, which writes no
+    complete version and does not use its memory again as long as these views of it exist.
     """
 
     def __init__(self, views: Sequence[Weight]) -> None:
-        self.table: list[tuple[str, str, list[int], int, int]] = []
+        self.table: list[tuple[str, str, list[int], int, int, int]] = []
         self.merges: dict[str, FileMerge] = {}
-        self._placed: list[tuple[Weight, int]] = []
-        offset = 0
+        self._views = views  # and with them the memory
+        self._copied: list[tuple[Weight, int]] = []
+        self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.paths = [_path(self._fd)]
+        self._files: dict[int, int] = {}  # descriptor of a pull's memory -> its place in `paths`
+        self.copied_nbytes = 0
         for view in views:
             parts: Sequence[Weight] = (
                 view.parts if isinstance(view, Merged) and view.is_made_elsewhere else (view,)
             )
-            rows = []
-            for part in parts:
-                rows.append((part.dtype, list(part.shape), offset, part.nbytes))
-                self._placed.append((part, offset))
-                offset += -(-part.nbytes // ALIGN) * ALIGN
+            rows = [(part.dtype, list(part.shape), *self._place(part), part.nbytes) for part in parts]
             self.table.append((view.name, *rows[0]))
             if isinstance(view, Merged) and view.is_made_elsewhere:
                 self.merges[view.name] = view.dtype, view.scale, rows[1:]
-        self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:
-            os.ftruncate(self._fd, max(offset, 1))
-            for part, start in self._placed:
+            os.ftruncate(self._fd, max(self.copied_nbytes, 1))
+            for part, start in self._copied:
                 _write(self._fd, part.data, start)
             fcntl.fcntl(
                 self._fd, fcntl.F_ADD_SEALS, _SEALS
@@ -213,16 +223,34 @@ class MemoryFile:
         except OSError as error:
             os.close(self._fd)
             raise EngineError(
-                f"no memory for a version of {offset} bytes: {error.strerror}", "ask for more memory a job"
+                f"no memory for a version of {self.copied_nbytes} bytes: {error.strerror}",
+                "ask for more memory a job",
             ) from error
 
-    def __enter__(self) -> MemoryFile:
+    def _place(self, part: Weight) -> tuple[int, int]:
+        """The file and the offset."""
+        if isinstance(part, TensorView) and part.memory is not None:
+            fd = part.memory.fd
+            if fd not in self._files:
+                self._files[fd] = len(self.paths)
+                self.paths.append(_path(fd))
+            return self._files[fd], part.offset
+        start = self.copied_nbytes
+        self._copied.append((part, start))
+        self.copied_nbytes += -(-part.nbytes // ALIGN) * ALIGN
+        return 0, start
+
+    def __enter__(self) -> MemoryFiles:
         return self
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
+
+
+def _path(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:

@@ -8,6 +8,7 @@ Boundary: code that runs inside vLLM's own processes.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -17,26 +18,30 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
-from rollout.engines import merging
-from rollout.engines.checksum import Sum, checksum, sources
-from rollout.engines.merging import FileMerge
+from rollout.engines import merging, slices
+from rollout.engines.checksum import NOTHING, Sum, checksum, sources
+from rollout.engines.merging import FileMerge, FileRow
 from rollout.engines.routing import pack
+from rollout.engines.slices import Boxes
 from rollout.engines.vllm import names as engine_names
+from scavenger.errors import describe
 
+_log = structlog.get_logger(__name__)
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
 FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
 _SINKS = ".sinks"
 
-TensorRow = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
+TensorRow = tuple[str, str, Sequence[int], int, int, int]  # name, dtype, shape, file, offset, nbytes
+AdapterRow = tuple[str, FileRow, FileRow]  # a layer's name, where its A lies, where its B
 EncodedSum = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
 Sums = dict[str, EncodedSum]  # by name
 Routed = dict[str, dict[int, bytes]]  # request -> position -> which experts the token at it went to
@@ -82,63 +87,98 @@ class Extension:
     """Mixed into vLLM's worker; the names must not be any of its own. `self.model_runner` is vLLM's."""
 
     model_runner: Any
+    rank: int
     execute_model: Callable[..., Any]
+    _read: Boxes  # of each published tensor, what this rank reads
+    _share: Boxes  # and what it sums
     scavenger_routed: Routed = {}  # replaced, never changed, where it is empty
     scavenger_names: Mapping[str, str] = MappingProxyType(
         {}
     )  # by vLLM's parameter, the published name under which it is told
 
-    def scavenger_load(
-        self, path: str, table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
-    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums]:
-        """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
+    def scavenger_probe(self, shapes: Mapping[str, Sequence[int]]) -> Boxes:
+        """Which parts of tensors of these shapes this rank keeps, by its model's own loaders. Of those for which it has no parameter,
+        nothing is said.
 
-        `merges`: what is made, on the device, of those that are a base.
-
-        Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
-        the checksums of what was published as it was, and those by which it is found again later (`scavenger_held`). Of layers that vLLM
-        quantises, "now" is before it does: what was published must have come whole.
+        Experts it reads whole, and sums some of: their loaders are given each for itself, or none at all (`_copy_past`).
         """
-        model: nn.Module = self.model_runner.get_model()
-        packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
-        self.scavenger_names = _names(model, [row[0] for row in table], packed)
-        whole_model = not _is_a_stage()
-        dtypes, experts = _targets(
-            model,
-            [row[0] for row in table],
-            packed,
-            self.scavenger_names,
-            whole_model,
-            self.model_runner.model_config.dtype,
-        )
+        with unwrapped(self.model_runner.get_model()) as model:
+            dtypes, experts = self._targets(model, list(shapes), _packed(model))
+            sinks = _sinks_kept(model, self.scavenger_names)
+            asked = {name: shapes[name] for name in dtypes if name not in experts and name not in sinks}
+            whole = {name: [slices.whole(shapes[name])] for name in experts}
+            self._read = read_by_loaders(model, asked) | whole | sinks
+        return self._read
+
+    def _targets(
+        self, model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]
+    ) -> tuple[dict[str, torch.dtype], set[str]]:
+        self.scavenger_names = _names(model, published, packed)
+        return _targets(model, published, packed, self.scavenger_names, self.model_runner.model_config.dtype)
+
+    def scavenger_share(self, shares: Sequence[Boxes]) -> None:
+        """`shares`: by rank, the parts whose checksum it says with each load. After `scavenger_probe`, before the first load."""
+        self._share = shares[self.rank]
+        for name, boxes in self._share.items():
+            kept = self._read.get(name, [])
+            if not all(any(slices.contains(box, share) for box in kept) for share in boxes):
+                self._read[name] = list(boxes)  # the whole: no share is anything else that is not kept
+
+    def scavenger_load(
+        self, paths: Sequence[str], table: Sequence[TensorRow], merges: Mapping[str, FileMerge] | None = None
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums, int]:
+        """Replace all weights in place by those of memory files, tensor by tensor: at most one layer lies twice on the device.
+
+        `merges`: what is made, on the device, of those that are a base. Of each tensor only what this rank keeps is read, and made.
+
+        Returns the checksums of its share of what was published, in the engine's types, of experts one an expert; of what this rank holds
+        now; which modules are fused of which; the checksums of its share as it was published; those by which it is found again later
+        (`scavenger_held`); and how many bytes it read. Of layers that vLLM quantises, "now" is before it does: what was published must have
+        come whole.
+        """
+        with unwrapped(self.model_runner.get_model()) as model:
+            return self._load(model, paths, table, merges or {})
+
+    def _load(
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        table: Sequence[TensorRow],
+        merges: Mapping[str, FileMerge],
+    ) -> tuple[Sums, Sums, dict[str, list[str]], Sums, Sums, int]:
+        packed = _packed(model)
+        dtypes, experts = self._targets(model, [row[0] for row in table], packed)
         streams = hasattr(getattr(model, "model", model), "_get_streamed_expert_info")
         past: dict[str, Tensor] = {}
-        cast: Sums = {}
-        published: Sums = {}
-        with open(path, "rb") as file:
-            # A private mapping is writable, which torch wants of a buffer; it is not written to.
-            memory = mmap.mmap(
-                file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
+        cast: dict[str, Sum] = {}
+        published: dict[str, Sum] = {}
+        files = [mapped(path) for path in paths]
+        read_nbytes = 0
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, dtype, shape, offset, nbytes in table:
-                row, merge = (dtype, shape, offset, nbytes), (merges or {}).get(name)
-                whole = merging.from_file(memory, row, merge, self.model_runner.device)
-                tensor = whole.to(dtypes.get(name, whole.dtype))
-                published[name] = _encoded(checksum(whole))
-                if name in experts:
-                    cast.update(_of_each(name, range(len(tensor)), tensor))
-                elif name in dtypes:
-                    same = tensor.dtype == whole.dtype
-                    cast[name] = published[name] if same else _encoded(checksum(tensor))
+            nonlocal read_nbytes
+            for name, dtype, shape, file, offset, nbytes in table:
+                row = dtype, shape, file, offset, nbytes
+                merge, kept = merges.get(name), self._read.get(name, [])
+                source = merging.from_files(files, row, merge, kept, self.model_runner.device)
+                read_nbytes += sum(merging.read_nbytes(row, merge, box) for box in kept)
+                for box in self._share.get(name, []):
+                    part = slices.cut(source, box)
+                    found = checksum(part)
+                    published[name] = published.get(name, NOTHING) + found
+                    mine = part.to(dtypes[name])
+                    if name in experts:
+                        cast.update(_of_each(name, range(*box[0]), mine))
+                    else:
+                        same = mine.dtype == part.dtype
+                        cast[name] = cast.get(name, NOTHING) + (found if same else checksum(mine))
                 if name.endswith(_SINKS):
-                    past[name] = tensor
+                    past[name] = source
                 elif name in experts and streams:
-                    for index, rows in enumerate(tensor):
+                    for index, rows in enumerate(source.to(dtypes[name])):
                         yield engine_names.streamed(name, index), rows
                 else:
-                    yield name, tensor
+                    yield name, source.to(dtypes[name]) if name in experts else source
 
         with _before_quantising(model) as whole_layers:
             self.model_runner.reload_weights(weights_iterator=tensors())
@@ -146,11 +186,37 @@ class Extension:
         _repack_embeddings(model)
         _repack_experts(model)
         now = held(model, self.scavenger_names, whole_layers)
-        return cast, now, packed, published, self.scavenger_held()
+        kept = self._kept(model)
+        return _all_encoded(cast), now, packed, _all_encoded(published), kept, read_nbytes
+
+    def scavenger_adapt(
+        self, paths: Sequence[str], adapters: Sequence[AdapterRow], scale: float, number: int
+    ) -> int:
+        """Put adapters from memory files in place of those that there are, under the number by which requests name them. The base is not
+        touched. Returns how many layers got one."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        manager.remove_all_adapters()
+        files = [mapped(path) for path in paths]
+        dtype = manager.lora_config.lora_dtype
+        loras = {}
+        for layer, down, up in adapters:
+            a, b = (
+                merging.from_files(files, row, None, (), "cpu").to(dtype, copy=True) for row in (down, up)
+            )
+            loras[layer] = LoRALayerWeights(layer, a.shape[0], a.shape[0], a, b, scale)
+        manager.add_adapter(LoRAModel(number, max(lora.rank for lora in loras.values()), loras))
+        manager.activate_adapter(number)
+        return _adapted(manager, [layer for layer, _, _ in adapters])
 
     def scavenger_held(self) -> Sums:
         """The checksums of what this rank holds now."""
-        model: nn.Module = self.model_runner.get_model()
+        with unwrapped(self.model_runner.get_model()) as model:
+            return self._kept(model)
+
+    def _kept(self, model: nn.Module) -> Sums:
         quantised = {
             name: _encoded(checksum(value.view(torch.uint8)))
             for name, value in model.named_parameters()
@@ -254,6 +320,11 @@ def _tensors(cache: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [cache] if isinstance(cache, Tensor) else cache
 
 
+def _packed(model: nn.Module) -> dict[str, list[str]]:
+    """Fused module -> its parts."""
+    return {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
+
+
 def _names(model: nn.Module, published: Sequence[str], packed: dict[str, list[str]]) -> dict[str, str]:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     rename = mapper.get_rename_mapper().map_name if mapper is not None else lambda name: name
@@ -266,21 +337,15 @@ def _targets(
     published: Sequence[str],
     packed: dict[str, list[str]],
     names: Mapping[str, str],
-    whole_model: bool,
     model_dtype: torch.dtype,
 ) -> tuple[dict[str, torch.dtype], set[str]]:
-    """What dtype each published tensor has in the engine, and which are of experts. Of a stage of the model: those that it has."""
+    """What dtype each published tensor has in the engine, and which are of experts: of those of which this rank has anything."""
     found, experts = {}, set()
     for parameter, value in model.named_parameters():
         for name in sources(names.get(parameter, parameter), published, packed):
             found[name] = model_dtype if is_quantised(value) else value.dtype
             if engine_names.INNER in parameter:
                 experts.add(name)
-    lacking = sorted(set(published) - found.keys())
-    if lacking and whole_model:
-        raise ValueError(
-            f"vLLM's model has no parameter for {len(lacking)} weights, the first is {lacking[0]!r}"
-        )
     return found, experts
 
 
@@ -289,7 +354,7 @@ def is_quantised(value: Tensor) -> bool:
     return not value.is_floating_point() or value.element_size() == 1
 
 
-@contextmanager
+@contextlib.contextmanager
 def _before_quantising(model: nn.Module) -> Iterator[dict[str, list[Sum]]]:
     """Inside, layers that vLLM quantises after they were loaded leave the checksums of what they were loaded with, by parameter; of
     experts one an expert.
@@ -326,23 +391,97 @@ def _copy_past(model: nn.Module, tensors: Mapping[str, Tensor], names: Mapping[s
     does not go through those. Experts go in one by one, by which way vLLM does use the loaders."""
     for parameter, value in model.named_parameters():
         if (whole := tensors.get(names.get(parameter, parameter))) is not None:
-            from vllm.distributed import get_tensor_model_parallel_rank
-
-            heads = len(value)
-            value.data.copy_(whole.narrow(0, heads * get_tensor_model_parallel_rank(), heads))
+            value.data.copy_(whole[slice(*_heads_kept(value))])
 
 
-def _is_a_stage() -> bool:
-    from vllm.distributed.parallel_state import get_pp_group
+def _heads_kept(sinks: Tensor) -> tuple[int, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank
 
-    return bool(get_pp_group().world_size > 1)
+    start = len(sinks) * get_tensor_model_parallel_rank()
+    return start, start + len(sinks)
 
 
-def _of_each(name: str, experts: Sequence[int], rows: Tensor) -> Sums:
+def _sinks_kept(model: nn.Module, names: Mapping[str, str]) -> Boxes:
+    """By published name, of those sinks that this rank has anything of."""
     return {
-        engine_names.expert(name, index): _encoded(checksum(row))
-        for index, row in zip(experts, rows, strict=True)
+        names.get(parameter, parameter): [(_heads_kept(value),)]
+        for parameter, value in model.named_parameters()
+        if parameter.endswith(_SINKS)
     }
+
+
+def _of_each(name: str, experts: Sequence[int], rows: Tensor) -> dict[str, Sum]:
+    return {engine_names.expert(name, index): checksum(row) for index, row in zip(experts, rows, strict=True)}
+
+
+def read_by_loaders(model: Any, shapes: Mapping[str, Sequence[int]]) -> Boxes:
+    """What the model's loaders read of tensors of these shapes. Its own parameters stand aside meanwhile, as they do while vLLM reloads.
+
+    A loader that wants numbers gets none here: then the rank reads all of everything.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layers = list(model.modules())
+    for layer in layers:
+        info = layerwise.get_layerwise_info(layer)
+        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        layerwise.restore_layer_on_meta(layer, info)
+        _stand_in(layer)
+    given = slices.meta(shapes, torch.float32)
+    try:
+        with slices.Reads(given) as reads:
+            model.load_weights(iter(given.items()))
+    except (RuntimeError, NotImplementedError) as error:
+        _log.warning("engine.slices_unknown", reason=describe(error))
+        return {name: [slices.whole(shape)] for name, shape in shapes.items()}
+    finally:
+        for layer in layers:
+            info = layerwise.get_layerwise_info(layer)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    return dict(reads.boxes)
+
+
+def _stand_in(layer: nn.Module) -> None:
+    """What vLLM leaves where it is while it reloads (biases) has no bytes either, and what quantises once all came does not wait for it."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    for name, value in list(layer.named_parameters(recurse=False)):
+        stand_in: Any = value if value.is_meta else meta.to_meta_tensor(value)
+        stand_in.weight_loader = layerwise._get_original_loader(stand_in)
+        layer.register_parameter(name, stand_in)
+
+
+@contextlib.contextmanager
+def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The model as it is without adapters: its loaders know no layer that is wrapped for them."""
+    wrapped: list[tuple[nn.Module, str, nn.Module]] = []
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, BaseLayerWithLoRA) and not isinstance(parent, BaseLayerWithLoRA):
+                    wrapped.append((parent, name, child))
+                    parent._modules[name] = child.base_layer
+    try:
+        yield model
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+
+
+def _adapted(manager: Any, layers: Sequence[str]) -> int:
+    """How many of the layers have a place in this rank's model, by themselves or fused."""
+    fused = {part: module for module, parts in manager.packed_modules.items() for part in parts}
+    return sum(layer in manager.modules or fused.get(layer) in manager.modules for layer in layers)
+
+
+def mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as file:
+        # A private mapping is writable, which torch wants of a buffer; it is not written to.
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _repack_embeddings(model: nn.Module) -> None:
@@ -447,6 +586,10 @@ def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
         units[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
         whole += checksum(linear(units, module.weight, None))
     return whole
+
+
+def _all_encoded(found: Mapping[str, Sum]) -> Sums:
+    return {name: _encoded(of) for name, of in found.items()}
 
 
 def _encoded(found: Sum) -> EncodedSum:

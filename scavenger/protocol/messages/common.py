@@ -92,6 +92,7 @@ class EngineSpec(MessagePart, frozen=True):
     options: Annotated[str, msgspec.Meta(max_length=MAX_CHARS)] = ""  # of vLLM (`engine_options`), as JSON
     #: Bytes of each token that say which experts it went to (`protocol.routing`); 0 = engines do not report it.
     routing: Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUTING)] = 0
+    adapter_rank: Count = 0  # of adapters that it keeps beside their base; 0 = it merges them
 
 
 class WeightSource(MessagePart, frozen=True):

@@ -176,9 +176,9 @@ def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("version", "gpus", "gb"),
     [
-        (PublishedSize(16 * 10**9, 0), 1, 56.8),
-        (PublishedSize(16 * 10**9, 0), 0, 53.6),
-        (PublishedSize(16 * 10**9, 16 * 10**9), 1, 40.8),
+        (PublishedSize(16 * 10**9, 0), 1, 40.8),
+        (PublishedSize(16 * 10**9, 0), 0, 37.6),
+        (PublishedSize(16 * 10**9, 16 * 10**9), 1, 24.8),
     ],
     ids=["8B", "8B without what GPUs add", "8B under adapters"],
 )

@@ -1,0 +1,52 @@
+"""Whether a run's engines merge its adapters into their weights, or keep them beside their base (`lora.serve`).
+
+Owns what of a run's configuration decides it; `scavenger.weights.choice.serving` has the arithmetic. Imports no torch: `init --check` says
+it too.
+"""
+
+from __future__ import annotations
+
+import json
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from scavenger.sizing import shape
+from scavenger.weights.choice import AdapterSetting, serving
+
+#: Of adapters that vLLM 0.32 keeps beside their base.
+MOST_RANK = 512
+
+
+def adapters_beside_base(config: RunConfig, model_config: str, device: str) -> tuple[bool, str]:
+    """And why; nothing is to be said of a run without adapters. `device`: "cuda" or "cpu". Raises `ConfigError` where they cannot be."""
+    lora = config.lora
+    if not lora.rank:
+        return False, ""
+    impossible = _impossible(config)
+    if impossible:
+        if lora.serve == "unmerged":
+            raise ConfigError(f"lora.serve = 'unmerged': {impossible}", 'set lora.serve = "merged"')
+        return False, f"merged: {impossible}"
+    if lora.serve != "auto":
+        return lora.serve == "unmerged", f"{lora.serve}, as it is set"
+    model = shape.of_config(json.loads(model_config))
+    value_nbytes = 2 if device == "cuda" else 4
+    layers = model.layers * len(lora.targets)
+    setting = AdapterSetting(
+        model.parameters,
+        value_nbytes * model.parameters,
+        layers,
+        config.sampling.max_tokens / 2,
+        device,
+        config.run.gpus_per_engine,
+    )
+    found = serving(setting)
+    return found.unmerged, found.reason
+
+
+def _impossible(config: RunConfig) -> str:
+    if config.engine.name != "vllm":
+        return f"the engine {config.engine.name!r} merges"
+    if config.lora.rank > MOST_RANK:
+        return f"vLLM keeps adapters of rank {MOST_RANK} at most beside their base"
+    return ""
