@@ -34,7 +34,9 @@ from scavenger.harvest.execute import job_script
 IMPORT_S = 120.0
 #: Whichever a run names is imported (`rollout.engines.registry`): the daemon runs engines of all of them.
 ENGINES = ("reference", "vllm")
-LIMIT_S = 60.0 + IMPORT_S * len(ENGINES)
+#: Of a step to start and end, on a node that is busy.
+STEP_S = 60.0
+LIMIT_S = 60.0 + STEP_S + IMPORT_S * len(ENGINES)
 #: For the job to start; from then on its own limit is waited for.
 WAIT_S = 180.0
 POLL_S = 1.0
@@ -86,7 +88,8 @@ for at in {others}; do
     if words=$(reach "${{at%:*}}" "${{at##*:}}"); then words=ok; fi
     say "reach $at=$words"
 done
-if words=$(timeout 20 srun --ntasks=1 --mpi=none --input=none true 2>&1); then say step=ok
+if words=$(timeout {step_s} srun --ntasks=1 --mpi=none --input=none true 2>&1); then say step=ok
+elif [ $? = 124 ]; then say "step=srun did not start it within {step_s} s"
 else say "step=${{words##*$'\\n'}}"; fi
 if words=$(timeout 20 scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
 say end=ok
@@ -141,6 +144,7 @@ def script(
         release=quote(__version__),
         engines=" ".join(map(quote, engines)),
         import_s=int(IMPORT_S),
+        step_s=int(STEP_S),
         controllers=" ".join(map(quote, controllers)),
         others=" ".join(map(quote, others)),
         limit=int(LIMIT_S),
