@@ -101,7 +101,7 @@ def write_run(site: DemoSite, model: Path, **overrides: Mapping[str, Any]) -> Pa
 
 #: Bytes of a stand-in for the GPU that a rank of the small run shares with a reserved engine, by the number of ranks: more than either
 #: takes, and less than both (`account`). Other runs are counted, and have room.
-GPU_NBYTES = {1: 4_800_000, 2: 4_400_000}
+GPU_NBYTES = {1: 4_800_000, 2: 4_200_000}
 ROOMY = 10**12
 
 

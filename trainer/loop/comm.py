@@ -227,7 +227,8 @@ def _meeting_host(comm: Comm) -> str:
 
 def local_rank() -> int:
     """Which of its host's ranks this one is, from 0, as the launcher says it; 0 where it says nothing."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"):
+    # Slurm's comes last: within a job, mpirun's ranks inherit that of the batch script.
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if value := os.environ.get(name):
             return int(value)
     return 0
