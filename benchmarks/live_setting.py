@@ -12,7 +12,7 @@ from scavenger.config import ClusterSection, ReservedSection, TrainerSection
 from scavenger.simulate import presets
 from scavenger.simulate.fleet import FleetTrace
 from scavenger.simulate.lengths import CachedLengths
-from scavenger.simulate.plan import RunAssumptions, SimulationPlan, TrainingSettings
+from scavenger.simulate.plan import SHAPE_KEYS, RunAssumptions, SimulationPlan, TrainingSettings
 from scavenger.simulate.play import scenario_of
 from scavenger.simulate.presets import STACK
 from scavenger.simulate.scenario import Scenario
@@ -37,18 +37,8 @@ class LiveSetting:
         model, assumed = presets.model(self.model), RunAssumptions(self.reserved_gpus)
         prompts, samples = draft.PROMPTS_PER_STEP, draft.SAMPLES_PER_PROMPT
         context, completion = draft.lengths(0, assumed.prompt_tokens)
-        shape = of_config(
-            {
-                "num_hidden_layers": model.layers,
-                "hidden_size": model.hidden,
-                "num_attention_heads": model.heads,
-                "num_key_value_heads": model.kv_heads,
-                "head_dim": model.head_dim,
-                "intermediate_size": model.intermediate,
-                "vocab_size": model.vocab,
-                "tie_word_embeddings": model.tied,
-            }
-        )
+        config = {theirs: getattr(model, ours) for ours, theirs in SHAPE_KEYS.items()}
+        shape = of_config(config | {"tie_word_embeddings": model.tied})
         gpu_gb = presets.H100.memory_bytes / 1e9
         chosen = sizes.choose(
             sizes.SizingRequest(

@@ -211,7 +211,7 @@ def run(
         except (ClusterError, OSError) as error:
             return CommandOutput(error=f"the test job could not be run: {error}")
         finally:
-            # The answer stands; a job that stays ends by its limit of a minute.
+            # The answer stands; a job that stays ends by its own limit.
             with contextlib.suppress(ClusterError):
                 if job_id:
                     cluster.cancel((job_id,))

@@ -16,7 +16,8 @@ from scavenger.simulate.decode import GpuDatasheet, Model
 from scavenger.simulate.lengths import Lengths, Lognormal, Sampled
 from scavenger.sizing import training
 
-_SHAPE = {
+#: A model's sizes, and what config.json calls them.
+SHAPE_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -170,8 +171,8 @@ def parse_model(found: dict[str, Any], name: str, path: Path) -> Model:
     heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
     if derived.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         derived["head_dim"] = hidden // heads
-    shape = {ours: derived.get(theirs) for ours, theirs in _SHAPE.items()}
-    wrong = [_SHAPE[ours] for ours, value in shape.items() if not isinstance(value, int) or value < 1]
+    shape = {ours: derived.get(theirs) for ours, theirs in SHAPE_KEYS.items()}
+    wrong = [SHAPE_KEYS[ours] for ours, value in shape.items() if not isinstance(value, int) or value < 1]
     if wrong:
         raise ConfigError(f"{path} has no {', '.join(wrong)}", "name a preset with --model")
     return Model(

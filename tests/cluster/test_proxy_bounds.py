@@ -259,7 +259,7 @@ def test_a_submission_that_was_never_sent_is_refused_and_no_job_is_looked_for(sh
         line.ask(wire.CancelJobs((1,)), wire.DoneReply)
 
 
-def test_a_socket_whose_queue_is_full_is_tried_until_there_is_room(
+def test_a_socket_whose_queue_is_full_is_tried_until_a_connection_is_taken(
     short: Path, pool: ThreadPoolExecutor
 ) -> None:
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as others:
