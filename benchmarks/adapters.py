@@ -30,9 +30,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch  # noqa: E402  after the path, as all that follows
 
-from benchmarks.ranks import RANK, Held, config_of, pulled, spread, versions  # noqa: E402
+from benchmarks.many import spread  # noqa: E402
+from benchmarks.ranks import RANK, Held, config_of, pulled, versions  # noqa: E402
 from rollout.engines import merging, published  # noqa: E402
 from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.vllm import engine as vllm  # noqa: E402

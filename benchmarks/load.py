@@ -25,9 +25,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place).resolve() != HERE)]
 
-import torch  # noqa: E402
+import torch  # noqa: E402  after the path, as all that follows
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from benchmarks.many import spread  # noqa: E402
 
 PROGRAM = HERE.parent / "tests/trainer/load_program.py"
 GOAL = 1.2
@@ -71,10 +73,6 @@ def ran(folder: Path, small: Path, kind: str, ranks: int, what: str = "memory") 
         "kept": sum(one["kept"] for one in each),
         "seconds": max(one["seconds"] for one in each),
     }
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def main() -> None:

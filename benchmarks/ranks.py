@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import statistics
 import sys
 import threading
 import time
@@ -33,9 +32,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import psutil  # type: ignore[import-untyped]  # noqa: E402
+import psutil  # type: ignore[import-untyped]  # noqa: E402  after the path, as all that follows
 import torch  # noqa: E402
 
+from benchmarks.many import spread  # noqa: E402
 from rollout.engines import merging, published  # noqa: E402
 from rollout.engines.base import EngineHost  # noqa: E402
 from rollout.engines.vllm import engine as vllm  # noqa: E402
@@ -205,10 +205,6 @@ async def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         await engine.close()
     print(f"{base[0].total_nbytes / 1e6:.0f} MB of weights in bfloat16, {options.ranks} ranks, one node")
     return found
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def main() -> None:

@@ -49,4 +49,8 @@ def _impossible(config: RunConfig) -> str:
         return f"the engine {config.engine.name!r} merges"
     if config.lora.rank > MOST_RANK:
         return f"vLLM keeps adapters of rank {MOST_RANK} at most beside their base"
+    if config.algorithm.router_replay:
+        return "algorithm.router_replay was not tried with adapters beside their base"
+    if config.engine.vllm.get("quantization"):
+        return "engine.vllm.quantization was not tried with adapters beside their base"
     return ""

@@ -27,12 +27,20 @@ EIGHT = json.dumps(
 )
 
 
-def run(engine: str = "vllm", tokens: int = 1024, **lora: Any) -> RunConfig:
+def run(
+    engine: str = "vllm",
+    tokens: int = 1024,
+    vllm: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    eager: bool = False,
+    **lora: Any,
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "r", "steps": 1, "state_dir": Path("/s"), "out_dir": Path("/o")},
             "model": {"path": Path("/m"), "context_length": 32768},
-            "engine": {"name": engine},
+            "engine": {"name": engine, "eager": eager, "vllm": vllm or {}},
+            "algorithm": algorithm or {},
             "sampling": {"max_tokens": tokens},
             "lora": {"rank": 16} | lora,
         }
@@ -63,6 +71,14 @@ def test_a_run_that_trains_all_weights_has_nothing_to_choose() -> None:
     [
         ({"engine": "reference"}, "the engine 'reference' merges"),
         ({"rank": 1024}, "vLLM keeps adapters of rank 512 at most beside their base"),
+        (
+            {"algorithm": {"router_replay": True}, "eager": True},
+            "algorithm.router_replay was not tried with adapters beside their base",
+        ),
+        (
+            {"vllm": {"quantization": "fp8"}, "algorithm": {"importance": "truncate"}},
+            "engine.vllm.quantization was not tried with adapters beside their base",
+        ),
     ],
 )
 def test_what_cannot_be_is_merged_by_itself_and_refused_where_it_is_asked_for(
