@@ -35,6 +35,8 @@ BASE = [
 PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 # scavenger/gateway/app.py. vLLM brings both.
 GATEWAY = ["starlette>=1.0", "uvicorn>=0.40"]
+# scavenger/cli/top.py.
+TOP = ["textual>=6.0"]
 # httpx2 and tenacity are for trainer.judge; transformers brings httpx2 too.
 TRAINER = [
     "torch>=2.6",
@@ -50,6 +52,7 @@ EXTRAS = {
     "math": MATH,
     "lora": LORA,
     "gateway": GATEWAY,
+    "top": TOP,
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.17"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
@@ -72,6 +75,7 @@ EXTRAS = {
         *MATH,
         *LORA,
         *GATEWAY,
+        *TOP,
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",
