@@ -37,7 +37,7 @@ from scavenger.daemon.process import UnixClock
 from scavenger.daemon.service_manager import ServiceManager
 from scavenger.daemon.systemd import Notifier
 from scavenger.daemon.takeover import BEAT_S, HolderVerdict, Manner, TakeoverWatch
-from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
+from scavenger.errors import AuthError, Fenced, LedgerError, LedgerUnavailable, ScavengerError
 from scavenger.harvest.execute.edges import LedgerWrites, RouterLink, Sources
 from scavenger.harvest.harvester import Harvester
 from scavenger.harvest.track import training_jobs, waits
@@ -124,7 +124,7 @@ class Daemon:
         writer = self._take_ledger()
         server = self._construct(writer, pair)
         try:
-            snapshot = self._restore(server, writer, pair)
+            snapshot = await self._patiently(lambda: self._restore(server, writer, pair))
             port = await self._bind_ports(server)
             self._resume(server, writer, snapshot)
             await self._announce(server, pair.public, port, writer.granted)
@@ -289,16 +289,11 @@ class Daemon:
 
     def _restore(self, server: RouterServer, writer: Writer, pair: keys.KeyPair) -> Snapshot:
         """Read the ledger and the key files; tell metrics, key ring and harvester what they have. The router follows in `_resume`."""
-        snapshot = reader.read_snapshot(writer.engine)
+        snapshot, in_force = reader.read_snapshot(writer.engine), reader.keys_in_force(writer.engine)
         identity.record(self.state_dir, self.config.ledger_url, self.clock())
         self.service_manager.restore(snapshot)
         self._enrolment = Enrolment(
-            self.state_dir,
-            pair.public,
-            self.keyring,
-            server.write,
-            self.clock,
-            reader.keys_in_force(writer.engine),
+            self.state_dir, pair.public, self.keyring, server.write, self.clock, in_force
         )
         self._enrolment.read()
         self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
@@ -312,6 +307,21 @@ class Daemon:
                 [*waits.unseen(snapshot.waits, now), *training_jobs.unseen(snapshot.training_jobs, now)]
             )
         return snapshot
+
+    async def _patiently(self, read: Callable[[], T]) -> T:
+        """What `read` gives, asked again while the ledger cannot be read: the database may come back, as it may while it is written.
+
+        Raises `LedgerUnavailable` when the daemon is stopped meanwhile.
+        """
+        while True:
+            try:
+                return read()
+            except LedgerUnavailable as error:
+                if self.stop.is_set():
+                    raise
+                log.warning("waiting for the ledger", reason=error.cause, remedy=error.remedy)
+                self.service_manager.waiting(f"waiting for the ledger: {error.cause}")
+            await self._pause()
 
     async def _bind_ports(self, server: RouterServer) -> int:
         if self._predecessor_may_hold_ports:

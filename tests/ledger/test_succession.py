@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from structlog.testing import capture_logs
 
 from scavenger import toml
@@ -31,8 +32,10 @@ from scavenger.ledger.faults import WriterState
 from scavenger.ledger.records import Heartbeat, Record
 from scavenger.ledger.write.transaction import Generation
 from scavenger.protocol import keys
+from tests.ledger.conftest import new_database
 from tests.ledger.examples import WAIT_S, witness
 from tests.ledger.histories import fetch
+from tests.test_daemon_start import running, site
 
 HERE, ELSEWHERE = Sign("here", 1000.0, gone=False, here=True), Sign("there", 1000.0, gone=False, here=False)
 
@@ -364,3 +367,35 @@ def test_an_idle_daemon_shows_that_it_lives(
     config = config_of(tmp_path, url)
     store.upgrade(url)
     asyncio.run(serve_until(config, beats))
+
+
+# ---------------------------------------------------------------- a database that goes away
+
+
+@pytest.mark.postgres
+def test_a_database_that_drops_the_connection_while_a_daemon_reads_it_at_its_start_is_asked_again(
+    tmp_path: Path, postgres: sa.URL
+) -> None:
+    """As when PostgreSQL restarts just then: the daemon is its ledger's writer already, and must not end by itself."""
+    url = new_database(postgres)
+    store.upgrade(url)
+    engine = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with (
+        engine.connect() as other,
+        engine.connect().execution_options(isolation_level="READ COMMITTED") as locker,
+    ):
+        lock = locker.begin()
+        locker.exec_driver_sql("LOCK TABLE samples IN ACCESS EXCLUSIVE MODE")
+        with running(site(tmp_path, daemon={"ledger": url})) as daemon:
+            waits = "SELECT pid FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            until = time.monotonic() + WAIT_S
+            while (reader := other.exec_driver_sql(waits).scalar()) is None:
+                assert time.monotonic() < until, daemon.stderr
+                time.sleep(0.05)
+            other.execute(sa.text("SELECT pg_terminate_backend(:pid)"), {"pid": reader})
+            daemon.until("waiting for the ledger")
+            lock.rollback()
+            daemon.until("event=serving")
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.ended() == 0
+    engine.dispose()
