@@ -7,6 +7,7 @@ should give the job of a drafted run's engine: keys of [harvest] as JSON.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -129,6 +130,7 @@ def write(options: argparse.Namespace) -> None:
         resources.path(draft.SHIPPED),
         longest_prompt(facts.folder, data),
         gpu_source,
+        importlib.util.find_spec("math_verify") is not None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (
@@ -143,6 +145,8 @@ def write(options: argparse.Namespace) -> None:
         + (f"answers in {data.answer_field!r}" if data.answer_field else "no answers")
     )
     print("\n".join(draft.assumed(facts, data, wish, options.given)))
+    if missing := draft.missing_extra(facts, data, wish):
+        print(f"LOOK: {missing}")
     print(
         f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}"
     )
