@@ -120,6 +120,11 @@ class Connection:
         self.timeout = ClientTimeout(time.monotonic())
         self._rendezvous: keys.Rendezvous | None = None
 
+    @property
+    def state_dir(self) -> Path:
+        """Where the daemon is looked for."""
+        return self._state_dir
+
     @classmethod
     def connect(cls, state_dir: Path, key_path: Path | None = None, connect_timeout_s: float = 600.0) -> Self:
         """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
@@ -536,7 +541,7 @@ class Run:
                     return
                 refused = refused or self._client.is_refused()
                 cause = (
-                    "it does not accept this key: enroll it again (`scavenger enroll`)"
+                    "it does not accept this key: `scavenger join PUBLIC_DIR` asks it to, or its admin does (`scavenger enroll`)"
                     if refused
                     else "no answer"
                 )
@@ -545,7 +550,7 @@ class Run:
             if self._is_over(give_up):
                 raise DaemonUnavailable(
                     f"no daemon for {self._client.connect_timeout_s:g} s: {cause}",
-                    "start it: `scavenger daemon`",
+                    keys.absent_daemon(self._client.state_dir),
                 )
             self._warn(cause)
             time.sleep(backoff_s(0.1, 2.0, tries))  # the daemon's return is not observable otherwise

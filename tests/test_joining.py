@@ -615,3 +615,40 @@ def test_joining_a_folder_that_is_no_site_leaves_no_key(
     with pytest.raises(ConfigError, match="is no site's public folder"):
         join(tmp_path)
     assert not (tmp_path / "config").exists()
+
+
+def test_a_user_whose_daemon_is_another_s_is_told_what_this_user_can_do(site: Path) -> None:
+    """None of these remedies is the admin's: who joins a site makes no state directory, and starts no daemon there."""
+    keys.init_state(site / "state", "scavenger")
+    key_requests.make_public(site / "public")
+
+    def connect(folder: Path) -> str:
+        def work() -> None:
+            os.environ["XDG_CONFIG_HOME"] = str(site / f"home-{U1}")
+            Connection.connect(folder).close()
+
+        return as_user(U1, work)
+
+    public = site / "public"
+    not_joined = connect(public)
+    assert f"`scavenger join {public}` makes a key of your own" in not_joined
+    (site / "state").chmod(0o755)
+    of_the_daemon = connect(site / "state")
+    assert (
+        "name its public folder (daemon.public_dir) instead of the daemon's state directory" in of_the_daemon
+    )
+    nowhere = connect(site / "none")
+    assert "`scavenger join PUBLIC_DIR` makes a key of your own" in nowhere
+    os.chown(site / f"home-{U1}", U1, U1)
+    key = site / f"home-{U1}" / "scavenger" / "owner.key"
+    keys.write_keypair(key, keys.generate())
+    for path in (key, key.parent):
+        os.chown(path, U1, U1)
+    away = connect(public)
+    assert "no daemon has announced itself" in away
+    assert "ask the site's admin whether the daemon runs" in away
+    for said in (not_joined, of_the_daemon, away):
+        assert "scavenger daemon" not in said
+        assert "scavenger init" not in said
+    with pytest.raises(DaemonUnavailable, match="start it: `scavenger daemon`"):
+        keys.read_rendezvous(site / "state")  # by the daemon's own user
