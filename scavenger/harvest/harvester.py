@@ -253,7 +253,9 @@ class Harvester:
     async def _cancel_all(self) -> None:
         try:
             while jobs := self.tracker.jobs({}):
-                staying = [job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED]
+                staying = [
+                    job.intent_id for job in jobs if job.drain_kind is not DrainKind.CANCELLED or job.returned
+                ]
                 chosen = [
                     Cancel(intent_id, "the daemon shuts down", HarvestCode.SHUTDOWN) for intent_id in staying
                 ]

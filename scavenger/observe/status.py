@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import structlog
 
 from scavenger.asyncio_helpers import within
 from scavenger.errors import DaemonUnavailable
-from scavenger.harvest.decide.actions import DrainKind
+from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
@@ -30,22 +31,49 @@ from scavenger.printable import printable
 from scavenger.protocol import keys
 
 
+@dataclass(frozen=True, slots=True)
+class JobCounts:
+    """Our jobs as status counts them. `draining`: of `engines`, those that were asked to leave, or cancelled."""
+
+    engines: int
+    gpus: int
+    waiting: int
+    standby_jobs: int
+    draining: int
+
+
+def counted(jobs: Sequence[OurJob]) -> JobCounts:
+    """What holds GPUs, what waits for some, and what drains. Pure.
+
+    A job that was asked to leave and holds no GPU any more is counted nowhere: its engine is gone, and it takes no other.
+    """
+    holding = [job for job in jobs if not job.waits]
+    staying = [job for job in jobs if job.waits and job.drain_kind is DrainKind.NO]
+    standby_jobs = sum(job.standby for job in staying)
+    return JobCounts(
+        engines=len(holding),
+        gpus=sum(job.gpus for job in holding),
+        waiting=len(staying) - standby_jobs,
+        standby_jobs=standby_jobs,
+        draining=sum(job.drain_kind is not DrainKind.NO for job in holding),
+    )
+
+
 def take(harvester: Harvester | None, now: float) -> Harvest | None:
     """None where the daemon harvests nothing (`harvest.enabled = false`)."""
     if harvester is None:
         return None
     partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
-    jobs = harvester.tracker.jobs({})
-    holding = [job for job in jobs if not job.waits]
+    ours = counted(harvester.tracker.jobs({}))
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
     return Harvest(
         partition,
-        engines=len(holding),
-        gpus=sum(job.gpus for job in holding),
-        waiting=sum(job.waits and not job.standby for job in jobs),
-        standby_jobs=sum(job.standby for job in jobs),
-        draining=sum(job.drain_kind is not DrainKind.NO for job in jobs),
+        engines=ours.engines,
+        gpus=ours.gpus,
+        waiting=ours.waiting,
+        standby_jobs=ours.standby_jobs,
+        draining=ours.draining,
         seen_at=view.observed_at if view is not None else 0.0,
         idle=seen.idle if seen is not None else 0,
         gpus_other_users=seen.other_users if seen is not None else 0,
@@ -74,7 +102,7 @@ SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Harvest(msgspec.Struct, frozen=True):
-    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `draining`: of both, those that are to drain.
+    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `draining`: of `engines`, those that are to leave.
 
     `seen_at` (Unix seconds, 0 = never) is of the last complete poll, whose figures `idle`, `gpus_other_users` (GPUs)
     and `jobs_pending_other_users` (jobs) are.
@@ -281,7 +309,7 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         )
         since = f"{max(0.0, now - status.at):.0f} s ago"
         held = f"{h.engines} engines held {h.gpus} GPUs {polled}; {h.connected} engines on {h.connected_gpus} GPUs were connected {since}"
-    said = [f"harvest   partition {h.partition}: {held}, {queue}{draining}"]
+    said = [f"harvest   partition {h.partition}: {held}{draining}, {queue}"]
     if gone and h.engines + h.waiting + h.standby_jobs:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:

@@ -474,7 +474,8 @@ def _daemon(config: RunConfig) -> str:
     if not run.state_dir.is_dir():
         raise ConfigError(
             f"run.state_dir: there is no folder {run.state_dir}",
-            "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
+            "name the site's public folder, which its admin knows (`scavenger join` tries it, and init writes it from then on); for a "
+            "daemon of your own its state directory, which `scavenger init` makes",
         )
     keys.read_keypair(run.key or keys.key_path_for(run.state_dir))
     if config.daemon.embedded:  # no daemon serves before the job

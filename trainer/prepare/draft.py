@@ -25,6 +25,9 @@ STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
 WAKE_AFTER_S = 30.0
 DAYS = 2
 ENVIRONMENTS = "trainer.data.environments:reward"
+MATH, EXACT = "trainer.verifiers:math", "trainer.verifiers:exact"
+#: An answer that a model can be asked to say alone: a word or a number.
+BARE_ANSWER = re.compile(r"[\w.,+-]{1,64}")
 #: A TOML key that needs no quotes.
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -32,7 +35,7 @@ BARE = re.compile(r"[A-Za-z0-9_-]+")
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen.
-    `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed.
+    `gpu_source`: who said how much memory a GPU has; "" = none, it is assumed. `math_verify`: whether this Python has that package.
     """
 
     name: str
@@ -48,6 +51,7 @@ class RunOptions:
     train_script: Path
     longest: int
     gpu_source: str = ""
+    math_verify: bool = True
 
 
 def shape_of(model: ModelFacts) -> ModelShape:
@@ -100,7 +104,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
         _data(model, data),
         _sampling(model, context, completion_tokens),
         _engine(wish, chosen),
-        _reward(data, wish),
+        _reward(model, data, wish),
         _training(data, chosen),
     ]
     return "\n".join(sections)
@@ -169,7 +173,12 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             f"data.answer_field = {data.answer_field}" if data.answer_field else "rows have no answers",
             "init --answer-field",
         ),
-        ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
+        (
+            "--reward",
+            "run.toml",
+            f"reward.function = {verifier(model, data, wish)}",
+            _why_verifier(model, data, wish),
+        ),
         ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
     ]
     named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
@@ -310,29 +319,54 @@ max_batch = {chosen.max_batch}
 """
 
 
-def _verifier(data: DataFacts) -> str:
-    """Of answers like these, where no function of the user's is named."""
+def verifier(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    """Of answers like these, where no function of the user's is named. Where math-verify is not installed, a model that does not chat is
+    judged by the letter if its answers are bare words; what a chat model says around its answer takes math-verify.
+    """
     if data.environment:
         return ENVIRONMENTS
-    return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
+    return EXACT if not data.mathematics or _by_the_letter(model, data, wish) else MATH
 
 
-def _reward(data: DataFacts, wish: RunOptions) -> str:
+def _by_the_letter(model: ModelFacts, data: DataFacts, wish: RunOptions) -> bool:
+    answers = [str(row.get(data.answer_field, "")) for row in data.rows]
+    return not (wish.math_verify or model.chat) and all(map(BARE_ANSWER.fullmatch, answers))
+
+
+def _why_verifier(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    by_the_letter = data.mathematics and _by_the_letter(model, data, wish)
+    return "by the letter: no math-verify here (init --reward)" if by_the_letter else "init --reward"
+
+
+def missing_extra(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
+    """What is to be installed before the run, and what goes without; "" = nothing."""
+    if wish.math_verify or (wish.reward or verifier(model, data, wish)) != MATH:
+        return ""
+    return (
+        f"{MATH} needs math-verify, which {wish.python} has not. Whoever installed that Python adds it: "
+        f'pip install ".[math]" in a clone. Without it: --reward {EXACT} (the answer by the letter), or your own function'
+    )
+
+
+def _reward(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
     if wish.reward:
         chosen, why = (
             wish.reward,
             "f(prompt: str, completion: str, meta: dict) -> float, in a module beside this file or installed",
         )
     elif data.environment:
-        chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"
-    elif data.mathematics:
         chosen, why = (
-            _verifier(data),
+            verifier(model, data, wish),
+            "the rubric of the environment that made the rows; or your own",
+        )
+    elif verifier(model, data, wish) == MATH:
+        chosen, why = (
+            verifier(model, data, wish),
             f"1 where the answer equals `{data.answer_field}`; or your own module:function",
         )
     else:
         chosen, why = (
-            _verifier(data),
+            verifier(model, data, wish),
             f"1 where the answer is `{data.answer_field}` by the letter; or your own",
         )
     options = f"options = {_inline(data.environment)}\n" if chosen == ENVIRONMENTS else ""

@@ -58,7 +58,7 @@ class HarvestCode(StrEnum):
     WRONG_SIZE = "wrong_size"
     OVER_SHARE = "over_share"
     HELD = "held"
-    REQUEUED = "requeued"
+    REQUEUED = "requeued"  # it had left for good, and Slurm put it back into the queue
     OVERDUE = "overdue"
     SHUTDOWN = "shutdown"
     STOPPED = "stopped"  # the kill switch, or `scavenger drain`
@@ -79,7 +79,7 @@ class OurJob:
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
     `standby`: it waits for us to say where it begins (`standby`). `owner`: of its run, "" = not known. `started_at`: when Slurm started it
-    where it runs (Unix s), 0 while it waits.
+    where it runs (Unix s), 0 while it waits. `returned`: why it is not to be there: it had left for good, and Slurm put it back; or "".
     """
 
     intent_id: str
@@ -100,6 +100,7 @@ class OurJob:
     standby: bool = False
     owner: str = ""
     started_at: float = 0.0
+    returned: str = ""
 
 
 @dataclass(frozen=True, slots=True)

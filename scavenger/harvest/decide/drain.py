@@ -30,11 +30,18 @@ _OUT = frozenset({"drain", "drained", "draining", "maint", "reserved", "reboot_r
 
 
 def cancel_overdue(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Drain]:
-    """Jobs that were asked to leave and are still here, and jobs that Slurm holds: they would wait for ever."""
+    """Jobs that were asked to leave and are still here, or here again, and jobs that Slurm holds: they would wait for ever."""
     actions: list[Drain] = []
     for job in jobs:
         if not job.job_id:
             continue  # nothing to name to Slurm yet
+        if job.returned:
+            actions.append(
+                CancelPending(job.intent_id, job.returned, HarvestCode.REQUEUED)
+                if job.waits
+                else Cancel(job.intent_id, job.returned, HarvestCode.REQUEUED)
+            )
+            continue
         if job.drain_kind is DrainKind.NO:
             if job.waits and job.held:
                 actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", HarvestCode.HELD))

@@ -148,10 +148,14 @@ class FreeCapacity:
         self._use(name, gpus, *share)
         return NodeChoice(name, *share, self.until.get(name, float("inf")))
 
-    def fits(self, node: str, gpus: int) -> bool:
-        """Whether a job that waits for this very node can start there."""
+    def fits(self, node: str, gpus: int, cpus: int, memory_mb: int) -> bool:
+        """Whether a job that waits for this very node can start there. Its idle GPUs are of no use where another user's job holds the
+        CPUs or the memory. `cpus`, `memory_mb`: as configured."""
         space = self.resources.get(node)
-        return space is not None and space.gpus >= gpus
+        if space is None or space.gpus < gpus:
+            return False
+        asked = self.share(self.nodes[node], gpus, cpus, memory_mb)
+        return asked is not None and space.cpus >= asked[0] and space.memory_mb >= asked[1]
 
     def keep(self, node: str, gpus: int) -> int:
         """Leave GPUs to a job of ours that waits; without a node the fullest gaps lose them. Returns how many."""

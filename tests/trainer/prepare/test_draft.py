@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -117,6 +119,43 @@ def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(
     config = read_run(tmp_path / "chatty" / "run.toml")
     assert (config.data.chat, config.data.chat_options) == (True, {"enable_thinking": False})
     assert "boxed" in config.data.system
+
+
+@pytest.mark.parametrize(
+    ("answers", "chat", "function"),
+    [
+        ("12", False, "exact"),
+        ("12", True, "math"),
+        ("so it is #### 12", False, "math"),
+        ("$x^2$", False, "math"),
+    ],
+)
+def test_without_math_verify_the_reward_is_one_that_is_there_or_its_extra_is_named(
+    own_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+    chat: bool,
+    function: str,
+) -> None:
+    """A newcomer's first run was given a reward that his Python lacked, and `--check` said so after he had changed the rest."""
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "math_verify" else there(name)
+    )
+    if chat:
+        (own_model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}>", "answer": answers}) + "\n" for n in range(10)))
+    assert draft(tmp_path / "first", own_model, path) == 0
+    told = capsys.readouterr().out
+    assert read_run(tmp_path / "first" / "run.toml").reward.function == f"trainer.verifiers:{function}"
+    assert ("by the letter: no math-verify here" in told) is (function == "exact")
+    assert ("LOOK: trainer.verifiers:math needs math-verify" in told) is (function == "math")
+    assert ('pip install ".[math]"' in told) is (function == "math")
+    assert draft(tmp_path / "own", own_model, path, "--reward=mine:reward") == 0
+    assert "math-verify" not in capsys.readouterr().out
 
 
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
