@@ -87,10 +87,11 @@ class _Work:
     def __init__(self, load: EngineLoad) -> None:
         self.load = load
         self.samples = {s.sample_id: s for s in load.samples}
-        self.work_s = sum([load.curve.work_s(s.have, s.rest) for s in load.samples])
-        self.context = sum([s.have + s.rest / 2 for s in load.samples])
+        held = [(s.have, s.rest) for s in load.samples]
+        self.work_s = load.curve.works_s(held)
+        self.context = sum([have + rest / 2 for have, rest in held])
         self.extra_s = 0.0
-        self.longest = max([s.rest for s in load.samples], default=0.0)
+        self.longest = max([rest for _, rest in held], default=0.0)
 
     @property
     def drain_s(self) -> float:

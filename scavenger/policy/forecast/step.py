@@ -284,7 +284,7 @@ def _mean_context(samples: Samples) -> float:
 
 
 class StepModel:
-    """One situation's predictions: the open phase is computed once, each window costs the rest."""
+    """One situation's predictions: the open phase is computed once, when it is asked for; each window costs the rest."""
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
@@ -296,9 +296,19 @@ class StepModel:
         self._mean = _mean_context(self._samples)
         alone = situation.harvested.engines > FEW or bool(situation.arrivals)
         self._crowded = alone and self._places(0.0, len(self._samples)) < NEVER  # once reserved engines sleep
-        self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
-        self.times = _generate(self.profile, self._open, _Cursor())
-        self.end_s = self.times[-1] if self.times else 0.0
+
+    @cached_property
+    def profile(self) -> Profile:
+        return self._profile(self._samples, self._before, self.situation.reserved.engines)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """When the buckets end in the open phase. Who stays asleep asks for none of it."""
+        return _generate(self.profile, self._open, _Cursor())
+
+    @property
+    def end_s(self) -> float:
+        return self.times[-1] if self.times else 0.0
 
     def _profile(self, samples: Samples, before: Floats, reserved: float) -> Profile:
         """With the places of `reserved` engines, and of all harvested ones that are there or will be."""
