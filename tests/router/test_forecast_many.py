@@ -111,7 +111,7 @@ def test_a_length_that_is_looked_up_stands_where_a_search_finds_it(cap: int) -> 
     assert table == lengths.table_of(np.bincount(found.at, minlength=len(lengths.edges) + 1).tolist())
     present = lengths_of_step.Present(table, have, found)
     assert present.score.tolist() == [table.score(length) for length in have]
-    assert present.scores_of(have).tolist() == present.score.tolist()
+    assert present.scores_of(np.array(have)).tolist() == present.score.tolist()
 
 
 def test_of_nobody_there_is_nothing_to_say() -> None:

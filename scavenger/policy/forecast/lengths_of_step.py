@@ -95,10 +95,10 @@ class Present:
     def __len__(self) -> int:
         return len(self.have)
 
-    def scores_of(self, lengths: Sequence[int]) -> Floats:
+    def scores_of(self, lengths: Lengths) -> Floats:
         """`LengthTable.score` of each."""
         table = self.table
-        return self._score(places(table.cap, table.edges, table.logs, np.array(lengths, np.int64)))
+        return self._score(places(table.cap, table.edges, table.logs, lengths))
 
     def _score(self, found: Places) -> Floats:
         scores, last = self.scores, len(self.scores)

@@ -58,7 +58,12 @@ class EnginePool:
 
     def capacity(self, mean: float) -> float:
         """Samples of so much context that run on one at a time."""
-        return min(self.slots, max(1.0, self.cache / mean)) if mean > 0 else self.slots
+        if mean <= 0:
+            return self.slots
+        fit = self.cache / mean
+        if fit < 1.0:
+            fit = 1.0
+        return self.slots if self.slots <= fit else fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +198,13 @@ class _Fleet:
         if reserved <= FEW:
             return _alone(self._harvested, harvested, n, mean), 0.0
         mine, theirs = self._reserved.curve, self._harvested.curve
-        running = min(
-            n, reserved * self._reserved.capacity(mean) + harvested * self._harvested.capacity(mean)
-        )
-        k, j = (
-            max(mine.per_sample + mine.per_token * mean, 1e-12),
-            max(theirs.per_sample + theirs.per_token * mean, 1e-12),
-        )
+        capacity = reserved * self._reserved.capacity(mean) + harvested * self._harvested.capacity(mean)
+        running = capacity if capacity < n else n
+        k, j = mine.per_sample + mine.per_token * mean, theirs.per_sample + theirs.per_token * mean
+        if k < 1e-12:
+            k = 1e-12
+        if j < 1e-12:
+            j = 1e-12
         step = (running + reserved * mine.base / k + harvested * theirs.base / j) / (
             reserved / k + harvested / j
         )
@@ -260,16 +265,16 @@ def _train(
     situation: Situation, groups: Sequence[tuple[float, float]], weight: float, start_s: float
 ) -> float:
     """When the last round is done, if training starts at `start_s` and groups, (seconds, tokens) in order, stand for `weight` each."""
-    costs, j = situation.costs, 0
+    costs, j, last = situation.costs, 0, len(groups)
     t, ready, tokens = start_s, float(situation.ready_groups), situation.ready_tokens
     while True:
-        while j < len(groups) and groups[j][0] <= t:
+        while j < last and groups[j][0] <= t:
             ready, tokens = ready + weight, tokens + weight * groups[j][1]
             j += 1
-        if ready and (ready >= costs.round_groups or j == len(groups)):
+        if ready and (ready >= costs.round_groups or j == last):
             t += costs.round_s + costs.train_s * tokens
             ready, tokens = 0.0, 0.0
-        elif j < len(groups):
+        elif j < last:
             t = groups[j][0]
             if t == NEVER:
                 return NEVER

@@ -167,9 +167,9 @@ class Picture:
             first = stop
         if asked:
             solved = lengths_of_step.beliefs(self._present, asked)
-            for (group_id, stamp), belief in zip(stale, solved, strict=True):
+            for (group_id, seen), belief in zip(stale, solved, strict=True):
                 found[group_id] = belief
-                known[group_id] = (stamp, belief)
+                known[group_id] = (seen, belief)
         return found
 
     def _octaves_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int16]:
