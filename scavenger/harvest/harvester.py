@@ -453,7 +453,7 @@ class Harvester:
         assert self.view is not None
         await self.stop_state.poll_now()
         old = self._clock() - self.view.observed_at > stale_s(self.config)
-        stopped = self._stopping.is_set() or self.stop_state.stop_read != self.stop_state.stop_in_force
+        stopped = self._stopping.is_set() or self.stop_state.changed
         return not (old or stopped)
 
     def _mint(self, run: str) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from scavenger.harvest.decide.actions import DrainKind, OurJob
 from scavenger.harvest.decide.free_capacity import gpu_use
 from scavenger.harvest.harvester import Harvester
 from scavenger.host.descriptors import HIGH
+from scavenger.observe import fleet
 from scavenger.observe.training import TrainingJob
 from scavenger.printable import printable
 from scavenger.protocol import keys
@@ -67,6 +68,8 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
     ours = counted(harvester.tracker.jobs({}))
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
+    closed = dict(harvester.tracker.health.quarantined(now)) | stop_state.drained_nodes
+    nodes = fleet.nodes_of(view, partition, harvester.tracker.job_ids(), jobs, closed) if view else ()
     return Harvest(
         partition,
         engines=ours.engines,
@@ -86,7 +89,16 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
         set_up=harvester.tracker.health.set_up_fault(),
         polls_late=harvester.polls_late(),
         polls_fail=harvester.polls_fail,
+        nodes=nodes,
     )
+
+
+def outlooks(harvester: Harvester | None, now: float) -> dict[str, fleet.JobOutlook]:
+    """By intent, what is known of how long our jobs' GPUs stay ours; nothing where nothing is harvested."""
+    if harvester is None:
+        return {}
+    known = harvester.session.idling.known(0.0, now)
+    return fleet.outlooks(harvester.tracker.jobs({}), harvester.view, known, now)
 
 
 log = structlog.get_logger()
@@ -130,6 +142,7 @@ class Harvest(msgspec.Struct, frozen=True):
     connected: int | None = None
     connected_gpus: int = 0
     polls_late: str = ""  # by how much polls are behind the promised interval, and why; "" = they are not
+    nodes: tuple[fleet.NodeGpus, ...] = ()  # of the whole cluster, by name, at the last complete poll
 
 
 class SharedGpus(msgspec.Struct, frozen=True):
@@ -193,6 +206,8 @@ class Status(msgspec.Struct, frozen=True):
     weights_pauses: tuple[
         WeightsPause, ...
     ] = ()  # of open runs whose engines went from one version to the next
+    engines: tuple[fleet.EngineNow, ...] = ()  # of open runs, by id
+    runs: tuple[fleet.RunNow, ...] = ()  # the open ones, by name
 
 
 def path(state_dir: Path) -> Path:
@@ -431,6 +446,8 @@ _ENDS = (
     "training",
     "gpu_memory",
     "weights_pauses",
+    "engines",
+    "runs",
 )
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(

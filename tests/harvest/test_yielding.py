@@ -242,6 +242,21 @@ def test_an_engine_leaves_before_its_end_a_reservation_and_a_drained_node() -> N
     }
 
 
+def test_engines_of_a_node_that_scavenger_drains_leave_and_none_starts_there() -> None:
+    engines = [engine(1, "node1"), engine(2, "node2")]
+    jobs = [listed(one, end_time=NOW + 1000) for one in engines]
+    nodes = [node("node0"), node("node1", 1), node("node2", 1), node("node3", states=("down",))]
+    limits = limits_with(LIMITS, drained=(("node1", "node1 is drained: ada"),))
+    decision = decide(view(NOW, jobs, nodes), want(9), engines, limits, NOW)
+    left = [a for a in decision.actions if not isinstance(a, Submit)]
+    assert [(type(a), getattr(a, "intent_id", ""), a.code) for a in left] == [
+        (DrainAllocated, engines[0].intent_id, HarvestCode.NODE_DRAINED)
+    ]
+    assert "node1 is drained: ada" in left[0].reason
+    assert {a.nodelist for a in decision.actions if isinstance(a, Submit)} == {("node2",)}, "three are idle"
+    assert "drained: node1" in decision.reason
+
+
 # ---------------------------------------------------------------- who leaves for whom
 
 

@@ -486,7 +486,8 @@ class _Drafts:
             self._owner_gpus[job.owner] += job.gpus
         part = view.partition(limits.partition)
         # Caps: `_excluded`. Not where other users' jobs are expected: such plans move, and a job keeps its list for as long as it waits.
-        shut = {node for node, _ in limits.restrictions.quarantined} | {*free.booked, *free.full}
+        shut = {node for node, _ in limits.restrictions.quarantined}
+        shut |= {*free.drained, *free.booked, *free.full}
         self._inside = part.nodes if part is not None else frozenset[str]()
         self._exclude = frozenset(shut & self._inside)
         self._owner_nodes = {rule.owner: nodes_of(rule, free.nodes.values()) for rule in limits.owners}

@@ -1,7 +1,7 @@
 """Which of our engines leave before Slurm preempts them. Pure.
 
-Their time limit comes, a reservation begins on their node, the node is taken out of service, or other users' jobs wait that would start if
-they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.
+Their time limit comes, a reservation begins on their node, the node is taken out of service or drained for engines alone, or other users'
+jobs wait that would start if they were gone. And which jobs are asked again: asked to leave and still there, or held by Slurm.
 
 Owns these reasons. Knows nothing of demand: what no demand covers leaves by the policy's own rule.
 """
@@ -100,6 +100,7 @@ def _ending(
     # between two polls nothing is decided: what comes before the next one is now or too late
     soon_s = limits.job.drain_before_s + limits.yielding.horizon_s if limits.job.drain_before_s > 0 else 0.0
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
+    drained = dict(limits.restrictions.drained)
     found: list[Drain] = []
     for job in engines:
         listed = queue.ours.get(job.job_id)
@@ -123,6 +124,8 @@ def _ending(
                     HarvestCode.NODE_DRAINED,
                 )
             )
+        elif job.node in drained:
+            found.append(_go(job, drained[job.node], HarvestCode.NODE_DRAINED))
         elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
             found.append(
                 _go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", HarvestCode.ENDING)
