@@ -525,11 +525,11 @@ class TrainerSection(Section):
     over all. A replica of whole nodes keeps the gathering of layers within them. Must divide the number of
     ranks."""
     context_parallel: Positive = 1
-    """Ranks that share the tokens of each sample, for samples too long for one GPU. Must divide the ranks of a
-    replica and the model's attention heads. Above 1 it needs `packing`."""
-    tensor_parallel: Annotated[int, Field(ge=1), Allowed("1")] = 1
-    """Any other value is refused: the trainer does not cut layers over ranks. `replicas`, `context_parallel`
-    and more ranks take its place."""
+    """Ranks (with `tensor_parallel`: groups of ranks) that share the tokens of each sample, for samples too long
+    for one GPU. Must divide the ranks of a replica and the model's attention heads. Above 1 it needs `packing`."""
+    tensor_parallel: Positive = 1
+    """Ranks that cut each layer, by the model's own plan in transformers, for layers too large for one GPU.
+    Must divide the ranks of a node, and the model's attention heads, key-value heads and vocabulary."""
     micro_batch_tokens: Positive = 8192
     """Tokens of one micro-batch on one rank at most, padding included; ranks that share samples
     (`context_parallel`) have so many each. A longer sample is trained alone. Not used when `deterministic`."""
@@ -561,11 +561,6 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _division(self) -> TrainerSection:
-        if self.tensor_parallel > 1:
-            raise ValueError(
-                "tensor_parallel must be 1: layers are sharded over all ranks and gathered for their computation; for samples too long "
-                "for one GPU set context_parallel, for weights too large for the GPUs start more ranks"
-            )
         if self.context_parallel > 1 and not self.packing:
             raise ValueError(
                 "context_parallel > 1 needs packing = true: the samples' borders say who sees whom; set one of them"
@@ -634,10 +629,14 @@ class RunConfig(Section):
             raise ValueError(
                 'run.deterministic = true needs engine.name = "reference": no other engine computes in float64'
             )
-        if self.run.deterministic and max(self.trainer.replicas, self.trainer.context_parallel) > 1:
+        trainer = self.trainer
+        if (
+            self.run.deterministic
+            and max(trainer.replicas, trainer.context_parallel, trainer.tensor_parallel) > 1
+        ):
             raise ValueError(
-                "run.deterministic = true needs trainer.replicas = 1 and trainer.context_parallel = 1: sums are exact only where each "
-                "micro-batch is one rank's"
+                "run.deterministic = true needs trainer.replicas = 1, trainer.context_parallel = 1 and trainer.tensor_parallel = 1: sums "
+                "are exact only where each micro-batch is one rank's"
             )
         if self.run.deterministic and self.algorithm.max_off_policy_steps:
             raise ValueError(

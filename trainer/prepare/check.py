@@ -30,7 +30,7 @@ from scavenger.sizing.training import GB, TrainJob
 from scavenger.weights import files
 from trainer import embedded, reserved
 from trainer.data.prompts import PromptSource, PromptTask, open_tokenizer, stop_tokens
-from trainer.model.mesh import Division, divide
+from trainer.model.mesh import Division, check_nodes, divide
 from trainer.prepare import model as models
 from trainer.prepare import weights
 from trainer.prepare.draft import shape_of
@@ -271,15 +271,16 @@ def _algorithm(config: RunConfig) -> str:
 
 
 def _ranks(config: RunConfig, seen: _Seen, gpus: RequestedGpus) -> str:
-    if config.trainer.context_parallel > 1:
-        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples
+    division = Division(gpus.ranks)
+    if gpus.ranks_told:
+        division = divide(gpus.ranks, config.trainer)
+        check_nodes(gpus.per_node or gpus.ranks, config.trainer.tensor_parallel)
+    if max(config.trainer.context_parallel, config.trainer.tensor_parallel) > 1:
+        from trainer.prepare import ranks  # seconds of imports: only where ranks share samples or layers
 
         ranks.check_model(config)
-    if not gpus.ranks_told:
-        seen.division = Division(gpus.ranks)
-        return "train.sbatch does not say how many: not looked at"
-    seen.division = divide(gpus.ranks, config.trainer)
-    return str(seen.division)
+    seen.division = division
+    return str(division) if gpus.ranks_told else "train.sbatch does not say how many: not looked at"
 
 
 def _engine(config: RunConfig) -> str:
@@ -379,6 +380,7 @@ def job_of(config: RunConfig, shape: ModelShape, gpus: RequestedGpus, longest: i
         reserved_workers=config.reserved.workers,
         replicas=trainer.replicas,
         context=trainer.context_parallel,
+        tensor=trainer.tensor_parallel,
         sample_tokens=config.model.context_length,
     )
 
