@@ -24,7 +24,7 @@ from scavenger.protocol.messages import (
     RunStopped,
     TurnTokens,
 )
-from scavenger.router.core.state import ActiveRun, Group, Sample, Worker
+from scavenger.router.core.state import ActiveRun, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
 from scavenger.router.core.transitions import SampleStatus, SampleStep, WorkerStatus
 
@@ -250,6 +250,8 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     )
     core.length_accepted(sample)
     core.count("tokens_accepted", length)
+    if (turn := sample.group.turn) is not None and (read := turn.hashes.get(sample.index)) is not None:
+        turn.episode.prefixes.add(sample.id, read.grow(chunk.tokens))
 
 
 def note_span(spans: list[tuple[int, int]], worker_id: int, tokens: int) -> None:
@@ -291,10 +293,21 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
     sample.transition(SampleStep.FINISH)
     sample.finish = reason
     core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
+    if sample.group.turn is not None:
+        _note_sequence(core, sample, sample.group.turn)
     _notify_finished(core, sample)
     if sample.worker_id:
         _end_lease(core, sample, "finished", 0)
     core.length_accepted(sample)
+
+
+def _note_sequence(core: Core, sample: Sample, turn: Turn) -> None:
+    """The episode's next prompts may begin with this sample's prompt and completion."""
+    read = turn.hashes.pop(sample.index, None)
+    if read is not None:
+        end = read.end()
+        turn.episode.prefixes.add(sample.id, (end,))
+        core.record(rec.TurnSampleFinished(sample.id, end.digest))
 
 
 def _notify_finished(core: Core, sample: Sample) -> None:
@@ -489,6 +502,8 @@ def settle(group: Group) -> None:
     """A turn whose samples are done and durable needs no engine, and its prompt is in the ledger."""
     if group.done and group.durable and group.run.turns.open.pop(group.id, None) is not None:
         group.prompt = b""
+        if group.turn is not None:
+            group.turn.hashes.clear()
         for sample in group.samples:
             sample.view_changed()
 

@@ -21,6 +21,7 @@ from scavenger.policy.agreement import DEFAULT_RULES, AgreementRules, SpanWindow
 from scavenger.policy.interface import RouterPolicy, SampleView, Standard
 from scavenger.policy.placement import Slots
 from scavenger.protocol.messages import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
+from scavenger.router.core.prefixes import NO_PARENT, Parent, Prefixes, TokenHash
 from scavenger.router.core.row_budget import Budget
 from scavenger.router.core.transitions import (
     EPISODE_TRANSITIONS,
@@ -319,6 +320,9 @@ class Turn:
     content: bytes  # hash of what was asked for
     prompt_sha256: bytes  # of the prompt's tokens, which leave memory when the turn is complete
     prompt_tokens: int
+    parent: Parent = NO_PARENT  # whose prompt and completion the prompt begins with, and for how many tokens
+    #: By index of its samples that are not complete: the hash of the prompt and of what is accepted.
+    hashes: dict[int, TokenHash] = field(default_factory=dict)
     unserved_since: float | None = None  # since when nobody has the weights that its tokens are of (Unix s)
     followers: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
@@ -332,6 +336,7 @@ class Episode:
     status: EpisodeStatus = EpisodeStatus.NEW  # changed by `transition` only
     turns: dict[bytes, Group] = field(default_factory=dict)
     numbers: int = 0  # the number of its last turn
+    prefixes: Prefixes = field(default_factory=Prefixes)  # what its next prompts may begin with
 
     def transition(self, step: EpisodeStep) -> None:
         """Take one legal step, or raise and change nothing."""

@@ -14,7 +14,6 @@ Boundary: a gateway's calls, beside a trainer's and a worker's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import sha256
 
 import msgspec
 
@@ -32,9 +31,10 @@ from scavenger.protocol.messages import (
     TurnAccepted,
 )
 from scavenger.router.core import samples
+from scavenger.router.core.prefixes import Parent, Point
 from scavenger.router.core.state import ActiveRun, Episode, Group, Sample, Turn, Worker
 from scavenger.router.core.tables import Core
-from scavenger.router.core.transitions import EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
+from scavenger.router.core.transitions import UNFINISHED, EpisodeStatus, EpisodeStep, SampleStatus, SampleStep
 
 #: `groups.purpose` of a turn.
 PURPOSE = "turn"
@@ -160,14 +160,8 @@ def _begin(core: Core, run: ActiveRun, name: str) -> Episode:
 def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group:
     version = max(run.weights.versions)
     episode.numbers += 1
-    turn = Turn(
-        episode,
-        episode.numbers,
-        body.request,
-        body.content,
-        sha256(body.prompt).digest(),
-        len(body.prompt) // 4,
-    )
+    read, points, parent = episode.prefixes.read(body.prompt)
+    turn = Turn(episode, episode.numbers, body.request, body.content, read.end().digest, read.length, parent)
     group = Group(
         core.next_group_id,
         run,
@@ -191,8 +185,12 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
         sample.transition(SampleStep.QUEUE)
         core.samples[sample.id] = sample
         run.turns.queue.add(sample)
+        turn.hashes[index] = read.copy()
+    episode.prefixes.add(first, points)
     core.groups[group.id] = episode.turns[body.request] = run.turns.open[group.id] = group
     run.turns.groups += 1
+    core.count("turn_prompt_tokens", turn.prompt_tokens)
+    core.count("turn_prompt_tokens_shared", parent.length)
     core.record(
         rec.GroupCreated(
             group.id,
@@ -202,14 +200,26 @@ def _make(core: Core, run: ActiveRun, episode: Episode, body: OpenTurn) -> Group
             group.prompt_index,
             0,
             version,
-            body.prompt,
+            body.prompt[4 * parent.length :],
             body.n,
             first,
             msgspec.json.encode(body.sampling).decode(),
             group.meta,
             core.now,
         ),
-        rec.TurnBegun(group.id, episode.id, run.id, turn.number, body.request, body.content, core.now),
+        rec.TurnBegun(
+            group.id,
+            episode.id,
+            run.id,
+            turn.number,
+            body.request,
+            body.content,
+            parent.sample_id,
+            parent.length,
+            turn.prompt_tokens,
+            turn.prompt_sha256,
+            core.now,
+        ),
     )
     return group
 
@@ -381,18 +391,41 @@ def restore_episodes(core: Core, runs: Mapping[int, ActiveRun], snapshot: rec.Sn
         if begun.episode_id in by_id:
             by_id[begun.episode_id].numbers = max(by_id[begun.episode_id].numbers, begun.number)
     return {
-        begun.group_id: Turn(by_id[begun.episode_id], begun.number, begun.request, begun.content, b"", 0)
+        begun.group_id: Turn(
+            by_id[begun.episode_id],
+            begun.number,
+            begun.request,
+            begun.content,
+            begun.prompt_sha256,
+            begun.prompt_tokens,
+            Parent(begun.parent_id, begun.prefix_len),
+        )
         for begun in snapshot.turns
         if begun.episode_id in by_id
     }
 
 
-def restore(core: Core, turn: Turn, group: Group) -> None:
-    """The turn's group is in the tables again."""
-    run = group.run
+def restore(
+    core: Core, turn: Turn, group: Group, ends: Mapping[int, bytes], tokens: Mapping[int, bytes]
+) -> None:
+    """The turn's group is in the tables again. By sample id, `ends`: hashes of prompt and completion, of complete ones; `tokens`: what
+    is accepted of those under way.
+    """
+    run, prefixes = group.run, turn.episode.prefixes
     assert turn.episode.status is EpisodeStatus.OPEN
-    turn.prompt_sha256, turn.prompt_tokens = sha256(group.prompt).digest(), len(group.prompt) // 4
     turn.episode.turns[turn.request] = group
     run.turns.groups += 1
     run.turns.open[group.id] = group
+    prefixes.add(group.samples[0].id, (Point(turn.prompt_tokens, turn.prompt_sha256, True),))
+    for sample in group.samples:
+        if (digest := ends.get(sample.id)) is not None:
+            prefixes.add(sample.id, (Point(turn.prompt_tokens + sample.accepted, digest, True),))
+        elif sample.status in UNFINISHED:
+            read, points, _ = prefixes.read(group.prompt)
+            points += read.grow(tokens.get(sample.id, b""))
+            assert read.length == turn.prompt_tokens + sample.accepted, (
+                f"turn {group.id}: its tokens are not all here"
+            )
+            prefixes.add(sample.id, points)
+            turn.hashes[sample.index] = read
     samples.settle(group)
