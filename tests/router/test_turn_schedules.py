@@ -232,4 +232,4 @@ def test_a_stale_engine_s_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         honest(core, worker, chunk, sample, fault)  # type: ignore[arg-type]
 
     monkeypatch.setattr(samples, "refuse_chunk", leaky)
-    assert _found() != ""
+    assert _found(300) != ""  # few schedules have a chunk so late

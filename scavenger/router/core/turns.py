@@ -254,7 +254,7 @@ def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
         return []  # before what waits is sorted
     wanted: dict[int, list[Sample]] = {}
     chosen: dict[int, int] = {}  # group -> version
-    for sample in run.turns.queue.waiting():
+    for sample in _in_order(run):
         group = sample.group
         version = chosen.get(group.id)
         if version is None:
@@ -271,6 +271,24 @@ def placements(core: Core, run: ActiveRun, now: float) -> list[Placement]:
         for placed in affinity.place((_waiting(core, s, now) for s in some), engines, run.turns.speeds):
             found.append(Placement(by_id[placed.sample_id], version, placed))
     return found
+
+
+def _in_order(run: ActiveRun) -> list[Sample]:
+    """What waits, in the order in which it is placed: samples with tokens, then those of episodes that have the fewest samples on engines
+    and before them in the queue. So one episode that asks for thousands holds up itself.
+    """
+    ahead: dict[int, int] = {}  # episode -> its samples on engines, and those that come before
+    for group in run.turns.open.values():
+        assert group.turn is not None
+        on_engines = sum(sample.worker_id != 0 for sample in group.samples)
+        ahead[group.turn.episode.id] = ahead.get(group.turn.episode.id, 0) + on_engines
+    ordered: list[tuple[bool, int, int, Sample]] = []
+    for sample in run.turns.queue.waiting():
+        assert sample.group.turn is not None
+        episode = sample.group.turn.episode.id
+        rank = ahead[episode] = ahead.get(episode, 0) + 1
+        ordered.append((sample.accepted == 0, rank if sample.accepted == 0 else 0, sample.id, sample))
+    return [entry[-1] for entry in sorted(ordered, key=lambda entry: entry[:3])]
 
 
 def _engines(run: ActiveRun, serving: list[Worker]) -> list[affinity.Engine]:
