@@ -33,6 +33,7 @@ RUN = "Of a run"
 OF_SITE = frozenset({"site", "listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
+    | {"environment", "environment_python"}
 )
 
 
@@ -46,6 +47,12 @@ def init(
         Path | None,
         typer.Option(help="on these prompts: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
     ] = None,
+    environment: Annotated[
+        str, typer.Option(help="or on the tasks of this environment of verifiers", rich_help_panel=RUN)
+    ] = "",
+    environment_python: Annotated[
+        str, typer.Option(help="a Python that has the environment", rich_help_panel=RUN)
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
     ] = False,
@@ -96,12 +103,13 @@ def init(
     over: OverOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
+    """Write a run's run.toml and train.sbatch (--model with --data or --environment), check them (--check), or write a site's
+    scavenger.toml and keys.
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
-    if (model is None) != (data is None):
-        raise typer.BadParameter("a run needs both --model and --data")
+    if (model is None) != (data is None and not environment) or (data is not None and environment):
+        raise typer.BadParameter("a run needs both --model and --data, or --environment in place of --data")
     said = frozenset(
         name
         for name in context.params
@@ -111,10 +119,12 @@ def init(
     if (over or sets) and not check:
         raise typer.BadParameter("--over and --set are for --check: as they will be given to train.sbatch")
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
-    if model is not None and data is not None:
+    if model is not None:
         told = {
             "--model": str(model),
-            "--data": str(data),
+            "--data": str(data or ""),
+            "--environment": environment,
+            "--environment-python": environment_python,
             "--reward": reward,
             "--prompt-field": prompt_field,
             "--answer-field": answer_field,

@@ -6,7 +6,6 @@ Owns the choices that a first run gets. Every key's meaning and the rest of them
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +20,11 @@ from trainer.prepare.sizes import Sizes, SizingRequest
 SHIPPED = "scripts/train.sbatch"
 #: Of a completion, where the model's own limit allows it: a first run should not cut what reasoning needs.
 COMPLETION_TOKENS = 8192
+#: Of an environment's conversation, beside its last completion.
+CONVERSATION_TOKENS = 6144
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
 WAKE_AFTER_S = 30.0
 DAYS = 2
-ENVIRONMENTS = "trainer.data.environments:reward"
-#: A TOML key that needs no quotes.
-BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +160,28 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             f"model.context_length = {context}",
             f"of it sampling.max_tokens = {completion_tokens} for a completion",
         ),
+        ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
+    ]
+    rows[-1:-1] = _assumed_of_rows(data)
+    named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
+    known = given | ({"--state-dir"} if wish.state_dir else set()) | named
+    shown = [row[1:] for row in rows if row[0] not in known]
+    pad = max(len(what) for _, what, _ in shown) + 2
+    head = "assumed, as nothing was said (change it in the file; docs/config.md):"
+    return [head, *(f"  {where:<16}{what:<{pad}}{why}" for where, what, why in shown)]
+
+
+def _assumed_of_rows(data: DataFacts) -> list[tuple[str, str, str, str]]:
+    if data.environment:
+        return [
+            (
+                "",
+                "run.toml",
+                f"data.environment = {data.environment}",
+                "its own settings: environment_args, renderer",
+            )
+        ]
+    return [
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         (
             "--answer-field",
@@ -170,14 +190,7 @@ def assumed(model: ModelFacts, data: DataFacts, wish: RunOptions, given: frozens
             "init --answer-field",
         ),
         ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
-        ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
     ]
-    named = {"--gpu-memory-gb"} if "--gpu" in given or not wish.gpus else set()
-    known = given | ({"--state-dir"} if wish.state_dir else set()) | named
-    shown = [row[1:] for row in rows if row[0] not in known]
-    pad = max(len(what) for _, what, _ in shown) + 2
-    head = "assumed, as nothing was said (change it in the file; docs/config.md):"
-    return [head, *(f"  {where:<16}{what:<{pad}}{why}" for where, what, why in shown)]
 
 
 def _why_engine(engine: str) -> str:
@@ -191,20 +204,9 @@ def _s(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def _inline(value: object) -> str:
-    """What JSON holds, in one line of TOML, which has no null: such a key is left out."""
-    if isinstance(value, dict):
-        pairs = [
-            (key if BARE.fullmatch(key) else _s(key), each) for key, each in value.items() if each is not None
-        ]
-        return "{ " + ", ".join(f"{key} = {_inline(each)}" for key, each in pairs) + " }" if pairs else "{}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_inline, value))}]"
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _head(model: ModelFacts, data: DataFacts, wish: RunOptions) -> str:
-    return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {Path(data.path).name}.
+    what = data.environment or Path(data.path).name
+    return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {what}.
 # Every key is explained in docs/config.md, the algorithms in docs/training.md; lines that begin with # and a key show further keys.
 #   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
 #   python -m trainer {shlex.quote(str(wish.folder / "run.toml"))} --local     a try in one process, without a cluster
@@ -241,7 +243,29 @@ context_length = {context}          # prompt and completion together{most}
 """
 
 
+def _environment(data: DataFacts) -> str:
+    python = (
+        f"environment_python = {_s(data.python)}"
+        if data.python
+        else '#environment_python = "envs/bin/python"   # of a venv with scavenger[verifiers] and the environment\'s package'
+    )
+    return f"""[data]
+environment = {_s(data.environment)}          # a task set of verifiers: its tasks, harness and rewards; docs/training.md
+#environment_args = {{ agent = {{ harness = {{ id = "null" }} }} }}   # as its [env] block
+{python}
+#renderer = {{ name = "qwen3" }}      # how this model's conversations become tokens; tools need it
+environment_workers = 1             # processes on rank 0's host
+episode_turns = 16                  # model calls of an agent at most
+episode_s = 1800.0
+on_divergence = "branch"            # where an episode is played again and the environment answers otherwise
+prompts_per_step = {PROMPTS_PER_STEP}               # tasks of a step
+samples_per_prompt = {SAMPLES_PER_PROMPT}              # episodes of each
+"""
+
+
 def _data(model: ModelFacts, data: DataFacts) -> str:
+    if data.environment:
+        return _environment(data)
     chat = bool(model.chat)
     lines = [
         "[data]",
@@ -312,19 +336,20 @@ max_batch = {chosen.max_batch}
 
 def _verifier(data: DataFacts) -> str:
     """Of answers like these, where no function of the user's is named."""
-    if data.environment:
-        return ENVIRONMENTS
     return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
 
 
 def _reward(data: DataFacts, wish: RunOptions) -> str:
+    if data.environment:
+        return """[reward]
+retries = 1                         # of an episode whose environment failed
+on_reward_error = "stop"            # or "mask": episodes that failed so often are left out, and counted
+"""
     if wish.reward:
         chosen, why = (
             wish.reward,
             "f(prompt: str, completion: str, meta: dict) -> float, in a module beside this file or installed",
         )
-    elif data.environment:
-        chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"
     elif data.mathematics:
         chosen, why = (
             _verifier(data),
@@ -335,10 +360,9 @@ def _reward(data: DataFacts, wish: RunOptions) -> str:
             _verifier(data),
             f"1 where the answer is `{data.answer_field}` by the letter; or your own",
         )
-    options = f"options = {_inline(data.environment)}\n" if chosen == ENVIRONMENTS else ""
     return f"""[reward]
 function = {_s(chosen)}    # {why}
-{options}timeout_s = 10.0
+timeout_s = 10.0
 retries = 1
 on_reward_error = "stop"            # or "mask": completions that cannot be judged are left out, and counted
 """
@@ -349,6 +373,8 @@ def _training(data: DataFacts, chosen: Sizes) -> str:
         f"path = {_s(data.held_out)}\n"
         if data.held_out
         else "#path = ...         # held-out rows; else taken out of data.path\n"
+        if not data.environment
+        else "#                   # above 0: so many tasks are held out\n"
     )
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
