@@ -457,9 +457,12 @@ class Run:
         outcomes: Sequence[messages.SampleOutcome],
         metrics: dict[str, float],
         purpose: str = "train",
+        episodes: Sequence[messages.EpisodeOutcome] = (),
     ) -> None:
-        """Record that the step was taken with exactly these samples. Every sample of the step's groups needs an outcome."""
-        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics))
+        """Record that the step was taken with exactly these samples, or episodes, which end. Every sample of the step's groups needs an
+        outcome.
+        """
+        self.call(messages.CommitStep(step, version, purpose, tuple(outcomes), metrics, tuple(episodes)))
         over = (purpose, step)
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}

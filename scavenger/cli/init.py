@@ -33,6 +33,7 @@ RUN = "Of a run"
 OF_SITE = frozenset({"site", "listen", "ledger"})
 OF_DRAFT = frozenset(
     {"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "gpu", "state_dir"}
+    | {"environment", "environment_python"}
 )
 
 
@@ -60,6 +61,12 @@ def init(
             rich_help_panel=RUN,
         ),
     ] = False,
+    environment: Annotated[
+        str, typer.Option(help="or on the tasks of this environment of verifiers", rich_help_panel=RUN)
+    ] = "",
+    environment_python: Annotated[
+        str, typer.Option(help="a Python that has the environment", rich_help_panel=RUN)
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
     ] = False,
@@ -110,12 +117,13 @@ def init(
     over: OverOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Write a run's files (--model, --data; or --tiny), check them (--check), or write a site's scavenger.toml and keys.
+    """Write a run's files (--model with --data or --environment; or --tiny), check them (--check), or write a site's
+    scavenger.toml and keys.
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
-    if (model is None) != (data is None):
-        raise typer.BadParameter("a run needs both --model and --data")
+    if (model is None) != (data is None and not environment) or (data is not None and environment):
+        raise typer.BadParameter("a run needs both --model and --data, or --environment in place of --data")
     if tiny and model is not None:
         raise typer.BadParameter("--tiny brings its own model and task: leave --model and --data out")
     said = frozenset(
@@ -133,10 +141,12 @@ def init(
         words = [f"--partition={partition or 'reserved'}", f"--state-dir={state_dir or _known_state_dir()}"]
         words += [f"--gpus={gpus}"] if "gpus" in said else []
         _prepare(["tiny", str(directory), *words, *(["--force"] if force else [])], Path())
-    elif model is not None and data is not None:
+    elif model is not None:
         told = {
             "--model": str(model),
-            "--data": str(data),
+            "--data": str(data or ""),
+            "--environment": environment,
+            "--environment-python": environment_python,
             "--reward": reward,
             "--prompt-field": prompt_field,
             "--answer-field": answer_field,

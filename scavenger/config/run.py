@@ -107,6 +107,46 @@ class DataSection(Section):
     """Completions of each prompt: the size of a group."""
     seed: NonNegative = 0
     """Seed of the prompts' order, and of which rows of a file are held out for evaluation."""
+    environment: str = ""
+    """A task set of `verifiers` (0.4, its v1 API), by its package's name: its tasks are the prompts, its harness
+    plays each as an episode of one or more turns on this run's engines, and its rewards train it
+    ([training.md](training.md#environments)). Excludes `task`, `path` and `reward.function`."""
+    environment_args: dict[str, JsonValue] = {}
+    """The environment's own settings, as in the `[env]` block of `verifiers`, such as
+    `{ taskset = { split = "train" }, agent = { harness = { id = "null" } } }`. A role without a `runtime` has
+    `{ type = "subprocess" }`."""
+    environment_python: Path | None = None
+    """Interpreter of environment workers: of a venv with `scavenger[verifiers]` and the environment's package.
+    None: the trainer's own."""
+    environment_workers: Annotated[int, Field(gt=0, le=256)] = 1
+    """Processes, on the host of rank 0, that play episodes."""
+    environment_concurrency: Annotated[int, Field(gt=0, le=4096)] = 64
+    """Episodes that one of them plays at once."""
+    renderer: dict[str, JsonValue] = {}
+    """How conversations become tokens: a configuration of the package `renderers`, such as `{ name = "qwen3" }`.
+    Empty: chosen by the model's name, and without tools where that is unknown."""
+    episode_turns: NonNegative = 0
+    """Model calls of one agent in an episode at most; then the episode ends and is rewarded as it is. 0: no bound."""
+    episode_tokens: NonNegative = 0
+    """Generated tokens of one agent in an episode, after which no further turn begins. 0: no bound."""
+    episode_s: Seconds = 3600.0
+    """Seconds of an agent in an episode at most, its tools included; then the episode ends and is rewarded as it is."""
+    on_divergence: Literal["branch", "restart", "fail"] = "branch"
+    """An episode whose environment worker was lost is played again from its recorded turns. What happens where the
+    environment says something else than it did. `branch`: the episode goes on from there with new turns.
+    `restart`: it begins anew. `fail`: it is a failed episode. The ledger has the reason."""
+
+    @model_validator(mode="after")
+    def _environment(self) -> DataSection:
+        if self.environment and (self.path is not None or self.model_fields_set & {"task"}):
+            raise ValueError("environment brings its own tasks: leave out task and path")
+        if not self.environment and (
+            named := sorted(
+                key for key in self.model_fields_set if key.startswith(("environment_", "episode_"))
+            )
+        ):
+            raise ValueError(f"{named[0]} is of an environment: set environment, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
@@ -616,6 +656,28 @@ class RunConfig(Section):
     weights: WeightsSection = WeightsSection()
     trainer: TrainerSection = TrainerSection()
     monitor: MonitorSection = MonitorSection()
+
+    @model_validator(mode="after")
+    def _episodes(self) -> RunConfig:
+        if not self.data.environment:
+            return self
+        if self.reward.model_fields_set & {"function", "functions", "options"}:
+            raise ValueError(
+                "data.environment rewards its episodes itself: leave out reward.function, functions and options"
+            )
+        if self.algorithm.on_length == "overlong-shape":
+            raise ValueError(
+                'algorithm.on_length = "overlong-shape" is of single completions: with data.environment use "reward" or "mask"'
+            )
+        if self.algorithm.router_replay:
+            raise ValueError(
+                "algorithm.router_replay does not go with data.environment: turns carry no experts"
+            )
+        if self.eval.path is not None or self.eval.sets:
+            raise ValueError(
+                "eval.path and eval.sets are of files: with data.environment held-out tasks are the task set's own"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -608,7 +608,9 @@ def serve(config: RunConfig, options: GatewayOptions) -> None:
         port = listening.getsockname()[1]
         scheme = "http" if options.tls_certificate is None else "https"
         endpoint = f"{scheme}://{_reachable(options.host)}:{port}"
-        announced = json.dumps({"endpoint": endpoint, "admin_key": identity.admin_key(secret)}).encode()
+        announced = json.dumps(
+            {"endpoint": endpoint, "admin_key": identity.admin_key(secret), "logprobs": options.logprobs}
+        ).encode()
         place = run.out_dir / f"gateway.{sockets.gethostname()}.json"
         failed: list[bool] = []
 

@@ -65,7 +65,8 @@ def take(harvester: Harvester | None, now: float) -> Harvest | None:
     if harvester is None:
         return None
     partition, view, stop_state = harvester.config.harvest.partition, harvester.view, harvester.stop_state
-    ours = counted(harvester.tracker.jobs({}))
+    jobs = harvester.tracker.jobs({})
+    ours = counted(jobs)
     seen = gpu_use(view, partition, harvester.tracker.job_ids(), now) if view is not None else None
     connected, connected_gpus = harvester.connected()
     closed = dict(harvester.tracker.health.quarantined(now)) | stop_state.drained_nodes

@@ -269,7 +269,9 @@ class Learner:
         self._route(batch)
         current, entropy = self._logprobs(self.model, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
-        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy)
+        tokens = Tokens(
+            current, proximal, batch.behaviour, batch.row, batch.advantages, reference, entropy, batch.others
+        )
         terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]
         columns = (
@@ -315,7 +317,7 @@ class Learner:
             self._route(batch)
             logprobs = self._logprobs(self.model, batch).values.double().cpu()
             reshard(self.model)
-        completions = torch.split(logprobs, [len(row.completion) // 4 for row in micro.rows])
+        completions = torch.split(logprobs, [row.trained for row in micro.rows])
         return {
             row.sample_id: completion.numpy().tobytes()
             for row, completion in zip(micro.rows, completions, strict=True)

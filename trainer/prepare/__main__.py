@@ -36,8 +36,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     drafting = commands.add_parser("draft")
     drafting.add_argument("folder", type=Path)
     drafting.add_argument("--model", type=Path, required=True)
-    drafting.add_argument("--data", type=Path, required=True)
+    drafting.add_argument("--data", type=Path)
     for name in (
+        "--environment",
+        "--environment-python",
         "--prompt-field",
         "--answer-field",
         "--reward",
@@ -68,7 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def longest_prompt(folder: Path, data: DataFacts) -> int:
-    """Tokens of the longest prompt among the first rows, without its template. Raises `ConfigError`."""
+    """Tokens of the longest prompt among the first rows, without its template; of an environment a guess. Raises `ConfigError`."""
+    if data.environment:
+        return draft.CONVERSATION_TOKENS
     tokenizer = open_tokenizer(folder)
     prompts = [row.get(data.prompt_field) for row in data.rows]
     texts = [
@@ -150,7 +154,10 @@ def write(options: argparse.Namespace) -> None:
     """run.toml and train.sbatch, both or none. Raises `ConfigError`."""
     folder = _folder(options)
     facts = model.read_facts(options.model.resolve())
-    data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
+    if options.environment:
+        data = rows.of_environment(options.environment, options.environment_python)
+    else:
+        data = rows.read_facts(_whole(options.data), options.prompt_field, options.answer_field)
     if not (data.answer_field or data.environment or options.reward):
         raise ConfigError(
             f"{data.path}: no column looks like answers, so no reward function can be chosen; there is "

@@ -122,8 +122,11 @@ def check(
     )
     yield _ask("model", lambda: _model(config, seen))
     yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
-    yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
-    yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
+    if config.data.environment:
+        yield _ask("environment", lambda: _environment(config, seen), seen.tokenizer)
+    else:
+        yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
+        yield _ask("reward", lambda: _reward(config, seen), seen.prompts or None)
     yield _ask("algorithm", lambda: _algorithm(config))
     yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("ranks", lambda: _ranks(config, seen, gpus), seen.model)
@@ -229,6 +232,22 @@ def _data(config: RunConfig, seen: _Seen) -> str:
             *seen.said,
             f"prompts of the first step have up to {longest} tokens, {len(held_out)} prompts are held out",
         ]
+    )
+
+
+def _environment(config: RunConfig, seen: _Seen) -> str:
+    """Load it in a worker, as the run will, and play one episode with a model that says a few words."""
+    from trainer.episodes.opening import rehearsed
+
+    tokenizer = seen.tokenizer
+    assert tokenizer is not None
+    tasks, played = rehearsed(config, tokenizer.encode("No.", add_special_tokens=False).ids, seen.said.append)
+    prompts = PromptSource(config, tokenizer, seen.said.append, tasks)
+    seen.prompts = prompts.take(0, config.data.prompts_per_step)
+    turns, rows = len(played.calls), len(played.branches)
+    return (
+        f"{tasks.count or 'endless'} tasks; an episode with a stub model had {turns} turn{'s' * (turns != 1)} in {played.seconds:.1f} s, "
+        f"{rows} row{'s' * (rows != 1)} to train and a reward of {played.reward:g}"
     )
 
 

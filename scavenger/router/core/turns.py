@@ -19,11 +19,14 @@ from typing import NamedTuple
 import msgspec
 
 from scavenger.ledger import records as rec
+from scavenger.ledger import redaction
 from scavenger.policy import affinity
 from scavenger.policy.affinity import Placed
 from scavenger.protocol.messages import (
+    CommitStep,
     Denied,
     EndEpisode,
+    EpisodeOutcome,
     GatewayPing,
     Ok,
     OpenTurn,
@@ -421,14 +424,76 @@ def engines(run: ActiveRun, now: float) -> tuple[int, str]:
     return wanted, f"{held.peak} samples of turns were open within {DEMAND_HOLD_S:g} s"
 
 
+# ---------------------------------------------------------------- taken by a step
+
+
+def committed(run: ActiveRun, body: CommitStep) -> bool:
+    """Whether this very commit was made: its episodes have ended."""
+    return all(one.episode in run.turns.ended for one in body.episodes)
+
+
+def commit_fault(run: ActiveRun, body: CommitStep, allowed: tuple[str, ...]) -> str:
+    """Why a step cannot be taken with its episodes; "" where it can."""
+    names = {one.episode for one in body.episodes}
+    if len(names) != len(body.episodes):
+        return f"step {body.step} names an episode twice"
+    for one in body.episodes:
+        if one.outcome not in allowed:
+            return f"episode {one.episode!r} cannot be {one.outcome!r}"
+        if one.episode in run.turns.ended:
+            return f"episode {one.episode!r} has ended, and was not taken by step {body.step}"
+        episode = run.turns.episodes.get(one.episode)
+        known = episode.turns if episode is not None else {}
+        for request in one.used:
+            if request not in known or not all(
+                s.status is SampleStatus.COMPLETE for s in known[request].samples
+            ):
+                return f"episode {one.episode!r} names a turn that it does not have, or not whole"
+    return ""
+
+
+def settle(core: Core, run: ActiveRun, step: int, taken: EpisodeOutcome) -> None:
+    """The episode ends with the step that took it; one that asked for no turn is in the ledger all the same, with its reason."""
+    episode = run.turns.episodes.get(taken.episode) or _begin(core, run, taken.episode)
+    reason = redaction.reason(taken.outcome, taken.reason)
+    for request in taken.used:
+        for sample in episode.turns[request].samples:
+            sample.transition(SampleStep.END)
+            version = redaction.version(taken.reward_version)
+            core.record(
+                rec.SampleEnded(
+                    sample.id,
+                    taken.outcome,
+                    reason,
+                    step,
+                    run.attempt,
+                    taken.reward,
+                    taken.advantage,
+                    core.now,
+                    version,
+                )
+            )
+    _end(core, run, episode, "ended", reason or taken.outcome, used=frozenset(taken.used))
+
+
 # ---------------------------------------------------------------- over
 
 
-def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) -> None:
-    """Give up what is open of the episode, and forget what the ledger has of it."""
+def _end(
+    core: Core,
+    run: ActiveRun,
+    episode: Episode,
+    state: str,
+    reason: str,
+    used: frozenset[bytes] | None = None,
+) -> None:
+    """Give up what is open of the episode, and forget what the ledger has of it. `used`: turns that a step took, which have ended; what
+    else it has is surplus.
+    """
     episode.transition(EpisodeStep.END)
-    for group in episode.turns.values():
-        _give_up(core, group, reason)
+    for request, group in episode.turns.items():
+        if used is None or request not in used:
+            _give_up(core, group, reason, "served" if used is None else "surplus")
         samples.forget(core, group)
     run.turns.groups -= len(episode.turns)
     episode.turns.clear()
@@ -437,12 +502,12 @@ def _end(core: Core, run: ActiveRun, episode: Episode, state: str, reason: str) 
     core.record(rec.EpisodeEnded(episode.id, state, reason, core.now))
 
 
-def _give_up(core: Core, group: Group, reason: str) -> None:
-    """End the turn's samples, whole or not; its followers are told of those that have no end."""
+def _give_up(core: Core, group: Group, reason: str, whole: str = "served") -> None:
+    """End the turn's samples, whole or not; its followers are told of those that have no end. `whole`: what becomes of whole ones."""
     for sample in group.samples:
         if sample.status is SampleStatus.COMPLETE:
             sample.transition(SampleStep.END)
-            core.record(rec.SampleEnded(sample.id, "served", reason, 0, 0, None, None, core.now))
+            core.record(rec.SampleEnded(sample.id, whole, reason, 0, 0, None, None, core.now))
         elif sample.status is not SampleStatus.ENDED:
             samples.abandon(core, sample, "surplus", reason)
             sample.give_up(reason)

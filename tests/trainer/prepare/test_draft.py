@@ -15,6 +15,7 @@ from scavenger.cluster.sandbox.sandbox import SlurmSandbox
 from scavenger.config import read_run
 from scavenger.errors import ConfigError
 from tests.trainer.prepare.hand import RAISES, ROOT, draft, edit
+from trainer.prepare import __main__ as prepare
 from trainer.prepare import check, model, rows
 from trainer.prepare.check import RequestedGpus
 
@@ -283,3 +284,22 @@ def test_slurm_takes_the_job_script(
     )
     assert said.returncode == 0, said.stderr
     assert "partition reserved" in said.stderr
+
+
+def test_a_run_on_an_environment_names_it_in_the_place_of_files(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(tmp_path / "played"), f"--model={own_model}", "--environment=my-env", "--gpus=0"]
+    assert prepare.main(["draft", *words, "--environment-python=/envs/bin/python"]) == 0
+    text = (tmp_path / "played" / "run.toml").read_text()
+    config = read_run(tmp_path / "played" / "run.toml")
+    assert (config.data.environment, str(config.data.environment_python)) == ("my-env", "/envs/bin/python")
+    assert (config.data.path, config.data.episode_turns, config.data.on_divergence) == (None, 16, "branch")
+    assert (config.eval.prompts, config.eval.path) == (0, None)
+    assert "trained on my-env" in text
+    told = capsys.readouterr().out
+    assert "data.environment = my-env" in told
+    assert "prompt_field" not in told
+    assert max(len(line) for line in told.splitlines() if line.startswith("  ")) <= 140
+    assert prepare.main(["draft", str(tmp_path / "again"), *words[1:]]) == 0
+    assert "#environment_python" in (tmp_path / "again" / "run.toml").read_text()
