@@ -6,6 +6,7 @@ Owns the choices that a first run gets. Every key's meaning and the rest of them
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
