@@ -22,7 +22,7 @@ import typer
 from scavenger import config, toml
 from scavenger.cli.options import DEFAULT_CONFIG, OverOption, SetOption
 from scavenger.config import DaemonConfig
-from scavenger.errors import ConfigError, ScavengerError
+from scavenger.errors import ConfigError, Refused, ScavengerError
 from scavenger.protocol import key_requests, keys
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def init(
         # The check runs in the run's folder.
         laid_over = [Path.cwd() / path for path in over or ()], sets or []
         fine = _checked(folder, memory, *laid_over)
-        if not _fits_site(folder, *laid_over) or not fine:
+        fits, free = _fits_site(folder, *laid_over), _name_is_free(folder, *laid_over)
+        if not (fine and fits and free):
             raise typer.Exit(ConfigError.exit_code)
 
 
@@ -206,6 +207,40 @@ def _fits_site(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bool:
         for line in found.problem.splitlines():
             print(f"           {line}")
     return fine
+
+
+def _name_is_free(folder: Path, over: Sequence[Path], sets: Sequence[str]) -> bool:
+    """Whether the site's daemon lets this user's run have its name. What hinders the question was told before, or is only told."""
+    from scavenger import client
+
+    try:
+        run = config.read_run(folder / "run.toml", over, sets)
+    except ConfigError:
+        return True
+    if run.daemon.embedded:
+        return True  # the run's own daemon serves it alone
+    name, problem = run.run.name, ""
+    try:
+        use = client.ask_name(run.run.state_dir, run.run.key, name)
+    except Refused as refused:
+        use, problem = client.NameUse.ANOTHER, str(refused)
+    except ScavengerError as error:
+        print(f"  skipped  run.name: whether another user has a run {name!r} was not asked: {error.cause}")
+        return True
+    if use is not client.NameUse.ANOTHER:
+        note = "your run of that name goes on" if use is client.NameUse.OURS else "nobody has it yet"
+        print(f"  ok       run.name: {name}, {note}")
+        return True
+    print("  REFUSED  run.name")
+    for line in (problem or name_taken(name, getpass.getuser(), folder)).splitlines():
+        print(f"           {line}")
+    return False
+
+
+def name_taken(name: str, user: str, folder: Path) -> str:
+    """Cause and remedy. Pure."""
+    cause = f"another user of this site has a run {name!r}: names of runs are the site's"
+    return str(ConfigError(cause, f'set run.name = "{user}-{name}", or any other, in {folder / "run.toml"}'))
 
 
 def _is_local(beside: Path | None) -> bool:
