@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +36,12 @@ OF_DRAFT = frozenset(
 )
 
 
+#: Of a run that `--tiny` does not write.
+OF_OWN_MODEL = frozenset(
+    {"reward", "prompt_field", "answer_field", "engine", "nodes", "gpu", "gpu_memory_gb"}
+)
+
+
 def init(
     context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="where the files go; its name is the run's")] = Path(),
@@ -46,6 +52,14 @@ def init(
         Path | None,
         typer.Option(help="on these prompts: JSONL or Parquet, a file or a folder", rich_help_panel=RUN),
     ] = None,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny",
+            help="make the smallest run; its model is made in place, in seconds",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="say what would stop the run in DIRECTORY", rich_help_panel=RUN)
     ] = False,
@@ -96,22 +110,30 @@ def init(
     over: OverOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
+    """Write a run's files (--model, --data; or --tiny), check them (--check), or write a site's scavenger.toml and keys.
 
     Existing files are left as they are; a run's only with --force are overwritten. What was assumed is printed.
     """
     if (model is None) != (data is None):
         raise typer.BadParameter("a run needs both --model and --data")
+    if tiny and model is not None:
+        raise typer.BadParameter("--tiny brings its own model and task: leave --model and --data out")
     said = frozenset(
         name
         for name in context.params
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     )
-    _refuse_foreign(said, drafting=model is not None, check=check)
+    _refuse_foreign(said, drafting=tiny or model is not None, check=check)
+    if tiny and (more := said & OF_OWN_MODEL):
+        raise typer.BadParameter(f"{_flags(more)}: of a run with a model of yours, which --tiny makes")
     if (over or sets) and not check:
         raise typer.BadParameter("--over and --set are for --check: as they will be given to train.sbatch")
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
-    if model is not None and data is not None:
+    if tiny:
+        words = [f"--partition={partition or 'reserved'}", f"--state-dir={state_dir or _known_state_dir()}"]
+        words += [f"--gpus={gpus}"] if "gpus" in said else []
+        _prepare(["tiny", str(directory), *words, *(["--force"] if force else [])], Path())
+    elif model is not None and data is not None:
         told = {
             "--model": str(model),
             "--data": str(data),
@@ -297,11 +319,16 @@ def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> Non
         foreign = said & (OF_SITE | OF_DRAFT | {"partition"})
         why = "changes nothing of a run that is checked: change it in its run.toml or train.sbatch"
     else:
-        foreign, why = said & (OF_DRAFT | {"gpu_memory_gb"}), "is of a run, which needs --model and --data"
-    if foreign:
-        raise typer.BadParameter(
-            f"{', '.join('--' + name.replace('_', '-') for name in sorted(foreign))} {why}"
+        foreign, why = (
+            said & (OF_DRAFT | {"gpu_memory_gb"}),
+            "is of a run, which needs --model and --data, or --tiny",
         )
+    if foreign:
+        raise typer.BadParameter(f"{_flags(foreign)} {why}")
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in sorted(names))
 
 
 def _ask_slurm(partition: str) -> Proposal:
