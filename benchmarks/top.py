@@ -10,6 +10,7 @@ draws the first page. The status is of 100 engines on 1,000 nodes.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def ledger(folder: Path, samples: int, *, stepped: bool) -> SiteFeed:
         EngineNow(n, "bench", "harvested", f"n{n}", 1, n, "ready", 1, 60, 900.0, 9_000, 60_000, now, 600.0)
         for n in range(1, ENGINES + 1)
     )
-    seen = status.Status(now, 1, "h", 1, now, "OK", "", *[0] * 9)
+    seen = status.Status(now, 1, "h", 1, now, "OK", "", 0, 0, 0, 0, 0, 0, 0, 0, 0)
     run = RunNow("bench", "train", STEPS, "train", 1_000, 1_000, 0, STEPS - 1, 1, now, now)
     held = msgspec.structs.replace(harvest, nodes=nodes)
     status.write(state, msgspec.structs.replace(seen, harvest=held, engines=engines, runs=(run,)))
@@ -126,9 +127,9 @@ def main() -> int:
             def draw(shown: view.View = shown) -> None:
                 text.once(shown, 200, 50)
 
-            parts = {
-                "read": lambda feed=feed: feed.read(),
-                "build": lambda inputs=inputs: view.build(inputs),
+            parts: dict[str, Callable[[], object]] = {
+                "read": feed.read,
+                "build": functools.partial(view.build, inputs),
                 "draw": draw,
                 "refresh": refresh,
             }

@@ -653,8 +653,8 @@ def open_run(connection: Connection, name: str) -> None:
     engine = messages.EngineSpec("reference", "{}", "float32", 4, 64)
     body = messages.OpenRun(messages.PROTOCOL, name, 1, "{}", engine, "", False, 0, 1, 0, "host", 0)
     connection.send(name, 0, body)
-    reply = connection.receive(30.0)
-    assert isinstance(reply, messages.Reply)
+    while not isinstance(reply := connection.receive(30.0), messages.Reply):
+        assert reply is not None, "the daemon is silent"  # else it tells of its engines first
     if isinstance(reply.body, messages.Denied):
         raise Refused(reply.body.reason, reply.body.remedy)
 

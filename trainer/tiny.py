@@ -3,6 +3,8 @@
 A random initialisation answers nothing right, and a policy gradient needs some right answers: a short supervised phase of a fixed
 number of steps takes sampled accuracy to about 0.3, where reinforcement learning takes over. Owns the demo's model and nothing of the
 run. The same seed on the same machine makes the same weights.
+
+Boundary: a command of its own.
 """
 
 from __future__ import annotations

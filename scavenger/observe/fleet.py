@@ -237,7 +237,7 @@ def phase_of(
     if purpose != "train":
         return EVALUATES
     if reserved and awake and unfinished:
-        return (StepPhase.WAKE if trained else StepPhase.SEED).value
+        return str(StepPhase.WAKE if trained else StepPhase.SEED)
     if reserved and not awake and holding:
-        return StepPhase.SLEEP.value
-    return (StepPhase.TRAIN if unfinished else StepPhase.FINISH).value
+        return str(StepPhase.SLEEP)
+    return str(StepPhase.TRAIN if unfinished else StepPhase.FINISH)

@@ -3,6 +3,8 @@
 A newcomer sees a whole run on the own site within minutes, before a model or data are chosen: the daemon, harvested engines, the training
 job. Nothing is learnt before: the weights are random, and the reward gives a part for each right digit, so that there is something to
 learn from. Owns the text of this run.toml and the model's size.
+
+Boundary: torch, which the other drafts do without; IO.
 """
 
 from __future__ import annotations
