@@ -237,7 +237,9 @@ def phase_of(
     if purpose != "train":
         return EVALUATES
     if reserved and awake and unfinished:
-        return str(StepPhase.WAKE if trained else StepPhase.SEED)
-    if reserved and not awake and holding:
-        return str(StepPhase.SLEEP)
-    return str(StepPhase.TRAIN if unfinished else StepPhase.FINISH)
+        phase = StepPhase.WAKE if trained else StepPhase.SEED
+    elif reserved and not awake and holding:
+        phase = StepPhase.SLEEP
+    else:
+        phase = StepPhase.TRAIN if unfinished else StepPhase.FINISH
+    return str(phase.value)
