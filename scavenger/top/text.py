@@ -276,7 +276,7 @@ def event_line(event: EventView, width: int) -> Text:
 
 def once(view: View, width: int, height: int) -> list[Text]:
     """One screen without an end to interact with: `--once`."""
-    said = [head(view, width), *why(view, width, 3)]
+    said = [head(view, width), *why(view, width, 3 if height > 9 else 2)]
     return [*said, *overview(view, width, max(6, height - len(said)))]
 
 

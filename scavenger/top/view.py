@@ -287,7 +287,9 @@ def why_not_more(inputs: Inputs) -> str:
             return daemon.conditions[0]
         return concluded or "nothing was decided yet"
     what = "no daemon serves" if daemon is not None else "no daemon's status is here"
-    return f"{what}: {_why_gone(inputs)}" + (f"; its last decision: {concluded}" if concluded else "")
+    # The decision first: what is gone may be named by a long path.
+    decided = f"; its last decision: {concluded}" if concluded else ""
+    return f"{what}{decided}; {_why_gone(inputs)}"
 
 
 def _why_gone(inputs: Inputs) -> str:
