@@ -171,7 +171,7 @@ def node_map(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:
         lines.append(line)
     if len(fits) < len(groups):
         left = sum(len(group) for group in groups[len(fits) :])
-        lines.append(Text(f"and {left:,} nodes more; see Nodes"))
+        lines.append(Text(fitted(f"and {left:,} nodes more; see Nodes", width)))
     return lines
 
 
@@ -225,7 +225,7 @@ def overview(view: View, width: int, height: int) -> list[Text]:
     room = max(1, min(height // 2, height - most_runs - 4))
     lines += node_map(view.nodes, width, room)
     if not view.nodes:
-        lines.append(Text("no node is known one by one: no daemon's status is here"))
+        lines.append(Text(fitted("no node is known one by one: no daemon's status is here", width)))
     lines += of_runs[:most_runs]
     lines.append(engines_line(view, width))
     # A preemption's line has its tokens; where each sample went is on Events.

@@ -76,7 +76,9 @@ def test_where_each_sample_went_and_what_was_kept_is_told_newest_first(served: S
 def test_a_stopped_daemon_s_ledger_is_enough(tmp_path: Path) -> None:
     seen = build(feed(site(tmp_path)).read())
     assert "no daemon has run with" in seen.daemon
-    assert seen.why_not_more.startswith("no daemon serves; its last decision: max_engines = 2 is reached; ")
+    assert seen.why_not_more.startswith(
+        "no daemon's status is here; its last decision: max_engines = 2 is reached; "
+    )
     assert seen.gpus == Gpus(4, 2, 2, 0, 3, 4), "of the last poll"
     assert (seen.nodes, seen.poll_age_s, seen.jobs_pending_other_users) == ((), 5.0, 5)
     (run,) = seen.runs
