@@ -1,4 +1,4 @@
-"""One of each engine kind for the whole session, because a vLLM engine takes seconds to start; and a stage for a worker in this process."""
+"""One of each engine kind for all tests of this folder, because a vLLM engine takes seconds to start; and a stage for a worker in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.rollout.stage import QUICK, Play, Stage
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kinds() -> Iterator[dict[str, Any]]:
     from tests.rollout.kinds import Reference, Vllm
 
