@@ -82,8 +82,8 @@ class Account(Protocol):
         """Bytes that this process holds."""
         ...
 
-    def others(self) -> int:
-        """Bytes that others hold of this GPU now, or held at most where that is known: what they will want again. 0 = none is seen."""
+    def of_other_processes(self) -> int:
+        """Bytes of this GPU that other processes hold now or, where known, their peak; 0 where none are seen."""
         ...
 
     def table(self) -> tuple[Row, ...]:
@@ -112,7 +112,7 @@ class Uncounted:
     def own(self) -> int:
         return 0
 
-    def others(self) -> int:
+    def of_other_processes(self) -> int:
         return 0
 
     def table(self) -> tuple[Row, ...]:
@@ -142,7 +142,7 @@ class Cuda(Uncounted):
 
         return torch.cuda.memory_reserved()
 
-    def others(self) -> int:
+    def of_other_processes(self) -> int:
         found = self._outside() - (self._before or 0)
         return found if found >= _LEAST_OTHER else 0
 
@@ -199,7 +199,7 @@ class Shared:
         with self._locked():
             return sum(row.nbytes for _, row in self._rows() if self._is_mine(row))
 
-    def others(self) -> int:
+    def of_other_processes(self) -> int:
         with self._locked():
             self._drop_dead()
             return sum(row.most for _, row in self._rows() if row.gpu == self._gpu and row.pid != self._pid)

@@ -65,7 +65,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does n
 
     @property
     def boxes(self) -> Boxes:
-        """By name, what was read of those of which anything was."""
+        """By tensor name, the boxes that were read; a tensor that was never read is absent."""
         return {name: list(found) for name, found in self._found.items()}
 
     def __torch_dispatch__(

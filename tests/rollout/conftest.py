@@ -1,4 +1,4 @@
-"""One of each engine kind for all tests of this folder, because a vLLM engine takes seconds to start; and a stage for a worker in this process."""
+"""One of each engine kind for all tests here, because a vLLM engine takes seconds to start; and a stage for a worker in this process."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_more_than_the_gpu_has_is_refused_with_both_parties_tables_and_changes_n
         assert account.refusals(path).read_text() == f"{refused.value}\n", (
             "kept, whatever becomes of the error"
         )
-        assert (rank.own(), rank.others()) == (300, 700)
+        assert (rank.own(), rank.of_other_processes()) == (300, 700)
         Shared(path, 1, "rank 1").take("weights", 1000)  # another GPU
 
 
@@ -67,7 +67,7 @@ def test_the_memory_of_a_process_that_is_gone_is_free(path: Path) -> None:
 def test_what_an_engine_took_at_most_is_remembered_while_it_sleeps(path: Path) -> None:
     with other_process(path, "one.take('weights', 500); one.give('weights', 500)"):
         rank = Shared(path, 0, "rank 0")
-        assert (rank.others(), Shared(path, 1, "rank 1").others()) == (500, 0)
+        assert (rank.of_other_processes(), Shared(path, 1, "rank 1").of_other_processes()) == (500, 0)
 
 
 def test_two_processes_that_take_at_once_lose_no_byte(path: Path) -> None:
@@ -95,7 +95,7 @@ def test_nothing_is_counted_where_there_is_neither_a_gpu_nor_a_file() -> None:
     found = account.opened({}, 0, "rank 0")
     if isinstance(found, Uncounted) and not found.capacity:
         found.take("weights", 10**15)
-        assert (found.own(), found.others(), found.table(), found.counts) == (0, 0, (), False)
+        assert (found.own(), found.of_other_processes(), found.table(), found.counts) == (0, 0, (), False)
 
 
 def test_an_engine_s_gpu_is_the_first_of_those_that_its_slot_has(path: Path) -> None:

@@ -56,7 +56,7 @@ class Counted:
     def own(self) -> int:
         return sum(self.rows.values())
 
-    def others(self) -> int:
+    def of_other_processes(self) -> int:
         return 0
 
     def table(self) -> tuple[Row, ...]:

@@ -85,7 +85,7 @@ class RankMemory:
 
     def note_engines(self) -> None:
         """Engines have the GPU now: see how much of it they hold."""
-        if found := self._account.others():
+        if found := self._account.of_other_processes():
             self._seen = max(self._seen or 0, found)
 
     def release(self) -> int:

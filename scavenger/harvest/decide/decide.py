@@ -377,7 +377,7 @@ def _fill(
             if owners_stop := drafts.owner_limit_broken(want):
                 deficit[want.run_id], of_owner = 0, owners_stop  # runs of other owners go on
                 continue
-            place = drafts.take_place(want)
+            place = drafts.reserve_node(want)
             deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
             if place is not None:
                 begun.append(drafts.release_or_draft(want, place, now))
@@ -393,7 +393,7 @@ def _move(
     for move in moving:
         want = by_run[move.job.run_id]
         broken = drafts.limit_broken(want, move.job) or drafts.owner_limit_broken(want, move.job)
-        place = drafts.take_place(want, move) if broken is None else None
+        place = drafts.reserve_node(want, move) if broken is None else None
         if place is None and not move.anyway:
             continue  # a smaller engine may still fit
         if place is not None and drafts.can_release_at(move, place):
@@ -528,20 +528,20 @@ class _Drafts:
         why = f"owner {want.owner} has {self._owner_gpus[want.owner]} of {want.owner_gpus} GPUs (owners.max_gpus; draining ones count)"
         return HarvestCode.MAX_PER_OWNER, why
 
-    def take_place(self, want: Demand, instead_of: StandbyMove | None = None) -> NodeChoice | None:
-        """Set aside what one more job for `want` takes; None, and the free capacity has `refused`, where there is nothing for it.
-        `instead_of`: its caps are this one's."""
+    def reserve_node(self, want: Demand, instead_of: StandbyMove | None = None) -> NodeChoice | None:
+        """Reserve one engine's GPUs, CPUs and memory (MB) on a node. None, with the reason in `FreeCapacity.refused`, where no node fits.
+        `instead_of`: the standby job that is replaced; its GPUs do not count against the caps."""
         if instead_of is None or instead_of.anyway:  # that counts against none
-            return self._take_place(want)
+            return self._reserve_node(want)
         job = instead_of.job
         pinned = waits_for(job, self.limits)
         self._free.promise(pinned, -job.gpus)
-        place = self._take_place(want)
+        place = self._reserve_node(want)
         if place is None:
             self._free.promise(pinned, job.gpus)
         return place
 
-    def _take_place(self, want: Demand) -> NodeChoice | None:
+    def _reserve_node(self, want: Demand) -> NodeChoice | None:
         limits = self.limits
         return self._free.take(
             want.gpus_per_engine,
@@ -565,7 +565,7 @@ class _Drafts:
         self._count(-1, -job.gpus, job.owner)
 
     def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
-        """CPUs and memory that an engine of any run would get on whichever node; None where there is none for it."""
+        """The smallest number of CPUs and memory (MB) that one engine would get on any node; None where no node fits one."""
         gpus = min((want.gpus_per_engine for want in demand), default=1)
         shares = [self._share(node, gpus) for node in self._free.nodes.values()]
         found = [share for share in shares if share is not None]

@@ -345,7 +345,8 @@ class Allocations:
         )
         life = one.workers.get(allocation.restart_count)
         if job.exit_code == set_up.NO_DAEMON and (one.inherited or life is not None):
-            return  # it had found its daemon, which or whose link then was away for long: that is nobody's fault who starts engines
+            # The engine had reached the daemon and later lost it for long: that is no failed start.
+            return
         draft.records.append(
             rec.EngineDied(
                 allocation.node,
