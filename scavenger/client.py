@@ -253,6 +253,8 @@ class Client(Connection):
             run.poison_after,
             run.on_poison,
             config.weights.encrypt,
+            config.algorithm.max_off_policy_steps,
+            config.algorithm.on_new_version,
         )
         alive = HeartbeatThread(self._open, run.name)
         self._alive.append(alive)

@@ -42,6 +42,7 @@ from scavenger.router.core import (
     agreement,
     registration,
     samples,
+    staleness,
     steps,
     turns,
     worker_commands,
@@ -234,7 +235,14 @@ def _open(
     run.attempt += 1
     run.engine = body.engine
     run.settings = RunSettings(
-        body.harvest, body.max_engines, body.gpus_per_engine, body.poison_after, body.on_poison, body.encrypt
+        body.harvest,
+        body.max_engines,
+        body.gpus_per_engine,
+        body.poison_after,
+        body.on_poison,
+        body.encrypt,
+        body.max_off_policy_steps,
+        body.on_new_version,
     )
     if run.settings.encrypt:
         run.weights.directory.refuse_clear()
@@ -370,6 +378,7 @@ def _publish(core: Core, run: ActiveRun, body: PublishVersion) -> ReplyBody:
         )
     )
     turns.published(core, run, body.version)
+    staleness.retarget(core, run, body.version)
     return Ok()
 
 
